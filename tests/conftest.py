@@ -108,6 +108,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"not on this machine, so not tried: Python {', '.join(missing)}", yellow=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails if a test has compiled the CPU kernels into a cache of its own: that takes longer than any test."""
+    yield
+    own = [
+        str(Path(folder, name))
+        for folder, _, names in os.walk(tmp_path_factory.getbasetemp())  # which does not follow links
+        for name in names
+        if name.startswith("program-") and name.endswith(".so")
+    ]
+    assert not own, f"use tests.compiled.link_kernels for the cache_dir: {own}"
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The prepared folder of the default model, cached in the user's cache folder."""

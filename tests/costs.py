@@ -1,4 +1,4 @@
-"""A pytest plugin that prints which files of tests cost the most CPU time: pytest -p tests.costs
+"""A pytest plugin that prints which tests, and files of them, cost the most CPU time: pytest -p tests.costs
 
 CPU time hardly depends on what else the machine does, unlike the seconds of --durations. It includes processes that a
 test has started and waited for. The first test that uses a shared fixture pays for it.
@@ -13,6 +13,7 @@ import pytest
 NUM_SHOWN = 40
 
 _last_s = 0.0
+_test_cpu_s: dict[str, float] = defaultdict(float)
 _cpu_s: dict[str, float] = defaultdict(float)
 _wall_s: dict[str, float] = defaultdict(float)
 _num_tests: dict[str, int] = defaultdict(int)
@@ -46,12 +47,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.partition("::")[0]
     used_s = dict(report.user_properties)["cpu_s"]
     assert isinstance(used_s, float)
+    _test_cpu_s[report.nodeid] += used_s
     _cpu_s[file] += used_s
     _wall_s[file] += report.duration
     _num_tests[file] += report.when == "call"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("CPU time by test")
+    for test in sorted(_test_cpu_s, key=lambda test: -_test_cpu_s[test])[:NUM_SHOWN]:
+        terminalreporter.write_line(f"{_test_cpu_s[test]:8.1f}  {test}")
     terminalreporter.section("CPU time by file")
     terminalreporter.write_line(f"{'CPU s':>8} {'s':>8} {'tests':>6}")
     for file in sorted(_cpu_s, key=lambda file: -_cpu_s[file])[:NUM_SHOWN]:

@@ -24,10 +24,15 @@ WIDTH = 3
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 
 
+def sets(tiny_model: Path) -> list[str]:
+    """Models are prepared beside their folder."""
+    model = [f"model={tiny_model}", f"cache_dir={link_kernels(tiny_model.parent / 'cache')}"]
+    return [*model, "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+
+
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    sets = [f"model={tiny_model}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
-    with Server(*sets, f"cache_dir={link_kernels(tmp_path_factory.mktemp('cache'))}") as server:
+def server(tiny_model: Path) -> Iterator[Server]:
+    with Server(*sets(tiny_model)) as server:
         yield server
 
 
@@ -141,8 +146,7 @@ def recordings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     folder = tmp_path_factory.mktemp("recordings")
     files = {stage: folder / f"{stage}.rec" for stage in ("execute", "schedule")}
     options = [part for stage, path in files.items() for part in ("--record", f"{stage}={path}")]
-    sets = [f"model={tiny_model}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1", f"cache_dir={folder}"]
-    with Server(*sets, options=tuple(options)) as server:
+    with Server(*sets(tiny_model), options=tuple(options)) as server:
         bodies: list[dict[str, Any]] = [{}, {"use_beam_search": False, "n": 2, "temperature": 1.0, "seed": 5}]
         threads = [threading.Thread(target=complete, args=(server,), kwargs=body) for body in bodies]
         for thread in threads:

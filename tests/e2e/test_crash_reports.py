@@ -19,6 +19,7 @@ from pipeline.runtime import black_box
 from pipeline.runtime.cache_path import CRASHES
 from pipeline.runtime.messages import BlackBox
 from pipeline.supervisor.crash_reports import reports_in
+from tests.compiled import link_kernels
 from tests.e2e.server import Server
 
 PATIENCE_S = 60.0
@@ -29,9 +30,9 @@ LONG = "a long story of the sea. " * 120_000
 @pytest.fixture(scope="module")
 def cache(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of its own, for the reports, with the models of the usual one."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = link_kernels(tmp_path_factory.mktemp("cache"))
     for entry in smollm2_dir.parent.iterdir():
-        if entry.name != CRASHES:
+        if entry.name != CRASHES and not (folder / entry.name).exists():
             (folder / entry.name).symlink_to(entry)
     return folder
 

@@ -195,9 +195,9 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_server_runs(server: Server,
 
 def test_a_replay_has_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
     """Of the executor. Its recording says which adapters there are; it has one of them from a row's options."""
-    link_kernels(tmp_path)
-    sets = [f"model={tiny_model}", f"cache_dir={tmp_path}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
-    config = ModelConfig.load(prepare(Settings(model=str(tiny_model), cache_dir=str(tmp_path))))
+    cache = link_kernels(tiny_model.parent / "cache")
+    sets = [f"model={tiny_model}", f"cache_dir={cache}", "execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
+    config = ModelConfig.load(prepare(Settings(model=str(tiny_model), cache_dir=str(cache))))
     folder, recording = write_adapter(tmp_path / "one", config, rank=4), tmp_path / "execute.rec"
     adapters = f'lora.adapters={{one = "{folder}"}}'
     with Server(*sets, adapters, options=("--record", f"execute={recording}")) as server:

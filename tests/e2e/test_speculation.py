@@ -7,6 +7,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
 from tests.stages.execute.test_eagle import write_head
@@ -24,9 +26,10 @@ def complete(server: Server, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def small(model: Path, cache: Path) -> list[str]:
+def small(model: Path) -> list[str]:
+    """Models are prepared beside their folder."""
     memory = ["execute.kv_cache_bytes=16MiB", "execute.num_threads=1"]
-    return [f"model={model}", f"cache_dir={link_kernels(cache)}", *memory]
+    return [f"model={model}", f"cache_dir={link_kernels(model.parent / 'cache')}", *memory]
 
 
 def texts(answer: dict[str, Any]) -> Any:
@@ -43,28 +46,36 @@ def accepted(server: Server) -> float:
     return metric(server, "vllm:spec_decode_num_accepted_tokens_total")
 
 
-def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_path: Path) -> None:
-    sets = small(tiny_model, tmp_path)
-    loads: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.8, "n": 3, "repetition_penalty": 1.1},
-        {"temperature": 0, "stop": ["e"], "logprobs": None},
-        # Greedy texts of a random model repeat, and a bias makes sure of it.
-        {"temperature": 0, "logit_bias": {"300": 100}, "max_tokens": 200},
-    ]
-    with Server(*sets) as server:
-        expected = [texts(complete(server, **load)) for load in loads]
+LOADS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "n": 3, "repetition_penalty": 1.1},
+    {"temperature": 0, "stop": ["e"], "logprobs": None},
+    # Greedy texts of a random model repeat, and a bias makes sure of it.
+    {"temperature": 0, "logit_bias": {"300": 100}, "max_tokens": 200},
+    {"temperature": 0.8},
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[Any]:
+    """The texts of LOADS without speculation."""
+    with Server(*small(tiny_model)) as server:
+        found = [texts(complete(server, **load)) for load in LOADS]
         assert accepted(server) == 0
+    return found
+
+
+def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, expected: list[Any]) -> None:
     speculative = "speculative.method=ngram", "speculative.prompt_lookup_min=1", "speculative.adaptive=false"
-    with Server(*sets, *speculative) as server:
-        for load, text in zip(loads, expected, strict=True):
+    with Server(*small(tiny_model), *speculative) as server:
+        for load, text in zip(LOADS, expected, strict=True):
             assert texts(complete(server, **load)) == text
         assert accepted(server) > 100
         counted = complete(server, temperature=0, prediction={"type": "content", "content": PROMPT})
         details = counted["usage"]["completion_tokens_details"]
         assert set(details) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
         answers: list[Any] = []
-        long = loads[3]
+        long = LOADS[3]
         stream = threading.Thread(target=lambda: answers.append(texts(complete(server, **long))), daemon=True)
         before = accepted(server)
         stream.start()
@@ -74,15 +85,12 @@ def test_texts_are_the_same_also_when_the_executor_dies(tiny_model: Path, tmp_pa
         assert answers == [expected[3]]
 
 
-def test_a_draft_model_and_an_eagle_head_are_served(tiny_model: Path, tmp_path: Path) -> None:
-    sets = small(tiny_model, tmp_path)
-    with Server(*sets) as server:
-        expected = texts(complete(server, temperature=0.8))
+def test_a_draft_model_and_an_eagle_head_are_served(tiny_model: Path, expected: list[Any], tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text())
     head = write_head(tmp_path / "head", **{name: config[name] for name in ("hidden_size", "vocab_size")})
     for method, draft, least in (("draft_model", tiny_model, 30), ("eagle", head, -1)):  # the head is random
         speculative = f"speculative.method={method}", f"speculative.draft={draft}", "speculative.adaptive=false"
-        with Server(*sets, *speculative) as server:
-            assert texts(complete(server, temperature=0.8)) == expected
+        with Server(*small(tiny_model), *speculative) as server:
+            assert texts(complete(server, **LOADS[4])) == expected[4]
             assert accepted(server) > least
             assert metric(server, "vllm:spec_decode_num_draft_tokens_total") > 30

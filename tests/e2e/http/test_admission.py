@@ -150,7 +150,11 @@ def test_cached_tokens_are_reported_and_the_prefix_cache_can_be_reset(server: Se
 def test_a_batch_past_its_deadline_returns_its_partial_outputs(small: Server) -> None:
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     with LLM.attach(small.zmq) as llm:
-        outputs = llm.generate(["One", "Two", "Three"], params, timeout_s=1.0, priority=[3, -1, 2], progress=False)
-        assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
-        assert any(output.outputs[0].token_ids for output in outputs)
+        for timeout_s in (1.0, 4.0, 16.0):  # a busy machine may generate nothing in the first
+            prompts, priority = ["One", "Two", "Three"], [3, -1, 2]
+            outputs = llm.generate(prompts, params, timeout_s=timeout_s, priority=priority, progress=False)
+            assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
+            if has_tokens := any(output.outputs[0].token_ids for output in outputs):
+                break
+        assert has_tokens
     small.until_idle()
