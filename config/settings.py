@@ -85,8 +85,9 @@ class SupervisorSettings(Frozen, frozen=True):
         Meta(
             ge=0,
             le=MAX_BYTES,
-            description="Maximum size of the recording in a crash report: what a stage received, kept in memory, so that "
-            "`pipeline replay` can show what led to its death. Each process takes up to this much memory. 0: none.",
+            description="Maximum size of the recording in a crash report: what a stage received, kept in memory, so "
+            "that `pipeline replay` can show what led to its death. Each process takes this much memory at most. "
+            "0: none.",
         ),
     ] = 16 * 1024**2
     record_first_processes: Annotated[

@@ -192,8 +192,8 @@ def find_compiler() -> Compiler:
 
 def _emulated_flags(isa: Isa) -> tuple[str, ...]:
     """Compiler options for an ISA without its own instructions. The compiler may use this CPU's for the rest: longer
-    vectors take less code, and so less time to compile and to run. Only tests use it, and -O1 halves the time to compile;
-    vectors and inlining are explicit in the source."""
+    vectors take less code, and so less time to compile and to run. Only tests use it, and -O1 halves the time to
+    compile; vectors and inlining are explicit in the source."""
     here = cpu_isa.available()
     if isa == "amx" and "avx512_bf16" in here:
         return (*_AVX512_BF16_FLAGS, "-O1", *EMULATED[isa])

@@ -102,7 +102,11 @@ class RayReplicas:
         self._members: frozenset[str] = frozenset()
         self._tasks: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
-        MEMBERS.watch(lambda ids: loop.call_soon_threadsafe(self._set_members, ids) and None)
+
+        def changed(ids: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._set_members, ids)
+
+        MEMBERS.watch(changed)
 
     async def start(self, timeout_s: float) -> None:
         """Wait until a replica takes requests. Raises TimeoutError."""

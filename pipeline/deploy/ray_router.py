@@ -9,7 +9,7 @@ REPLICA = "replica"
 """The keyword argument of a call that names its replica; any one is right if it is empty."""
 
 
-class LeaseRouter(RequestRouter):
+class LeaseRouter(RequestRouter):  # type: ignore[misc] # ray is an extra, so it has no types here
     """Chooses the replica that a call names."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -48,7 +48,9 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
 class IngressActor:
     """The replica of the ingress's deployment."""
 
-    async def __init__(self, handle: Any, settings: bytes, start_timeout_s: float) -> None:
+    async def __init__(  # type: ignore[misc] # Ray Serve awaits it
+        self, handle: Any, settings: bytes, start_timeout_s: float
+    ) -> None:
         from pipeline.deploy.ray_replicas import RayReplicas
 
         given = msgspec.msgpack.decode(settings, type=IngressSettings)

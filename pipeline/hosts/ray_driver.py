@@ -26,6 +26,7 @@ from pipeline.hosts.placement import NOT_INSTALLED, bundle_of, problem_of
 from pipeline.runtime import curve
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
+from pipeline.runtime.logs import LogFormat
 
 CHECK_S = 0.2
 """How often a placement that waits for room is checked."""
@@ -163,7 +164,7 @@ def _actor_class() -> type:
     need not find this package where Ray looks for it."""
 
     class PipelineHost:
-        def __init__(self, root: str, orders: bytes, log_level: str, log_format: str) -> None:
+        def __init__(self, root: str, orders: bytes, log_level: str, log_format: "LogFormat") -> None:
             """`root` is the folder of the package on the supervisor's host. If this host has it too, it is used here:
             it may be one that no interpreter finds by itself."""
             import importlib.util
@@ -177,7 +178,7 @@ def _actor_class() -> type:
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
                 module.adopt_package()
-            self.orders, self.log = orders, (log_level, log_format)
+            self.orders, self.log_level, self.log_format = orders, log_level, log_format
 
         def begin(self) -> tuple[bytes, str, str]:
             """Make the agent. Returns its `HostFound`, or an error; and the address by which Ray knows this host."""
@@ -196,7 +197,7 @@ def _actor_class() -> type:
                 return b"", f"Pipeline can't be imported on {socket.gethostname()} ({address}): {error}", address
             try:
                 orders = msgspec.msgpack.decode(self.orders, type=HostOrders)
-                open_log(orders.name, *self.log)
+                open_log(orders.name, self.log_level, self.log_format)
                 self.agent = HostAgent(orders, f"{socket.gethostname()} ({address})", address)
             except (UserError, msgspec.DecodeError) as error:
                 return b"", str(error), address

@@ -91,7 +91,8 @@ class World:
         self.resources.create_arenas()
         self.inbox: Any = FakeInbox()
         log = logging.getLogger("tests.hosts")
-        self.hosts = Hosts(self.resources, self.inbox, self.context, log, lambda name: self.reasons.pop(name, ""))
+        inbox: Any = self.inbox
+        self.hosts = Hosts(self.resources, inbox, self.context, log, lambda name: self.reasons.pop(name, ""))
         self.hosts.on_ready = self._ready
 
     def _ready(self) -> None:

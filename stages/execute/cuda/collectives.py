@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from pipeline.errors import UserError
 from pipeline.kernels.triton.launch import INTERPRETED
@@ -57,7 +58,7 @@ class TorchCollectives(Collectives):
             board.publish_file(self._fd)
         if INTERPRETED:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(f"/proc/self/fd/{self._fd}", board.place.num_ranks)
+        store = FileStore(f"/proc/self/fd/{self._fd}", board.place.num_ranks)
         device: dict[str, Any] = {} if INTERPRETED else {"device_id": where}  # NCCL connects now, not in a step
         try:
             dist.init_process_group(

@@ -321,7 +321,9 @@ class DeviceModel(ProgramBuilder):
         learned = None if self._positions is None else (self._positions, step.positions, config.position_offset)
         ranks = self._ranks
         part = None if ranks is None else ranks.share.vocab
-        norm.embed(residual, self._table, step.ids, float(config.embedding_scale), *(learned or ()), part=part)
+        rows, positions, offset = (None, None, 0) if learned is None else learned
+        scale = float(config.embedding_scale)
+        norm.embed(residual, self._table, step.ids, scale, rows, positions, offset, part=part)
         if ranks is not None:
             ranks.sum_embeddings(residual)
         if self._embedding_norm is not None:
