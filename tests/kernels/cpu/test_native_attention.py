@@ -27,7 +27,7 @@ from tests.kernels.cpu.recording import (
 STRETCH = 64
 """Keys between two updates of the running maximum."""
 EXP_ERROR = 2.5e-7
-"""Relative error of exp_of in vec.h, including that of its argument."""
+"""Relative error of exp_of_negative in vec.h, but for the rounding of a larger argument."""
 SCORE_ROUNDING = 6
 """Of a sum of n random terms, in EPS sqrt(n) times the root of their squares: the walk that its n roundings make has a
 third of that for its deviation (Higham and Mary, 2019, "A new approach to probabilistic rounding error analysis")."""
