@@ -1,15 +1,11 @@
-"""`pipeline deploy`: replicas on Ray Serve, one of which dies under streams; the same servers behind `--servers` and
-behind Debian's nginx.
+"""`pipeline deploy`: replicas on Ray Serve, one of which dies under streams; the same servers behind `--servers`.
 test_deploy_long.py, with PIPELINE_ALL_REPLICAS=1, lets replicas die at other moments and scales them.
 """
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -191,67 +187,6 @@ def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment
     assert found == calm
     assert deployment.metric("pipeline_ingress_resumed_streams_total") >= resumed + 1
     assert deployment.metric("pipeline_ingress_broken_streams_total") == 0
-    deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@contextlib.contextmanager
-def nginx(folder: Path, urls: list[str]) -> Iterator[str]:
-    """Debian's nginx with docs/deploy/nginx.conf, in front of these servers."""
-    program = shutil.which("nginx") or "/usr/sbin/nginx"
-    assert Path(program).exists(), "this test needs Debian's nginx: apt-get install nginx-light"
-    port = free_port()
-    text = (ROOT / "docs/deploy/nginx.conf").read_text().replace("listen 127.0.0.1:8000", f"listen 127.0.0.1:{port}")
-    for place, url in enumerate(urls, 1):
-        text = text.replace(f"127.0.0.1:800{place} ", url.removeprefix("http://") + " ")
-    (folder / "nginx.conf").write_text(
-        f"daemon off; pid {folder}/pid; error_log {folder}/errors; events {{}}\n"
-        f"http {{ access_log off; client_body_temp_path {folder}/b; proxy_temp_path {folder}/p;"
-        f" fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;\n{text}}}\n"
-    )
-    process = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", f"{folder}/errors"])
-    guard(process)
-    try:
-        end_s = time.monotonic() + PATIENCE_S
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            assert process.poll() is None and time.monotonic() < end_s, (folder / "errors").read_text()
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-
-
-def num_prompts(url: str) -> int:
-    count = get(f"{url}/health")["counters"]["prompt_tokens"]
-    return int(count)
-
-
-def test_nginx_sends_a_session_to_one_server_and_new_requests_to_a_live_one(
-    deployment: Deployment, tmp_path: Path
-) -> None:
-    urls = [one["url"] for one in deployment.replicas()]
-    short = COMPLETION | {"max_tokens": 12}
-    with nginx(tmp_path, urls) as url:
-        calm = texts_of(events(urls[0], short))
-        before = [num_prompts(one) for one in urls]
-        found = [texts_of(events(url, short, headers={"X-Session": "s1"})) for _ in range(4)]
-        assert found == [calm] * 4
-        grown = [num_prompts(one) - old for one, old in zip(urls, before, strict=True)]
-        assert min(grown) == 0 < max(grown), "one server had them all"
-        owner = grown.index(max(grown))
-        actor = actor_of(urls[owner])
-        server = [child for child in actor.children() if child.cmdline()[0].startswith("pipeline:")]
-        actor.kill()
-        psutil.wait_procs(server, timeout=PATIENCE_S)
-        assert texts_of(events(url, short, headers={"X-Session": "s1"})) == calm
     deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
 
 
