@@ -13,8 +13,9 @@ from tests.e2e.test_deploy import COMPLETION, PATIENCE_S, Deployment, actor_of, 
 
 
 @pytest.fixture(scope="module")
-def deployment(tiny_model: Path) -> Iterator[Deployment]:
-    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *settings_for(tiny_model)) as deployment:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    options = settings_for(tmp_path_factory.mktemp("models"))
+    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *options) as deployment:
         yield deployment
 
 
@@ -31,9 +32,9 @@ def test_a_replica_dies_at_any_moment(deployment: Deployment, at: int, extra: di
     deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
 
 
-def test_open_requests_scale_replicas_up_and_down(tiny_model: Path) -> None:
+def test_open_requests_scale_replicas_up_and_down(tmp_path: Path) -> None:
     options = "--min-replicas", "1", "--max-replicas", "2", "--target-open-requests", "2", "--replica-cpus", "0.5"
-    with Deployment(*options, *settings_for(tiny_model)) as deployment, ThreadPoolExecutor(8) as threads:
+    with Deployment(*options, *settings_for(tmp_path)) as deployment, ThreadPoolExecutor(8) as threads:
         assert len(deployment.replicas()) == 1
         stop = threading.Event()
 
