@@ -57,7 +57,8 @@ class TorchCollectives(Collectives):
             board.publish_file(self._fd)
         if INTERPRETED:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(f"/proc/self/fd/{self._fd}", board.place.num_ranks)
+        path = f"/proc/self/fd/{self._fd}"
+        store = dist.FileStore(path, board.place.num_ranks)  # type: ignore[attr-defined]
         device: dict[str, Any] = {} if INTERPRETED else {"device_id": where}  # NCCL connects now, not in a step
         try:
             dist.init_process_group(
