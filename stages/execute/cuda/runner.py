@@ -146,7 +146,8 @@ class CudaRunner:
         self.shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_samples)
         self.step_graphs = StepGraphs(
             *(device, self.model, self._device_rows.on_device, self._staging.words),
-            *(max_num_seqs, max_num_tokens, max_num_samples, num_groups, None if ranks is None else ranks.link),
+            *(max_num_seqs, max_num_tokens, max_num_samples, num_groups),
+            ranks=None if ranks is None else ranks.link,
         )
         self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
         masks = Masks if ranks is None or ranks.is_first else NoMasks
