@@ -200,9 +200,10 @@ class Cut(ProgramBuilder):
 
 def _rows(matrix: AnyMatrix, part: range) -> AnyMatrix:
     """A view of rows."""
+    rows = slice(part.start, part.stop)
     if isinstance(matrix, StoredMatrix):
-        return StoredMatrix(matrix.format, matrix.data[part.start : part.stop], len(part), matrix.num_columns)
-    return Matrix(matrix.format, matrix.data[part.start : part.stop], len(part), matrix.num_columns)
+        return StoredMatrix(matrix.format, matrix.data[rows], len(part), matrix.num_columns)
+    return Matrix(matrix.format, matrix.data[rows], len(part), matrix.num_columns)
 
 
 def _columns(matrix: AnyMatrix, part: range) -> AnyMatrix:

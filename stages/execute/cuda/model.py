@@ -318,12 +318,13 @@ class DeviceModel(ProgramBuilder):
 
     def _embed(self, step: StepArrays) -> None:
         config, residual = self._config, self._residuals[0][: step.num_tokens]
-        learned = None if self._positions is None else (self._positions, step.positions, config.position_offset)
+        learned, positions = self._positions, None if self._positions is None else step.positions
         ranks = self._ranks
         part = None if ranks is None else ranks.share.vocab
-        rows, positions, offset = (None, None, 0) if learned is None else learned
-        scale = float(config.embedding_scale)
-        norm.embed(residual, self._table, step.ids, scale, rows, positions, offset, part=part)
+        norm.embed(
+            *(residual, self._table, step.ids, float(config.embedding_scale)),
+            *(learned, positions, config.position_offset, part),
+        )
         if ranks is not None:
             ranks.sum_embeddings(residual)
         if self._embedding_norm is not None:

@@ -66,7 +66,9 @@ def one_shot_of(board: RankBoard, where: torch.device) -> OneShot:
 
         memory = symmetric.empty(num_bytes // 4, dtype=torch.float32, device=where).zero_()
         torch.cuda.synchronize(where)
-        handle = symmetric.rendezvous(memory, torch.distributed.distributed_c10d._get_default_group())
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        handle = symmetric.rendezvous(memory, group)
         addresses = [int(address) for address in handle.buffer_ptrs]
     except (ImportError, AttributeError, RuntimeError) as error:
         raise UserError(

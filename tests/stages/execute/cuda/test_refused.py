@@ -25,12 +25,12 @@ def test_more_rows_than_an_index_can_address_are_a_clear_error() -> None:
 def test_running_out_of_memory_while_loading_is_a_clear_error(
     slight_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
         )
 
     monkeypatch.setattr(runner, "CudaRunner", full)
-    launch: Any = SimpleNamespace(settings=on_device(), model_dir=str(slight_dir))
+    launch: Any = SimpleNamespace(settings=on_device(), model_dir=str(slight_dir), rank=0)
     with pytest.raises(UserError, match=r"its steps \(CUDA out of memory\): lower schedule\.max_num_batched_tokens"):
         stage._load(launch, None)
