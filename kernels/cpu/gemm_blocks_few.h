@@ -17,9 +17,9 @@ constexpr int most_byte_rows(Format format) { return SUMS_ARE_PAIRS && code_bits
 // Rows for which panels are unpacked in registers, and how many of them at once: as many as have registers for their sums.
 constexpr int MOST_FEW_ROWS = 8;
 #if defined(EMULATE)  // more take minutes to compile
-constexpr int MOST_REGISTER_ROWS = 2;
+constexpr int MOST_REGISTER_ROWS = 1;
 #elif defined(ISA_PORTABLE)
-constexpr int MOST_REGISTER_ROWS = 4;
+constexpr int MOST_REGISTER_ROWS = 2;
 #else
 constexpr int MOST_REGISTER_ROWS = 8;
 #endif
