@@ -125,8 +125,12 @@ class HostAgent:
                 self._spawn(message)
             case m.EndChild(name, incarnation, abort):
                 child = self._children.get(name)
-                if child is not None and child.incarnation == incarnation:
-                    child.abort() if abort else child.kill()
+                if child is None or child.incarnation != incarnation:
+                    return
+                if abort:
+                    child.abort()
+                else:
+                    child.kill()
             case m.Ping(nonce):
                 usages = [(name, child.usage()) for name, child in self._children.items()]
                 self._send(
