@@ -122,20 +122,23 @@ def test_no_client_notices_the_death_of_a_stage(
     }
 
 
-def test_no_client_notices_the_death_of_schedule_with_stages(stages: Server, expected: dict[str, Any]) -> None:
-    before = pids(stages)
-    assert_same(run_and(stages, MOMENTS["in the middle"], lambda: kill(before["schedule.0"])), expected)
-    after = pids(stages)
-    assert {name for name in before if before[name] != after[name]} == {"schedule.0"}
+if ALL:
 
+    def test_no_client_notices_the_death_of_schedule_with_stages(stages: Server, expected: dict[str, Any]) -> None:
+        before = pids(stages)
+        assert_same(run_and(stages, MOMENTS["in the middle"], lambda: kill(before["schedule.0"])), expected)
+        after = pids(stages)
+        assert {name for name in before if before[name] != after[name]} == {"schedule.0"}
 
-def test_a_stage_that_stands_still_is_named(stages: Server, expected: dict[str, Any]) -> None:
-    before = pids(stages)
-    stopped = psutil.Process(before["execute.0"])
-    assert_same(run_and(stages, MOMENTS["in the middle"], lambda: stopped.send_signal(signal.SIGSTOP)), expected)
-    line = stages.wait_for_line("died: execute.0 stood at ", 0.0)
-    assert re.search(r"execute\.0 stood at [^,]+(, layer \d+)?, step \d+, for 2 s \(execute\.barrier_timeout_s\)", line)
-    assert not stopped.is_running()
+    def test_a_stage_that_stands_still_is_named(stages: Server, expected: dict[str, Any]) -> None:
+        before = pids(stages)
+        stopped = psutil.Process(before["execute.0"])
+        assert_same(run_and(stages, MOMENTS["in the middle"], lambda: stopped.send_signal(signal.SIGSTOP)), expected)
+        line = stages.wait_for_line("died: execute.0 stood at ", 0.0)
+        assert re.search(
+            r"execute\.0 stood at [^,]+(, layer \d+)?, step \d+, for 2 s \(execute\.barrier_timeout_s\)", line
+        )
+        assert not stopped.is_running()
 
 
 def test_an_embedded_server_has_ranks(expected: dict[str, Any]) -> None:
