@@ -163,7 +163,7 @@ def _actor_class() -> type:
     need not find this package where Ray looks for it."""
 
     class PipelineHost:
-        def __init__(self, root: str, orders: bytes, log_level: str, log_format: str) -> None:
+        def __init__(self, root: str, orders: bytes, log_level: str, log_format: Any) -> None:
             """`root` is the folder of the package on the supervisor's host. If this host has it too, it is used here:
             it may be one that no interpreter finds by itself."""
             import importlib.util
@@ -177,7 +177,7 @@ def _actor_class() -> type:
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
                 module.adopt_package()
-            self.orders, self.log = orders, (log_level, log_format)
+            self.orders, self.log_level, self.log_format = orders, log_level, log_format
 
         def begin(self) -> tuple[bytes, str, str]:
             """Make the agent. Returns its `HostFound`, or an error; and the address by which Ray knows this host."""
@@ -196,7 +196,7 @@ def _actor_class() -> type:
                 return b"", f"Pipeline can't be imported on {socket.gethostname()} ({address}): {error}", address
             try:
                 orders = msgspec.msgpack.decode(self.orders, type=HostOrders)
-                open_log(orders.name, *self.log)
+                open_log(orders.name, self.log_level, self.log_format)
                 self.agent = HostAgent(orders, f"{socket.gethostname()} ({address})", address)
             except (UserError, msgspec.DecodeError) as error:
                 return b"", str(error), address
