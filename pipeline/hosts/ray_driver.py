@@ -26,7 +26,6 @@ from pipeline.hosts.placement import NOT_INSTALLED, bundle_of, problem_of
 from pipeline.runtime import curve
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
-from pipeline.runtime.logs import LogFormat
 
 CHECK_S = 0.2
 """How often a placement that waits for room is checked."""
@@ -164,7 +163,7 @@ def _actor_class() -> type:
     need not find this package where Ray looks for it."""
 
     class PipelineHost:
-        def __init__(self, root: str, orders: bytes, log_level: str, log_format: "LogFormat") -> None:
+        def __init__(self, root: str, orders: bytes, log_level: str, log_format: Any) -> None:
             """`root` is the folder of the package on the supervisor's host. If this host has it too, it is used here:
             it may be one that no interpreter finds by itself."""
             import importlib.util

@@ -81,7 +81,7 @@ class Deployment:
         return found
 
     def until(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + START_S
         while not condition(found := self.replicas()):
             assert time.monotonic() < end_s, f"timed out waiting until {what}: {found}"
             time.sleep(0.05)

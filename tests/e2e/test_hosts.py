@@ -105,5 +105,5 @@ def test_it_is_restarted_on_purpose_and_refuses_to_be_recorded(remote: Server, t
     done = pipeline("restart", "execute.0", "--port", port)
     assert done.returncode == 0, done.stderr
     until_back(remote, before, "execute.0")
-    refused = pipeline("record", "execute.0", str(tmp_path / "x.rec"), "--port", port)
+    refused = pipeline("record", "execute.0", "--out", str(tmp_path / "x.rec"), "--port", port)
     assert refused.returncode and "execute.0 can't be recorded, because it runs on another host" in refused.stderr

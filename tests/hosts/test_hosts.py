@@ -89,9 +89,9 @@ class World:
         )
         self.resources = SharedResources(settings, [], [], None)
         self.resources.create_arenas()
-        self.inbox: Any = FakeInbox()
-        log = logging.getLogger("tests.hosts")
+        self.inbox = FakeInbox()
         inbox: Any = self.inbox
+        log = logging.getLogger("tests.hosts")
         self.hosts = Hosts(self.resources, inbox, self.context, log, lambda name: self.reasons.pop(name, ""))
         self.hosts.on_ready = self._ready
 
