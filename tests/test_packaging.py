@@ -131,7 +131,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
             assert specifier.operator == "==", line
             assert "+" not in specifier.version, f"{line}: local version suffixes are not available everywhere"
             pins[canonicalize_name(pin.name)] = specifier.version
-    for requirement in requirements("dev"):
+    for requirement in requirements("dev", "ray"):
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"constraints.txt does not pin {requirement.name}"
         assert version in requirement.specifier, f"constraints.txt pins {requirement.name}=={version}"
@@ -145,7 +145,7 @@ BY_HAND = {"peft": ROOT / "tools" / "make_peft_reference.py"}
 
 @pytest.mark.parametrize(
     ("folders", "extras"),
-    [(("pipeline", *LINKED), ("cuda",)), (("tests", "tools"), ("dev", "cuda"))],
+    [(("pipeline", *LINKED), ("cuda", "ray")), (("tests", "tools"), ("dev", "cuda", "ray"))],
     ids=["package", "tests"],
 )
 def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, ...]) -> None:

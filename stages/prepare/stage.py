@@ -33,7 +33,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 14
+FORMAT = 15
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

@@ -168,6 +168,7 @@ class ScheduleStage:
                 self._handle(message)
             self._use_adapters()
             self._feed()
+            self._use_adapters()  # a plan may release sequences that were held back, whose adapter is not loaded
             self._account()
             self._log_preemptions()
             report_is_due = not self._report()

@@ -177,8 +177,8 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["sreve"], "invalid choice: 'sreve'; did you mean serve? (choose from serve, chat,"),
-        (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, chat,"),
+        (["sreve"], "invalid choice: 'sreve'; did you mean serve? (choose from serve, deploy, chat,"),
+        (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, deploy, chat,"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port? (see pipeline serve"),
         (
             ["serve", "--modle=x"],

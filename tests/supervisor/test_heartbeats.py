@@ -212,7 +212,7 @@ def test_an_executor_that_computes_is_late_only_after_ten_times_as_long(world: W
 def test_a_rank_that_waits_for_one_that_computes_is_not_late(world: World) -> None:
     world.children = [FakeChild("execute.0"), FakeChild("execute.1")]
     world.children[1].pid = world.children[0].pid + 1
-    world.beats._cpu_s = lambda pid: world.cpu_s if pid == world.children[0].pid else 0.0
+    world.beats._cpu_s = lambda child: world.cpu_s if child is world.children[0] else 0.0
     world.turn()
     world.turn(HEARTBEAT_S)
     for _ in range(3):

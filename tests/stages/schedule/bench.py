@@ -286,17 +286,22 @@ class Bench:
 
     def run(self) -> int:
         """Run until idle, in the stage's order: settle, plan, report. Returns the number of steps."""
-        self.load_adapters()
-        self.fill()
+        self._feed()
         for steps in range(MAX_STEPS):
             if not self.steps:
                 self.report()
                 return steps
             self.answer()
-            self.load_adapters()
-            self.fill()
+            self._feed()
             self.report()
         raise AssertionError("it never ends")
+
+    def _feed(self) -> None:
+        self.load_adapters()
+        self.fill()
+        if not self.steps:  # the plan may have released sequences that were held back, whose adapter is not loaded
+            self.load_adapters()
+            self.fill()
 
     def check_outputs(self) -> None:
         """Every finished sequence has exactly its ids; an aborted one has a prefix of them."""

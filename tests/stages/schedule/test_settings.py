@@ -112,9 +112,10 @@ def test_every_limit_comes_from_the_settings() -> None:
         eos_ids=[2, 7],
         max_num_top=21,
     )
-    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3))
+    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
     assert found == {
         "max_loras": 3,
+        "num_stages": 2,
         "waits_for_adapters": True,
         "num_blocks": 11,
         "max_model_len": 333,

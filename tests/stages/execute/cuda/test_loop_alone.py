@@ -34,7 +34,7 @@ class IdleRunner:
         self.launched_steps: deque[LaunchedStep] = deque()
         self.rows = SimpleNamespace(num_live=0)
         self.num_over = self.num_captured = 0
-        self.ranks = None
+        self.ranks = self.adapters = None
         self.publish: Callable[[LaunchedStep, Sampled], None] = lambda launched_step, sampled: None
 
     def launch(self, step: m.Step, take: Any) -> LaunchedStep:
