@@ -131,6 +131,11 @@ def have_one_format(matrices: tuple[AnyMatrix, ...]) -> bool:
     return len({matrix.format for matrix in matrices}) == 1
 
 
+def rows_of(part: range) -> IntArray:
+    """The rows of a share."""
+    return np.arange(part.start, part.stop, dtype=np.int32)
+
+
 def turning_order(num_turning: int, heads: Iterable[int], head_dim: int) -> IntArray:
     """Rows of these heads of queries, keys and values in the panels' order. In heads with rotary embedding, which are
     the first ones of all, eight of the first half are followed by the eight of the second half that rotate with

@@ -1,21 +1,20 @@
-"""Runs a step on a CPU: applies its changes, runs the program, samples, ends rows."""
+"""Runs a step on a CPU: applies its changes, runs the program, samples."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
-from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
+from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.runtime.messages import ExecuteFacts, Finish, Step
+from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cores import threads_of
@@ -24,6 +23,7 @@ from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
 from pipeline.stages.execute.cpu.rank_group import ALONE, Outcome, RankPlace, StepAbandonedError
+from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, with_embeddings
 from pipeline.stages.execute.cpu.share import most_kv_heads
 from pipeline.stages.execute.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
@@ -31,33 +31,14 @@ from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of,
 from pipeline.stages.execute.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.prompt_logprobs import NO_BYTES, score_prompts
+from pipeline.stages.execute.prompt_logprobs import score_prompts
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
-from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
-from pipeline.stages.execute.speculation import Proposer, Speculator, Verified, merged
+from pipeline.stages.execute.sampling_features import SamplingFeature
+from pipeline.stages.execute.speculation import Proposer, Speculator
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
-
-NO_SIZES: LongArray = np.zeros(0, np.int64)
-
-
-class Computed(NamedTuple):
-    """Results of the entries that have not ended: parallel arrays, one value for each with `samples` set."""
-
-    ids: IntArray
-    """`NO_ID` if no id can be sampled"""
-    token_outputs: ByteArray = NO_BYTES
-    token_output_sizes: LongArray = NO_SIZES
-    """Bytes of each id's logprobs or embedding; empty if none has any"""
-    prompt_logprobs: ByteArray = NO_BYTES
-    verified: Verified | None = None
-    """If ids were proposed; `ids` are then the last ones of each entry, and its outputs come one after the other."""
-
-
-NOTHING = Computed(np.empty(0, np.int32))
-"""The result of a step whose rows have all ended."""
 
 
 class CpuRunner:
@@ -150,6 +131,7 @@ class CpuRunner:
             adapters=self.adapters,
         )
         self.failed = self._changes.failed
+        self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 
     def _pool_of(self, config: ModelConfig) -> Pool:
@@ -268,11 +250,11 @@ class CpuRunner:
                 else NOTHING
             )
             totals = len(rows_left), int(np.add.reduce(counts_left)), num_copies, copy_s
-            return self._result(rows[samples], running[samples], computed, *totals)
+            return self._results.make(rows[samples], running[samples], computed, *totals)
         totals = len(rows), int(np.add.reduce(counts)), num_copies, copy_s
         sampled = rows[samples]
         computed = self._compute(rows, starts, counts, samples, drafts) if len(rows) else NOTHING
-        return self._result(sampled, None, computed, *totals)
+        return self._results.make(sampled, None, computed, *totals)
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns their number and seconds. Without copies the clock is not read."""
@@ -429,102 +411,4 @@ class CpuRunner:
             self._pool.add(row, start, tokens)
             if samples[i]:
                 embeddings.append(self._pool.take(row, self.rows.pooling[row], start + count, tokens[-1]))
-        sampled = pooled[samples]
-        ids, token_output_sizes = np.zeros(len(sampled), np.int32), np.zeros(len(sampled), np.int64)
-        ids[~sampled] = computed.ids
-        if len(computed.token_output_sizes):
-            token_output_sizes[~sampled] = computed.token_output_sizes
-        token_output_sizes[sampled] = 4 * self.facts.hidden_size
-        token_outputs = np.empty(int(token_output_sizes.sum()), np.uint8)
-        theirs = np.repeat(sampled, token_output_sizes)
-        token_outputs[~theirs] = computed.token_outputs
-        if embeddings:
-            token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
-        return computed._replace(ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
-
-    def _result(
-        self,
-        rows: IntArray,
-        running: BoolArray | None,
-        computed: Computed,
-        num_rows: int,
-        num_tokens: int,
-        num_copies: int,
-        copy_s: float,
-    ) -> Sampled:
-        """Append ids to their rows, and end the rows that stop or fail. `running` are the rows that had not ended
-        before, None if none had; the others get no id."""
-        if not self._part.is_last:
-            none = np.empty(0, np.int32)
-            return Sampled(
-                none, none.view(np.uint32), none, none.view(np.uint8), num_rows, num_tokens, num_copies, copy_s
-            )
-        ids, token_outputs = computed.ids, computed.token_outputs
-        errors: tuple[str, ...] = ()
-        if running is None and not self.failed and not np.count_nonzero(ids == NO_ID):
-            finishes = self.rows.append_ids(rows, ids)  # in nearly every step
-        else:
-            running = np.ones(len(rows), np.bool_) if running is None else running
-            ids, finishes, token_outputs, errors = self._partial_result(rows, running, computed)
-        sampled = Sampled(
-            rows,
-            self.rows.generations[rows],
-            ids,
-            finishes,
-            num_rows,
-            num_tokens,
-            num_copies,
-            copy_s,
-            token_outputs,
-            computed.prompt_logprobs,
-            errors,
-        )
-        return sampled if computed.verified is None else self._with_accepted(sampled, running, computed.verified)
-
-    def _with_accepted(self, sampled: Sampled, running: BoolArray | None, verified: Verified) -> Sampled:
-        """A result with the accepted ids, which come before the last ones of their rows."""
-        num_ids, num_drafts = np.ones(len(sampled.rows), np.int64), np.zeros(len(sampled.rows), np.int64)
-        has_logits = self.rows.features[sampled.rows] & SamplingFeature.EMBEDDING == 0
-        if running is not None:
-            has_logits &= running
-        num_ids[has_logits], num_drafts[has_logits] = verified.num_ids, verified.num_drafts
-        return sampled._replace(
-            ids=merged(sampled.ids, num_ids, verified.accepted),
-            num_tokens=sampled.num_tokens + int(num_drafts.sum()),
-            num_ids=num_ids.astype(np.int32),
-            num_drafts=num_drafts.astype(np.int32),
-            draft_s=0.0 if self._proposer is None else self._proposer.draft_s,
-            draft_pass_s=0.0 if self._proposer is None else self._proposer.pass_s,
-        )
-
-    def _partial_result(
-        self, rows: IntArray, running: BoolArray, computed: Computed
-    ) -> "tuple[IntArray, np.ndarray[Any, np.dtype[np.uint8]], ByteArray, tuple[str, ...]]":
-        """Ids, finishes, token outputs and errors if rows had ended or fail."""
-        ids = np.full(len(rows), NO_ID, np.int32)
-        finishes = np.full(len(rows), Finish.NONE, np.uint8)
-        token_outputs = computed.token_outputs
-        errors: tuple[str, ...] = ()
-        failing = computed.ids == NO_ID
-        if self.failed:
-            failing |= np.isin(rows[running], list(self.failed))
-        if failing.any():
-            errors = tuple(self._fail(row) for row in rows[running][failing].tolist())
-            finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
-            if len(computed.token_output_sizes):
-                token_outputs = token_outputs[np.repeat(~failing, computed.token_output_sizes)]
-            computed = computed._replace(ids=computed.ids[~failing])
-            running = running & (finishes != Finish.ERROR)
-        ids[running] = computed.ids
-        finishes[running] = self.rows.append_ids(rows[running], computed.ids)
-        return ids, finishes, token_outputs, errors
-
-    def _fail(self, row: int) -> str:
-        """End a row that has no id. Returns the error."""
-        table = self.rows
-        table.end(row)
-        num_output = int(table.num_ids[row] - table.num_prompt[row])
-        why = no_token_error(
-            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
-        )
-        return self.failed.pop(row, why)
+        return with_embeddings(computed, pooled[samples], embeddings, self.facts.hidden_size)

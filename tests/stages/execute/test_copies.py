@@ -73,7 +73,7 @@ class Memory:
         program = runner.program
         if isinstance(program, NativeProgram):
             shape = runner.facts.num_blocks, program._blocks.layer_bytes
-            at = [ctypes.cast(layer.data, ctypes.POINTER(ctypes.c_uint8)) for layer in program._kv]
+            at = [ctypes.cast(layer.data, ctypes.POINTER(ctypes.c_uint8)) for layer in program._attention._kv]
             self._layers = [np.ctypeslib.as_array(one, shape) for one in at]
             swap = program._swap
         else:

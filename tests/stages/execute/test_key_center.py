@@ -59,7 +59,7 @@ def test_means_and_factors_don_t_depend_on_how_they_are_measured(tmp_path: Path,
     centers, factors = [], []
     for tokens in (256, 48):
         driver = Native(tmp_path, isa, kv_dtype="int8", tokens=tokens)
-        layers = driver.program._calibrated
+        layers = driver.program._attention._calibrated
         centers.append(np.stack([layer.center for layer in layers]))
         factors.append(np.stack([layer.factors.factors for layer in layers if layer.factors is not None]))
         driver.runner.close()

@@ -1,0 +1,119 @@
+"""What the parts of a program's layers have in common in the CPU library.
+
+norm ─► matmul that adapters may change ─► attention, or activation ─► barrier ─► matmul ─► residual ─► barrier
+"""
+
+import ctypes
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.native import Form
+from pipeline.lora.adapter_file import Target
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.native_lora import NativeLora
+from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, rows_of
+from pipeline.stages.execute.cpu.native_norms import NativeNorms
+from pipeline.stages.execute.cpu.native_ranks import RankMemory
+from pipeline.stages.execute.cpu.program import AnyMatrix, Linear, Norm
+from pipeline.stages.execute.cpu.share import Share
+
+
+class NativeLayers:
+    """Counts the layers of one program, and records how each part of them ends: with a matmul whose results are added
+    to the residual, and with barriers. Owns the memory before and after these matmuls."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        program: int,
+        memory: NativeMemory,
+        config: ModelConfig,
+        max_num_tokens: int,
+        residual: int,
+        norms: NativeNorms,
+        gathered: RankMemory,
+        share: Share,
+        lora: NativeLora | None,
+        first_layer: int,
+    ) -> None:
+        """`residual` is the address of float32 [tokens, hidden_size]. `first_layer` is the number of the first layer
+        in the model."""
+        self._library, self._program, self._memory, self._config = library, program, memory, config
+        self._residual, self._norms = residual, norms
+        self._gathered, self._share, self._lora = gathered, share, lora
+        self._first_layer = first_layer
+        self.num = 0
+        """Layers so far."""
+        width = max(config.num_heads * config.head_dim, *config.inner_sizes, 0)
+        self._wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
+        self.branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
+        """The address of what a norm changes before it is added to the residual; 0 if no norm does."""
+
+    @property
+    def last(self) -> int:
+        """The layer that was recorded last, or -1."""
+        return self._first_layer + self.num - 1 if self.num else -1
+
+    def begin(self) -> int:
+        """Record that a layer begins. Returns its place in this program."""
+        place = self.num
+        self._library.program_layer(self._program, self._first_layer + place)
+        self.num += 1
+        return place
+
+    def barrier(self, what: str) -> None:
+        """Record that all ranks have computed what was recorded before; `what` names the last of it."""
+        self._gathered.barrier(self._program, what, self.last)
+
+    def adapt(
+        self, targets: tuple[Target, ...], linear: Linear, depth: int, place: int, *, interleaved: bool = False
+    ) -> None:
+        """Let adapters change the matmul that is recorded next, which reads the results of the norm at `place`."""
+        if self._lora is not None:
+            form = self._memory.form(linear.matrices[0])
+            rows, layer = self._norms.rows(form, place), self.num - 1
+            self._lora.record(self._program, layer, targets, rows, form, depth, interleaved=interleaved)
+
+    def written(
+        self, rows: native.NativeRows, width: int, matrix: AnyMatrix, first: int
+    ) -> tuple[native.NativeRows, bool]:
+        """The output rows of an op before a matmul from column `first` on, and whether they are floats that are
+        quantized afterwards."""
+        if self._memory.form(matrix) is Form.PLAIN:
+            return native.NativeRows(rows.data + first * self._library.act_bytes(), rows.stride), False
+        return native.NativeRows(self._wide + first * 4, width * 4), True
+
+    def add(
+        self,
+        rows: native.NativeRows,
+        width: int,
+        linear: Linear,
+        post_norm: Norm | None,
+        targets: tuple[Target, ...],
+        what: str,
+    ) -> None:
+        """residual += post_norm(rows x matrix) * residual_multiplier"""
+        (matrix,) = linear.matrices
+        library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
+        form = self._memory.form(matrix)
+        if form is not Form.PLAIN:
+            library.program_quantize(self._program, rows, form, self._wide, width)
+        if self._lora is not None:
+            self._lora.record(self._program, self.num - 1, targets, rows, form, width)
+        part = self._share.hidden
+        packed = self._memory.pack(linear.matrices, rows_of(part), linear.bias)
+        library.program_stride(self._program, hidden)
+        if post_norm is None:
+            residual = self._residual + 4 * part.start
+            library.program_linear_add(self._program, residual, rows, packed, len(part), factor)
+            self.barrier(what)
+            return
+        library.program_linear(self._program, self.branch + 4 * part.start, rows, packed, len(part))
+        self.barrier(what)
+        self.add_branch(post_norm, f"{what} norm")
+
+    def add_branch(self, post_norm: Norm, what: str) -> None:
+        """residual += post_norm(branch) * residual_multiplier"""
+        norm = self._norms.native_norm(post_norm)
+        factor, hidden = self._config.residual_multiplier, self._config.hidden_size
+        self._library.program_add_norm(self._program, self._residual, self.branch, norm, hidden, factor)
+        self.barrier(what)

@@ -1,0 +1,147 @@
+"""The results of a step on a CPU: ids are appended to their rows, and rows that stop or fail end."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.kernels.logprob_inputs import ByteArray, FloatArray
+from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.step_inputs import IntArray, LongArray
+from pipeline.runtime.messages import Finish
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+from pipeline.stages.execute.rows import BoolArray, RowTable
+from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
+from pipeline.stages.execute.speculation import Speculator, Verified, merged
+
+NO_SIZES: LongArray = np.zeros(0, np.int64)
+
+
+class Computed(NamedTuple):
+    """Results of the entries that have not ended: parallel arrays, one value for each with `samples` set."""
+
+    ids: IntArray
+    """`NO_ID` if no id can be sampled"""
+    token_outputs: ByteArray = NO_BYTES
+    token_output_sizes: LongArray = NO_SIZES
+    """Bytes of each id's logprobs or embedding; empty if none has any"""
+    prompt_logprobs: ByteArray = NO_BYTES
+    verified: Verified | None = None
+    """If ids were proposed; `ids` are then the last ones of each entry, and its outputs come one after the other."""
+
+
+NOTHING = Computed(np.empty(0, np.int32))
+"""The result of a step whose rows have all ended."""
+
+
+class Results:
+    """Makes the results of steps. Appends ids to the runner's rows, and ends those that stop or fail."""
+
+    def __init__(self, rows: RowTable, failed: dict[int, str], speculator: Speculator | None, *, samples: bool) -> None:
+        """`failed` are rows whose sequence can't continue, and why. Without `samples`, other stages of the pipeline
+        sample."""
+        self._rows, self._failed, self._speculator, self._samples = rows, failed, speculator, samples
+
+    def make(
+        self,
+        rows: IntArray,
+        running: BoolArray | None,
+        computed: Computed,
+        num_rows: int,
+        num_tokens: int,
+        num_copies: int,
+        copy_s: float,
+    ) -> Sampled:
+        """Append ids to their rows, and end the rows that stop or fail. `running` are the rows that had not ended
+        before, None if none had; the others get no id."""
+        if not self._samples:
+            none = np.empty(0, np.int32)
+            return Sampled(
+                none, none.view(np.uint32), none, none.view(np.uint8), num_rows, num_tokens, num_copies, copy_s
+            )
+        ids, token_outputs = computed.ids, computed.token_outputs
+        errors: tuple[str, ...] = ()
+        if running is None and not self._failed and not np.count_nonzero(ids == NO_ID):
+            finishes = self._rows.append_ids(rows, ids)  # in nearly every step
+        else:
+            running = np.ones(len(rows), np.bool_) if running is None else running
+            ids, finishes, token_outputs, errors = self._partial_result(rows, running, computed)
+        sampled = Sampled(
+            rows,
+            self._rows.generations[rows],
+            ids,
+            finishes,
+            num_rows,
+            num_tokens,
+            num_copies,
+            copy_s,
+            token_outputs,
+            computed.prompt_logprobs,
+            errors,
+        )
+        return sampled if computed.verified is None else self._with_accepted(sampled, running, computed.verified)
+
+    def _with_accepted(self, sampled: Sampled, running: BoolArray | None, verified: Verified) -> Sampled:
+        """A result with the accepted ids, which come before the last ones of their rows."""
+        num_ids, num_drafts = np.ones(len(sampled.rows), np.int64), np.zeros(len(sampled.rows), np.int64)
+        has_logits = self._rows.features[sampled.rows] & SamplingFeature.EMBEDDING == 0
+        if running is not None:
+            has_logits &= running
+        proposer = None if self._speculator is None else self._speculator.proposer
+        num_ids[has_logits], num_drafts[has_logits] = verified.num_ids, verified.num_drafts
+        return sampled._replace(
+            ids=merged(sampled.ids, num_ids, verified.accepted),
+            num_tokens=sampled.num_tokens + int(num_drafts.sum()),
+            num_ids=num_ids.astype(np.int32),
+            num_drafts=num_drafts.astype(np.int32),
+            draft_s=0.0 if proposer is None else proposer.draft_s,
+            draft_pass_s=0.0 if proposer is None else proposer.pass_s,
+        )
+
+    def _partial_result(
+        self, rows: IntArray, running: BoolArray, computed: Computed
+    ) -> "tuple[IntArray, np.ndarray[Any, np.dtype[np.uint8]], ByteArray, tuple[str, ...]]":
+        """Ids, finishes, token outputs and errors if rows had ended or fail."""
+        ids = np.full(len(rows), NO_ID, np.int32)
+        finishes = np.full(len(rows), Finish.NONE, np.uint8)
+        token_outputs = computed.token_outputs
+        errors: tuple[str, ...] = ()
+        failing = computed.ids == NO_ID
+        if self._failed:
+            failing |= np.isin(rows[running], list(self._failed))
+        if failing.any():
+            errors = tuple(self._fail(row) for row in rows[running][failing].tolist())
+            finishes[np.flatnonzero(running)[failing]] = Finish.ERROR
+            if len(computed.token_output_sizes):
+                token_outputs = token_outputs[np.repeat(~failing, computed.token_output_sizes)]
+            computed = computed._replace(ids=computed.ids[~failing])
+            running = running & (finishes != Finish.ERROR)
+        ids[running] = computed.ids
+        finishes[running] = self._rows.append_ids(rows[running], computed.ids)
+        return ids, finishes, token_outputs, errors
+
+    def _fail(self, row: int) -> str:
+        """End a row that has no id. Returns the error."""
+        table = self._rows
+        table.end(row)
+        num_output = int(table.num_ids[row] - table.num_prompt[row])
+        why = no_token_error(
+            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
+        )
+        return self._failed.pop(row, why)
+
+
+def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[FloatArray], hidden_size: int) -> Computed:
+    """Merge embeddings, float32 [hidden_size] each, with the logprobs of sampled ids. `pooled` says which entries have
+    one; `computed` has the others."""
+    ids, token_output_sizes = np.zeros(len(pooled), np.int32), np.zeros(len(pooled), np.int64)
+    ids[~pooled] = computed.ids
+    if len(computed.token_output_sizes):
+        token_output_sizes[~pooled] = computed.token_output_sizes
+    token_output_sizes[pooled] = 4 * hidden_size
+    token_outputs = np.empty(int(token_output_sizes.sum()), np.uint8)
+    theirs = np.repeat(pooled, token_output_sizes)
+    token_outputs[~theirs] = computed.token_outputs
+    if embeddings:
+        token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
+    return computed._replace(ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
