@@ -155,5 +155,8 @@ def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 def _stable(reply: dict[str, Any]) -> dict[str, Any]:
-    """A reply without what differs from call to call."""
-    return {key: value for key, value in reply.items() if key in ("choices", "data", "usage", "prompt_logprobs")}
+    """A reply without what differs from call to call, such as how much of the prompt was cached."""
+    kept = {key: value for key, value in reply.items() if key in ("choices", "data", "usage", "prompt_logprobs")}
+    if "usage" in kept:
+        kept["usage"] = {key: value for key, value in kept["usage"].items() if key != "prompt_tokens_details"}
+    return kept
