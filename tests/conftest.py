@@ -44,7 +44,11 @@ ALONE = (
     "tests/e2e/http/test_hostile.py",
     "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
+    # Ray and its workers take half a minute to start, and three minutes beside other tests.
+    "tests/e2e/test_deploy.py",
     "tests/e2e/test_ray.py",
+    # It measures servers, and needs that requests end in each measurement.
+    "tests/e2e/test_compare_peers.py",
     "tests/e2e/test_start.py",
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",

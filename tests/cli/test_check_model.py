@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native_attention import NativeAttention
 from pipeline.stages.prepare import random_checkpoint
 from tests.stages.prepare import checkpoints
 
@@ -222,7 +222,7 @@ def test_an_ignored_window_fails(
 def test_one_broken_program_fails_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NativeProgram, "_head_norms", lambda self, norms: None)
+    monkeypatch.setattr(NativeAttention, "_head_norms", lambda self, norms: None)
     code, out, _ = check(config_file(tmp_path, CONFIGS["Qwen3"]), capsys=capsys)
     assert code == 1
     found = results(out)

@@ -20,7 +20,7 @@ def test_our_own_servers_are_compared_with_a_peer(tmp_path: Path) -> None:
     program = fake_peer.write_program(tmp_path / "llama-server", tmp_path / "record.json")
     command = [sys.executable, "tools/compare_peers", "--servers", "pipeline,pipeline-int8,llama.cpp"]
     command += ["--llama-server", str(program), "--loads", "decode", "--concurrency", "2", "--temperature", "1"]
-    command += ["--duration", "3s", "--out", str(tmp_path / "out")]
+    command += ["--duration", "5s", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
