@@ -75,7 +75,8 @@ class Case(msgspec.Struct, eq=False):
     has_killed: bool = False
     """Schedule has died of it."""
     may_end: bool = False
-    """It has killed schedule in `plan`, and schedule has handed over: it may have got its last ids without a plan."""
+    """Though it kills schedule, it may get its last ids: by steps after the last plan of a schedule that hands over, or
+    by steps that settle in one wake, before it is reported."""
     is_too_long: bool = False
     """Schedule refuses it."""
     nums_given: list[int] = []

@@ -279,7 +279,9 @@ class Server:
         gateway.ledger.add(case)
         if len(self._poisons) < self._num_poisons:
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
-            self._poisons[case.request_id] = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
+            self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
+            num_in_one_wake = self.settings.schedule.max_steps_in_flight
+            case.may_end = one.place == "report" and len(case.outcomes[0].ids) - num_ids < num_in_one_wake
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)
