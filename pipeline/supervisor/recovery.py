@@ -78,6 +78,8 @@ class Round(msgspec.Struct, eq=False):
     """Stages that have not answered."""
     gateways: set[str]
     """Gateways that have not answered."""
+    suspects: list[int] = []
+    """Requests that may be the reason, which gateways learn: also of deaths before, of which they were not told."""
     are_gateways_told: bool = False
 
 
@@ -96,15 +98,19 @@ class Recovery:
         self._epoch += 1
         return self._epoch
 
-    def died(self, name: str, stages: Iterable[str], gateways: Iterable[str]) -> int:
-        """A process has died: these learn of its successor, the stages at once. Returns the epoch of the round."""
+    def died(self, name: str, stages: Iterable[str], gateways: Iterable[str], suspects: Iterable[int] = ()) -> int:
+        """A process has died: these learn of its successor, the stages at once. `suspects` are the requests that may
+        be the reason. Returns the epoch of the round."""
         self._epoch += 1
+        untold: list[int] = []
         for one in self._rounds:
             one.stages.discard(name)
             one.gateways.discard(name)
             if one.name == name and not one.are_gateways_told:
                 one.gateways.clear()  # they are informed of the newest successor only
-        self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}))
+                untold = one.suspects  # which include those of rounds before it
+        aboard = list(dict.fromkeys((*untold, *suspects)))
+        self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}, aboard))
         return self._epoch
 
     def is_known(self, name: str) -> bool:

@@ -177,6 +177,11 @@ class SharedResources:
             return []
         return self.black_boxes.suspects_of(topology.SCHEDULE, self.incarnations[topology.SCHEDULE])
 
+    def suspects_of_crash(self, name: str) -> list[int]:
+        """The requests that the last process of this name had in work together, if it has crashed. Call it after
+        `renew`."""
+        return self._suspects_together.get(name, [])
+
     def renew(self, name: str, *, has_crashed: bool = False) -> None:
         """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
         process is used again: the others may still read what it wrote. Raises MemoryError."""
@@ -253,9 +258,11 @@ class SharedResources:
         for fd in fds - kept:
             os.close(fd)
 
-    def restart_of(self, name: str, receiver: str, epoch: int) -> tuple[m.PeerRestarted, list[int]] | None:
+    def restart_of(
+        self, name: str, receiver: str, epoch: int, suspects: Sequence[int] = ()
+    ) -> tuple[m.PeerRestarted, list[int]] | None:
         """What another process must know of the successor of `name`, of a new process, or of one that is gone, and the
-        descriptors that it gets. None if the two have no edge."""
+        descriptors that it gets. `suspects` are the requests that may be the reason. None if the two have no edge."""
         row = topology.row(receiver.partition(".")[0])
         stage = name.partition(".")[0]
         is_remote = topology.is_remote(self.settings, name) or topology.is_remote(self.settings, receiver)
@@ -280,12 +287,11 @@ class SharedResources:
         peer = self.tcp.reached_by(receiver, peer)
         suspect = self._suspects.get(name)
         restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
-        suspects = self._suspects_together.get(name, []) if receiver.startswith("gateway.") else []
         return msgspec.structs.replace(
             restarted,
             has_other_settings=self._has_other_settings(name),
             has_crashed=name in self._crashed,
-            suspects=suspects,
+            suspects=list(suspects),
         ), fds
 
     def _has_other_settings(self, name: str) -> bool:

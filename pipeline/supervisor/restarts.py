@@ -10,7 +10,7 @@ What the stages do with `PeerRestarted` is theirs: the owner of a fact sends it 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
@@ -117,7 +117,7 @@ class Restarts:
     def inform(self, name: str) -> None:
         """Inform the others of the newest channels of a process, or that it is gone."""
         stages, gateways = self._neighbours(name)
-        epoch = self.recovery.died(name, stages, gateways)
+        epoch = self.recovery.died(name, stages, gateways, self._resources.suspects_of_crash(name))
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
@@ -190,10 +190,10 @@ class Restarts:
     def _tell_gateways(self) -> None:
         for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
-                self._tell(gateway, one.name, one.epoch)
+                self._tell(gateway, one.name, one.epoch, one.suspects)
 
-    def _tell(self, other: str, name: str, epoch: int) -> None:
-        found = self._resources.restart_of(name, other, epoch)
+    def _tell(self, other: str, name: str, epoch: int, suspects: Sequence[int] = ()) -> None:
+        found = self._resources.restart_of(name, other, epoch, suspects)
         assert found is not None, f"{other} and {name} share no edge"
         message, fds = found
         child = self._table.children[other]

@@ -10,6 +10,7 @@ A process that wakes takes some of the messages that wait for it, from any of it
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -166,7 +167,7 @@ class Server:
         """Let a process die at this moment."""
         process = self.processes.pop(name)
         is_at_work = name not in self._starting and not is_planned
-        self._suspects[name] = suspects_in(self.stages.pop(name).black_box) if is_at_work else []
+        self._suspects[name] = suspects = suspects_in(self.stages.pop(name).black_box) if is_at_work else []
         if isinstance(process, ExecuteProcess):
             self._swap = process.swap
         if isinstance(process, GatewayProcess):
@@ -182,7 +183,7 @@ class Server:
         if is_poisoned:
             self.num_poison_deaths += 1
             assert self.num_poison_deaths <= poison.MAX_DEATHS * self._num_poisons, "a request that kills is not found"
-            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=self._suspects[name])
+            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=suspects)
             assert isinstance(delay_s, float), f"the server has ended: {delay_s}"
         else:
             self.num_random_deaths[stage] = self.num_random_deaths.get(stage, 0) + 1
@@ -214,24 +215,23 @@ class Server:
         known = [other for other in self.processes if _share_edge(name, other)]
         gateways = [other for other in known if other.startswith("gateway.")]
         stages = [other for other in known if other not in gateways]
-        epoch = self.recovery.died(name, stages, gateways)
+        epoch = self.recovery.died(name, stages, gateways, self._suspects.get(name, []))
         self.rng.shuffle(stages)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
 
-    def _tell(self, other: str, name: str, epoch: int) -> None:
+    def _tell(self, other: str, name: str, epoch: int, suspects: Sequence[int] = ()) -> None:
         peer, network = m.PeerInbox(name, "", 0), self.network
         if name in network.incarnations:
-            suspects = self._suspects.get(name, []) if other.startswith("gateway.") else []
-            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=suspects))
+            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=list(suspects)))
         else:
             self.send(other, m.PeerRestarted(epoch, peer, network.last_of_removed[name], [], is_removed=True))
 
     def _tell_gateways(self) -> None:
         for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
-                self._tell(gateway, one.name, one.epoch)
+                self._tell(gateway, one.name, one.epoch, one.suspects)
 
     def _answered(self) -> None:
         """The supervisor reads one message."""

@@ -190,10 +190,10 @@ def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> Non
             if is_alone:
                 black_box.Breadcrumb(memory).at(5, 1)
             resources.renew("schedule.0", has_crashed=has_crashed)
-            for receiver in ("gateway.0", "detokenize.0"):
-                found = resources.restart_of("schedule.0", receiver, 1)
-                assert found is not None
-                assert sorted(found[0].suspects) == (expected if receiver == "gateway.0" else [])
+            suspects = resources.suspects_of_crash("schedule.0")
+            assert sorted(suspects) == expected
+            found = resources.restart_of("schedule.0", "gateway.0", 1, suspects)
+            assert found is not None and found[0].suspects == suspects
             resources.launch("schedule", "", [])
     finally:
         resources.close()

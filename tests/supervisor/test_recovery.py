@@ -96,6 +96,21 @@ def test_a_gateway_starts_when_all_stages_use_the_newest_channels():
     assert recovery.may_start("gateway.0"), "it need not wait for gateways, nor for what has died"
 
 
+def test_gateways_learn_the_suspects_of_all_deaths_that_they_were_not_told_of():
+    recovery = Recovery()
+    recovery.died("schedule.0", ["execute.0"], GATEWAYS, [5, 7])
+    recovery.died("schedule.0", ["execute.0"], GATEWAYS, [7, 8])
+    last = recovery.died("schedule.0", ["execute.0"], GATEWAYS)  # on purpose
+    other = recovery.died("detokenize.0", [], GATEWAYS, [9])
+    assert recovery.rounds_for_gateways() == []
+    for epoch in range(last + 1):
+        recovery.answered("execute.0", epoch)
+    found = [(one.epoch, one.suspects) for one in recovery.rounds_for_gateways()]
+    assert found == [(last, [5, 7, 8]), (other, [9])]
+    recovery.died("schedule.0", [], GATEWAYS, [1])
+    assert [one.suspects for one in recovery.rounds_for_gateways()] == [[1]]
+
+
 class Histories(RuleBasedStateMachine):
     """Random deaths and answers. Each process answers what it was sent, in any order relative to others."""
 
