@@ -281,6 +281,7 @@ class Server:
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
             self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
             num_in_one_wake = self.settings.schedule.max_steps_in_flight
+            assert isinstance(num_in_one_wake, int)
             case.may_end = one.place == "report" and len(case.outcomes[0].ids) - num_ids < num_in_one_wake
 
     def _abort(self) -> None:
