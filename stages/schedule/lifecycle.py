@@ -156,12 +156,15 @@ class SequenceLifecycle:
         self._suspects.replace([one for one in running if not self.quarantine.excludes(one)])
         self._was_quarantined = is_quarantined
 
-    def release_held(self) -> None:
-        """If the suspects that ran are cleared, let the next ones run, or all."""
-        if self.quarantine.next_group():
-            held, self.held = self.held, SequenceQueue()
-            for sequence in held:
-                self._wait(sequence)
+    def release_held(self) -> bool:
+        """If the suspects that ran are cleared, let the next ones run, or all. Call it behind `list_suspects`: else
+        those that were cleared would be suspects beside the next ones too. Returns whether others may run now."""
+        if not self.quarantine.next_group():
+            return False
+        held, self.held = self.held, SequenceQueue()
+        for sequence in held:
+            self._wait(sequence)
+        return True
 
     def start(self, sequence: Sequence, num_running: int) -> tuple[int, ComputedPrefix, list[BlockTable]] | None:
         """Give a sequence a row and blocks, and leave `num_running` other rows their next ones. Returns the row, the

@@ -82,8 +82,6 @@ class Planner:
         self._registers, self._run = registers, None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
         self._kv_cache_manager.release_passed(self._in_flight.last_in_flight)
-        if lifecycle.quarantine.is_active:
-            lifecycle.release_held()
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
             np.copyto(rows.ahead, rows.planned)
             lifecycle.add_ready_samples()
@@ -117,7 +115,8 @@ class Planner:
         if len(deferred):
             entries.append(self._grant_deferred(budget, deferred, appended))
         if not any(len(part.rows) for part in entries) and not adds:
-            if self._in_flight.steps or lifecycle.is_idle or lifecycle.adapters.is_loading:
+            waits = lifecycle.adapters.is_loading or lifecycle.quarantine.is_cleared
+            if self._in_flight.steps or lifecycle.is_idle or waits:
                 return None
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)

@@ -53,6 +53,11 @@ class Quarantine:
     def is_active(self) -> bool:
         return bool(self._groups)
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether all suspects that ran are cleared, so that the next ones may run."""
+        return bool(self._groups) and not self._groups[0].request_ids
+
     def excludes(self, request_id: int) -> bool:
         """Whether a request must wait until the quarantine is over, or until its group runs."""
         return bool(self._groups) and request_id not in self._groups[0].request_ids
@@ -113,7 +118,7 @@ class Quarantine:
 
     def next_group(self) -> bool:
         """If the group that runs is cleared, go on to the next one. Returns whether that has changed who may run."""
-        if not self._groups or self._groups[0].request_ids:
+        if not self.is_cleared:
             return False
         while self._groups and not self._groups[0].request_ids:
             self._groups.popleft()

@@ -149,6 +149,8 @@ class ScheduleStage:
         self._is_handing_over = False
         """A successor takes over when no step is in flight."""
         self._has_ended_work = False
+        self._has_released = False
+        """Whether sequences may run since the end of the last wake that were held back."""
         self._preemption_log = EventLog(stage.log, "preempted sequences")
 
     def _index(self, segment: str, name: str) -> IndexMemory:
@@ -159,7 +161,7 @@ class ScheduleStage:
         """Handle the messages that came before `Start`, then new ones, until `Stop`."""
         messages, report_is_due = early, False
         while not self._stopped:
-            messages = messages or self._stage.inbox.wait_all(RETRY_S if report_is_due else IDLE_WAIT_S)
+            messages = messages or self._stage.inbox.wait_all(self._wait_s(report_is_due))
             begin_s = time.monotonic()
             self._scheduler.now_s = self._stage.replay_context.monotonic()
             self._has_settled = False
@@ -168,7 +170,6 @@ class ScheduleStage:
                 self._handle(message)
             self._use_adapters()
             self._feed()
-            self._use_adapters()  # a plan may release sequences that were held back, whose adapter is not loaded
             self._account()
             self._log_preemptions()
             report_is_due = not self._report()
@@ -176,11 +177,19 @@ class ScheduleStage:
                 self._has_ended_work = True
                 self._scheduler.leave_tails()
                 self._stage.supervisor.send(m.Drained())
-            self._scheduler.lifecycle.list_suspects()
+            if not report_is_due:
+                self._scheduler.lifecycle.list_suspects()
+                self._has_released = self._scheduler.lifecycle.release_held()
             self._stage.release()
             if (trace := self._stage.trace).on:
                 trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
             messages = []
+
+    def _wait_s(self, report_is_due: bool) -> float:
+        """How long to wait for messages."""
+        if report_is_due:
+            return RETRY_S
+        return 0.0 if self._has_released else IDLE_WAIT_S
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler

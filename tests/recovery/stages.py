@@ -59,7 +59,7 @@ class ScheduleProcess:
 
     @property
     def has_work(self) -> bool:
-        return self._stage.was_refused
+        return self._stage.was_refused or (self.loop is not None and self.loop._has_released)
 
     def check(self) -> None:
         """Assert every invariant of the scheduler."""

@@ -147,6 +147,9 @@ class Bench:
     def fill(self) -> None:
         while len(self.steps) < self.depth and self._plan(self.scheduler.plan):
             pass
+        if not self.steps and self.scheduler.lifecycle.quarantine.is_cleared:
+            self.report()
+            self.fill()
 
     def _plan(self, plan: Callable[[], m.Step | None]) -> bool:
         """Plan a step. Returns False if there is nothing to compute now."""
@@ -243,6 +246,9 @@ class Bench:
         """Send to every replica of detokenize, or find each of their edges full."""
         for replica in range(self.num_detokenize):
             self.report_to(replica, sent)
+        if sent:  # the stage's wake is over
+            self.scheduler.lifecycle.list_suspects()
+            self.scheduler.lifecycle.release_held()
 
     def report_to(self, replica: int, sent: bool) -> None:
         message = self.scheduler.output_buffer.pending(replica)
@@ -299,7 +305,7 @@ class Bench:
     def _feed(self) -> None:
         self.load_adapters()
         self.fill()
-        if not self.steps:  # the plan may have released sequences that were held back, whose adapter is not loaded
+        if not self.steps:  # `fill` may have released sequences that were held back, whose adapter is not loaded
             self.load_adapters()
             self.fill()
 
