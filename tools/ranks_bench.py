@@ -82,7 +82,9 @@ class Side:
         for number in range(execute.num_ranks):
             ours, theirs = spawn.Pipe()
             own = files[number // execute.tensor_parallel]
-            process = spawn.Process(target=_opened, args=(theirs, settings, folder, number, (own, files[-1])))
+            process = spawn.Process(
+                target=_opened, args=(theirs, settings, folder, number, (own, files[-1])), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -127,7 +129,7 @@ def main() -> None:
             pipeline_parallel=pipeline_parallel,
             pipeline_layers=tuple(args.layers) if pipeline_parallel > 1 else (),
             num_threads=args.tp * args.pp // num_ranks,
-            kv_cache_bytes=1024**3 // num_ranks,
+            kv_cache_bytes=1024**3 // tensor_parallel,  # a stage may have most of the layers
             cores=tuple(map(str, range(num_ranks))) if args.pin and num_ranks > 1 else (),
         )
         return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=32, max_num_batched_tokens=CHUNK))
