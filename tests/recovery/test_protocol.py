@@ -32,6 +32,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_yield", lambda: None)
 
 
+@pytest.mark.timeout(300 + NUM_RUNS)
 def test_every_client_gets_exactly_what_it_must(tmp_path: Path) -> None:
     vocabulary = Vocabulary(byte_level())
     num_deaths: Counter[str] = Counter()
