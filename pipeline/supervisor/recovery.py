@@ -79,7 +79,7 @@ class Round(msgspec.Struct, eq=False):
     gateways: set[str]
     """Gateways that have not answered."""
     suspects: list[int] = []
-    """Requests that may be the reason, which gateways learn: also of deaths before, of which they were not told."""
+    """Requests that may be the reason: also those of earlier deaths of which the gateways have not learned."""
     are_gateways_told: bool = False
 
 

@@ -96,7 +96,7 @@ def test_a_gateway_starts_when_all_stages_use_the_newest_channels():
     assert recovery.may_start("gateway.0"), "it need not wait for gateways, nor for what has died"
 
 
-def test_gateways_learn_the_suspects_of_all_deaths_that_they_were_not_told_of():
+def test_gateways_learn_the_suspects_of_all_deaths_that_they_have_not_learned_of():
     recovery = Recovery()
     recovery.died("schedule.0", ["execute.0"], GATEWAYS, [5, 7])
     recovery.died("schedule.0", ["execute.0"], GATEWAYS, [7, 8])

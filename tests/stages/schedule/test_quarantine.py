@@ -138,7 +138,7 @@ def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
         assert set(suspects_in(memory)) <= groups[-1], "what was cleared stays listed until the end of the wake"
         bench.fill()
         listed = set(suspects_in(memory))
-        assert listed & groups[-1] in (listed, set()), "nobody who was cleared is listed beside the next ones"
+        assert listed & groups[-1] in (listed, set()), "what was cleared is not listed beside the next ones"
         if listed and listed != groups[-1]:
             groups.append(listed)
         bench.report()
