@@ -284,7 +284,7 @@ class Server:
             self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
             num_in_one_wake = self.settings.schedule.max_steps_in_flight
             assert isinstance(num_in_one_wake, int)
-            case.may_end = one.place == "report" and len(case.outcomes[0].ids) - num_ids < num_in_one_wake
+            case.may_end = one.place != "settle" and len(case.outcomes[0].ids) - num_ids < num_in_one_wake
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)

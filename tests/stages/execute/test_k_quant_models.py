@@ -1,7 +1,7 @@
 """A real model in Q4_K_M keeps its formats, is close to its values in float32, and writes sensible text.
 
 These tests are collected only if the model's file is there: `.venv/bin/python -m tools.fetch_test_models qwen-1.5b`.
-They take about a minute, and 4 GB of memory.
+They take about a minute, and 4 GB of memory. `pipeline check-model --fidelity` measures more positions.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute.native_driver import ISAS, Native
 from tools.fetch_test_models import FOLDER, MODELS
 
-NUM_CHUNKS = 2
+NUM_POSITIONS = 256
 QUESTION = "<|im_start|>user\nWhat is the capital of France? Answer with one word.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -41,8 +41,8 @@ def test_it_writes_sensible_text_with_the_formats_of_the_file(folder: Path) -> N
 
 def test_its_most_likely_tokens_are_those_of_float32(folder: Path) -> None:
     ids, bos_id = encode(folder, BUILT_IN.read_text("utf-8"))
-    chunks = chunks_of(ids, bos_id, "the built-in text")[:NUM_CHUNKS]
-    measured = fidelity.measure(Settings(), folder, chunks, lambda _: None)
+    chunk = chunks_of(ids, bos_id, "the built-in text")[0][:NUM_POSITIONS]
+    measured = fidelity.measure(Settings(), folder, [chunk], lambda _: None)
     default, int8 = (form.divergence.summary() for form in measured.forms)
     assert default.top1 > 0.985
     assert int8.top1 > 0.95
