@@ -313,9 +313,10 @@ def test_a_missing_gpu_is_an_error_of_one_line(
 
 
 def test_it_runs_as_a_command(tmp_path: Path) -> None:
-    model = config_file(tmp_path, CONFIGS["Qwen2.5"])
+    model = config_file(tmp_path, CONFIGS["SmolLM2"])
+    options = ("--tokens", "64", "--kernels", "torch", "--set", "execute.num_threads=1")
     result = subprocess.run(
-        [sys.executable, "-m", "pipeline", "check-model", model, "--tokens", "64", "--kernels", "torch"],
+        [sys.executable, "-m", "pipeline", "check-model", model, *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -14,10 +14,6 @@ def plant(root: Path, file: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_the_repository_has_no_new_banned_words() -> None:
-    assert faults(findings_in(), read_listed()) == []
-
-
 @pytest.mark.parametrize(
     ("line", "word"),
     [

@@ -135,7 +135,7 @@ def agreement(driver: Driver, together: int, num_texts: int = 7) -> float:
     return num_same / num_positions
 
 
-@pytest.mark.parametrize(("together", "num_texts"), [(1, 1), (128, 7)], ids=["alone", "together"])
+@pytest.mark.parametrize(("together", "num_texts"), [(1, 1), (128, 3)], ids=["alone", "together"])
 def test_bfloat16_finds_the_same_largest_logit_as_float32(rounded: Driver, together: int, num_texts: int) -> None:
     """On one text if each position is a step of its own, because torch is slow then."""
     assert agreement(rounded, together, num_texts) >= 0.98
