@@ -3,7 +3,7 @@
 A block in the KV memory has two pieces per layer, keys and values. To move it over the bus in one copy, it is gathered
 into packed memory before it leaves the GPU, and scattered after it arrives.
 
-Shapes: A pieces of a block, W int32 words of a piece, M blocks of the KV memory, N copied blocks.
+Shapes: A pieces of a block, W int32 words of a piece, a multiple of 4, M blocks of the KV memory, N copied blocks.
 """
 
 import triton
@@ -40,6 +40,7 @@ def _move(
     to_memory: bool,
 ) -> None:
     pieces, words = (source if from_memory else target).shape[0], target.shape[2]
+    assert words % 4 == 0
     _copy[(len(targets), pieces)](
         *(target, source, targets, sources),
         # Strides by block and by piece: packed memory has blocks outermost, KV memory has pieces outermost.
@@ -54,15 +55,20 @@ def _move(
 
 
 @triton.jit
+def _aligned(stride):
+    return tl.multiple_of(stride.to(tl.int64), 4)
+
+
+@triton.jit(do_not_specialize=["target_block", "target_piece", "source_block", "source_piece"])
 def _copy(
     target,
     source,
     targets,
     sources,
-    TARGET_BLOCK: tl.constexpr,
-    TARGET_PIECE: tl.constexpr,
-    SOURCE_BLOCK: tl.constexpr,
-    SOURCE_PIECE: tl.constexpr,
+    target_block,
+    target_piece,
+    source_block,
+    source_piece,
     WORDS: tl.constexpr,
     FROM_MEMORY: tl.constexpr,
     TO_MEMORY: tl.constexpr,
@@ -74,8 +80,10 @@ def _copy(
         to_block = tl.load(targets + i).to(tl.int64)
     if FROM_MEMORY:
         from_block = tl.load(sources + i).to(tl.int64)
-    to_place = target + to_block * TARGET_BLOCK + piece * TARGET_PIECE
-    from_place = source + from_block * SOURCE_BLOCK + piece * SOURCE_PIECE
+    # Strides are arguments, so that the size of the KV memory needs no kernel of its own. The compiler can't know that
+    # they are multiples of 16 bytes.
+    to_place = target + to_block * _aligned(target_block) + piece * _aligned(target_piece)
+    from_place = source + from_block * _aligned(source_block) + piece * _aligned(source_piece)
     for begin in range(0, WORDS, BLOCK):
         places = begin + tl.arange(0, BLOCK)
         tl.store(to_place + places, tl.load(from_place + places, mask=places < WORDS), mask=places < WORDS)

@@ -45,9 +45,9 @@ SECTIONS = {
     "texts": CheckSection("servers.texts", 130, "a small model's outputs against the CPU executor", 2, False),
     "machine": CheckSection("machine.rates", 40, "rates and latencies of the hardware"),
     "speed": CheckSection("speed.steps", 150, "executor steps at the shapes of 8B, 1B and 135M"),
+    "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),
     "http": CheckSection("servers.http", 80, "a server of the 135M shape and 256 clients"),
     "peers": CheckSection("servers.peers", 70, "transformers on the same shapes"),
-    "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),
     "ranks": CheckSection("servers.ranks", 120, "tensor parallelism, if there are two GPUs"),
 }
 WARM_UP = CheckSection("speed.warm_up", 130, "compilation for the next sections", 6, False)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from tools.gpu_check.readings import Ended, FailedItem, Line, Reading, Started, 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 0.1
+SAVE_S = 10.0
+"""The files in --out are written so often."""
 KILL_TIMEOUT_S = 10.0
 """Longest wait for a killed process."""
 UNREAPED: list["subprocess.Popen[bytes]"] = []
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = [line for line in lines if isinstance(line, FailedItem)]
             found = report.Results([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
             if args.out is not None:
-                # Written after each turn, so that the results survive if this program is killed.
+                # Written while sections run, so that the results survive if this program is killed.
                 (args.out / "found.json").write_text(report.as_json(found))
                 (args.out / "found.md").write_text(report.as_markdown(found))
     finally:
@@ -79,8 +81,8 @@ def _why_not_here() -> str | None:
 
 
 def _run_all(args: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Line]]:
-    """Yield all lines of all sections so far, after each turn. Sections that don't measure time run first and in
-    parallel."""
+    """Yield all lines of all sections so far, every `SAVE_S` and after each turn. Sections that don't measure time run
+    first and in parallel."""
     lines: dict[str, list[Line]] = {}
     rates: dict[str, float] = {}
     end_s = time.monotonic() + TOTAL_S
@@ -95,15 +97,20 @@ def _run_all(args: argparse.Namespace, names: Sequence[str]) -> Iterator[list[Li
         for turn in turns:
             began_s = time.monotonic()
             tasks = [task for name in turn for task in _tasks(args, name, end_s - began_s, Path(folder), rates)]
+            order = (*names, "warm-up", "tune-compile")
             with ThreadPoolExecutor(len(tasks)) as pool:
-                found = list(pool.map(lambda task: _run_section(task, args.inline), tasks))
+                running = [pool.submit(_run_section, task, args.inline) for task in tasks]
+                while wait(running, SAVE_S).not_done:
+                    now = [line for task in tasks for line in read(Path(task.lines))]
+                    yield [*(line for name in order for line in lines.get(name, [])), *now]
+                found = [future.result() for future in running]
             for task, each in zip(tasks, found, strict=True):
                 lines.setdefault(task.section, []).extend(each)
                 rates |= {
                     line.case: line.value for line in each if isinstance(line, Reading) and line.value is not None
                 }
             print(f"{', '.join(turn)}: {time.monotonic() - began_s:.1f} s", flush=True)
-            yield [line for name in (*names, "warm-up", "tune-compile") for line in lines.get(name, [])]
+            yield [line for name in order for line in lines.get(name, [])]
 
 
 def _tasks(args: argparse.Namespace, name: str, left_s: float, folder: Path, rates: dict[str, float]) -> Iterator[Task]:

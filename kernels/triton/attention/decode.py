@@ -192,7 +192,8 @@ def _decode_kernel(
     dims = tl.arange(0, DIMS)
     inside = dims < HEAD_DIM
     others = tl.where(dims < half, dims + half, dims - half)
-    step = part_stride.to(tl.int64)
+    # A multiple of 16 bytes, which the compiler can't know of a kernel argument.
+    step = tl.multiple_of(part_stride.to(tl.int64), 8)
     group = tl.arange(0, HEADS)
     mask = (group < GROUP)[:, None] & inside[None, :]
     for index in tl.range(0, num_units, disable_licm=True):

@@ -9,7 +9,8 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,9 @@ from pipeline.stages.execute.kv import DeviceMemory
 
 CONTEXT_BYTES = 512 * 1024**2
 """GPU memory of CUDA, cuBLAS and the kernels' code, estimated."""
+
+LOCKED_BYTES = 64 * 1024**3
+"""Host memory is pinned in pieces of about this size: some drivers fail to pin 512 GiB or more at once."""
 
 Calls = Callable[[], None]
 
@@ -83,7 +87,8 @@ class Device(ABC):
 
     @abstractmethod
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
-        """Pin host memory until `close`. Returns False on failure; copies from and to it then block the host."""
+        """Pin host memory [blocks, bytes] until `close`, in pieces of `locked_blocks`: one copy must not touch two.
+        Returns False on failure; copies from and to it then block the host."""
 
     @abstractmethod
     def memory(self, reserved_bytes: int) -> DeviceMemory:
@@ -105,6 +110,8 @@ class Gpu(Device):
         assert not INTERPRETED, "TRITON_INTERPRET is set: kernels would run on the CPU"
         self.where = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.where)
+        # By default, cuBLAS may add the partial sums of split-K in bfloat16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._compute = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._copy = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._compute)
@@ -152,13 +159,16 @@ class Gpu(Device):
             yield
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
-        address = int(memory.ctypes.data)
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(cudart.cudaHostRegister(address, memory.nbytes, 0)) != 0:
-            # Clear the error, or the next launch would report it.
-            _clear_last_error()
-            return False
-        self._locked.append(address)
+        step = locked_blocks(memory.shape[1])
+        for begin in range(0, len(memory), step):
+            piece = memory[begin : begin + step]
+            address = int(piece.ctypes.data)
+            if int(cudart.cudaHostRegister(address, piece.nbytes, 0)) != 0:
+                # Clear the error, or the next launch would report it.
+                _clear_last_error()
+                return False
+            self._locked.append(address)
         return True
 
     def memory(self, reserved_bytes: int) -> DeviceMemory:
@@ -245,6 +255,11 @@ class Interpreted(Device):
         pass
 
 
+def locked_blocks(block_bytes: int) -> int:
+    """Blocks of a piece of host memory that is pinned at once."""
+    return max(1, LOCKED_BYTES // block_bytes)
+
+
 def make_device(index: int = 0) -> Device:
     """The GPU of this index among the visible ones, or `Interpreted` if TRITON_INTERPRET is set."""
     if INTERPRETED:
@@ -254,10 +269,8 @@ def make_device(index: int = 0) -> Device:
 
 
 def _clear_last_error() -> None:
-    """Call cudaGetLastError of the runtime that torch has loaded; torch does not expose it."""
-    for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
-        try:
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL).cudaGetLastError()
-            return
-        except (OSError, AttributeError):
-            continue
+    """Call cudaGetLastError of each CUDA runtime in this process; torch does not expose it."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split(maxsplit=5)[-1] for line in lines if "libcudart" in line}:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(path).cudaGetLastError()

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import copy
 from pipeline.stages.execute.cpu.program import SwapArray
-from pipeline.stages.execute.cuda.device import Device, StreamEvent
+from pipeline.stages.execute.cuda.device import Device, StreamEvent, locked_blocks
 
 PACKED_BYTES = 32 * 1024**2
 """Size of a staging buffer; it holds at least one block."""
@@ -61,6 +61,7 @@ class BlockCopier:
         self._memory = kv.view(torch.int32).view(num_layers * parts, self._num_blocks, -1)
         pieces, _, words = self._memory.shape
         self._block_bytes = pieces * words * 4
+        self._locked_blocks = locked_blocks(self._block_bytes)
         self._swap = None if swap is None else torch.from_numpy(swap).view(torch.int32).view(-1, pieces, words)
         if swap is not None and not device.lock(swap):
             logging.getLogger("pipeline").warning(
@@ -142,8 +143,7 @@ class BlockCopier:
         with self._device.copying():
             buffer.computed.wait()
             self._begin()
-            for begin, end, slot in _ranges(slots):
-                place = slot - self._num_blocks
+            for begin, end, place in self._ranges(slots):
                 self._swap[place : place + end - begin].copy_(buffer.packed[begin:end], non_blocking=True)
             buffer.copied.record()
 
@@ -153,19 +153,19 @@ class BlockCopier:
         with self._device.copying():
             buffer.computed.wait()
             self._begin()
-            for begin, end, slot in _ranges(slots):
-                place = slot - self._num_blocks
+            for begin, end, place in self._ranges(slots):
                 buffer.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
             buffer.copied.record()
         buffer.copied.wait()
         copy.scatter(self._memory, self._sent(blocks), buffer.packed)
         buffer.computed.record()
 
-
-def _ranges(slots: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Ranges of consecutive slots: begin and end in the list, and the first slot."""
-    begin = 0
-    for i in range(1, len(slots) + 1):
-        if i == len(slots) or slots[i] != slots[i - 1] + 1:
-            yield begin, i, slots[begin]
-            begin = i
+    def _ranges(self, slots: list[int]) -> Iterator[tuple[int, int, int]]:
+        """Ranges of consecutive slots in one piece of pinned memory: begin and end in the list, and the place of the
+        first in swap space."""
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            place = slots[i - 1] + 1 - self._num_blocks
+            if i == len(slots) or slots[i] != slots[i - 1] + 1 or place % self._locked_blocks == 0:
+                yield begin, i, slots[begin] - self._num_blocks
+                begin = i

@@ -170,10 +170,10 @@ class CudaRunner:
         speculates = self._device_rows, self.speculator
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
         first, others = self.shapes.first(), self.shapes.others()
-        mixed = [self.shapes.mix(size, 1, 1) for size in self.shapes.mixed]
+        mixed = list(dict.fromkeys((*self.shapes.mixes(1), *self.shapes.mixes(max_num_seqs))))
         self._to_capture = [
             *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed, *self.shapes.verifying())),
-            *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others)),
+            *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others, *mixed)),
             *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
         ]
         if lora is not None:

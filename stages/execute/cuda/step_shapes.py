@@ -14,7 +14,7 @@ FEW = 16
 """Entries and samples of a mixed step are padded to this number or to the maximum."""
 MAX_TOKENS = 4096
 """Tokens of the largest step that is captured."""
-FIRST_DECODES = (1, 2, 4, 8)
+FIRST_DECODES = (1, 2, 4, 8, 16)
 """Sizes to capture before the server is ready, besides the largest. Others are captured on first use or when idle."""
 
 
@@ -53,6 +53,10 @@ class StepShapes:
         if num_tokens == num_entries == num_samples:
             return self.decode(num_entries)
         return self.mix(num_tokens, num_entries, num_samples)
+
+    def mixes(self, num_rows: int) -> list[PaddedStepShape]:
+        """The shapes of steps with prompts and up to `num_rows` entries and samples."""
+        return [self.mix(size, num_rows, num_rows) for size in self.mixed]
 
     def decode(self, num_rows: int) -> PaddedStepShape:
         """The shape of a step in which `num_rows` rows decode."""

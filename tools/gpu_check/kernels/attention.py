@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.rope import rope_frequencies, rope_table
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels import random_steps
-from tools.gpu_check.kernels.checking import ROUNDED, check_exact, check_output
+from tools.gpu_check.kernels.checking import MANY_REPEATS, REPEATS, ROUNDED, check_exact, check_output
 from tools.gpu_check.kernels.random_steps import Entry, RandomStep
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
@@ -104,8 +105,24 @@ def _only_live(case: str, run: Any, out: Tensor, right: Tensor, made: RandomStep
         found.copy_(out[live])
         untouched &= bool(out[~live].isnan().all())
 
-    reading = check_output(case, gathered, found, right[live], ROUNDED)
+    repeats = REPEATS if INTERPRETED else MANY_REPEATS
+    beside = _beside()
+    reading = check_output(case, lambda: (next(beside), gathered()), found, right[live], ROUNDED, repeats=repeats)
     return reading if untouched else check_exact(case, False, "padding tokens were written")
+
+
+def _beside() -> Iterator[None]:
+    """Start a copy on another stream at each iteration, so that programs are delayed differently from run to run."""
+    if INTERPRETED:
+        while True:
+            yield
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    source = torch.empty(1 << 24, dtype=torch.int32, device=gpu.device())
+    target = torch.empty_like(source)
+    while True:
+        with torch.cuda.stream(stream):
+            target.copy_(source)
+        yield
 
 
 def _tasks(config: ModelConfig, made: RandomStep, window: int | None) -> Any:

@@ -13,18 +13,28 @@ EXACT = 1e-4
 ROUNDED = 1e-2
 """Relative error if results or intermediate operands are rounded to bfloat16."""
 REPEATS = 2
+MANY_REPEATS = 200
+"""Where programs share work, so that a race may be rare."""
 
 
 def check_output(
-    case: str, run: Callable[[], object], out: Tensor, right: Tensor, bound: float, note: str = ""
+    case: str,
+    run: Callable[[], object],
+    out: Tensor,
+    right: Tensor,
+    bound: float,
+    note: str = "",
+    *,
+    repeats: int = REPEATS,
 ) -> Reading:
-    """Run with `out` poisoned, and compare it with `right`, of any dtype and the same shape."""
+    """Run with `out` poisoned, and compare it with `right`, of any dtype and the same shape. Then `repeats` more times,
+    which must return the same bits."""
     gpu.poison(out)
     run()
     gpu.synchronize()
     reading = check(case, gpu.relative_error(out, right), bound, note)
     before = out.clone()
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         gpu.poison(out)
         run()
         gpu.synchronize()

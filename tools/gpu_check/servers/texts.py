@@ -30,6 +30,7 @@ from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_prepared
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.runners import close, make_cpu_runner, make_runner, settings_for
+from tools.gpu_check.servers import in_flight
 from tools.gpu_check.shapes import SMALL, TINY
 
 ALLOWED = {"float32": 4e-3, "bfloat16": 0.2}
@@ -82,10 +83,12 @@ SCHEDULES = (
 
 
 def items(context: Context) -> list[Item]:
-    dtypes = ("bfloat16", "float32") if not context.small else ("float32",)
+    dtypes = ("bfloat16", "float32") if not context.interpreted else ("float32",)
     made = [Item(f"small model, {dtype}", partial(_small, dtype=dtype), 10, 130) for dtype in dtypes]
-    if not context.small:
+    made.append(Item("steps in flight", partial(in_flight.compare, early=False), 10, 100))
+    if not context.interpreted:
         made.append(Item("small model, early launches", partial(_small, dtype="bfloat16", early=True), 10, 100))
+        made.append(Item("steps in flight, early launches", partial(in_flight.compare, early=True), 10, 100))
     if context.task.model:
         made.append(Item("given model", _given, 10, 120))
     return made

@@ -1,8 +1,9 @@
 """Times the candidate configurations of GEMMs on this GPU, and writes the table that kernels/triton/tuned.py ships.
 
 First many processes compile the candidates in parallel (`tune_compile.py`). Then one process times them alone. The
-fastest candidate wins, unless its lead over the rule's choice is within the noise. Weights rotate through more memory
-than the L2 cache holds. Batch size 1 comes first.
+fastest candidate wins, unless its lead over the rule's choice is within the noise, or its result differs from a
+float64 product. Weights rotate through more memory than the L2 cache holds. Batch size 1 comes first. The table is
+written after each product, so that an end before the last one loses nothing.
 """
 
 import json
@@ -21,6 +22,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels.blocks import random_blocks
+from tools.gpu_check.kernels.checking import ROUNDED
 from tools.gpu_check.kernels.dense import matrices_of
 from tools.gpu_check.machine import rates
 from tools.gpu_check.readings import Reading
@@ -145,7 +147,7 @@ def items(context: Context) -> list[Item]:
         Item(product.case, partial(_tuned, product=product, num_left=len(todo) - i, found=found))
         for i, product in enumerate(todo)
     ]
-    return [*made, Item("table", partial(_table, found=found), 0)]
+    return made
 
 
 def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, Any]) -> Iterator[Reading]:
@@ -169,13 +171,23 @@ def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, A
     best, best_ms = min(times.items(), key=lambda one: one[1])
     if best_ms > rule_ms * (1 - NOISE):
         best, best_ms = first, rule_ms
-    found[product.shape(matrices[0])] = best
+    error = _error(product, matrices[0], best, x)
+    is_right = error <= ROUNDED
+    found[product.shape(matrices[0])] = best if is_right else first
+    where = _write_table(context, found)
     bound_us = matrices[0].num_bytes / rates.bandwidth(context) * 1e6
     note = f"{len(times)} timed, {refused} refused; the rule's choice takes {rule_ms * 1e3:.1f} µs; best {_words(best)}"
+    note += f"; error {error:.1e}; {where}"
     numbers = {"times_us": [[asdict(config), each * 1e3] for config, each in times.items()]}
     del matrices
     gpu.free_memory()
-    yield Reading(product.case, best_ms * 1e3, "µs", bound_us, less_is_better=True, note=note, numbers=numbers)
+    yield Reading(
+        *(product.case, best_ms * 1e3, "µs", bound_us),
+        less_is_better=True,
+        result="" if is_right else "FAIL",
+        note=note,
+        numbers=numbers,
+    )
 
 
 def _time(product: Product, matrices: list[Any], config: Any, x: Tensor) -> float:
@@ -194,9 +206,28 @@ def _words(config: Any) -> str:
     return " ".join(f"{name}={value}" for name, value in asdict(config).items())
 
 
-def _table(context: Context, found: dict[Any, Any]) -> Iterator[Reading]:
+def _error(product: Product, matrix: Any, config: Any, x: Tensor) -> float:
+    """Relative error of a candidate, against float64."""
+    from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
+
+    values = matrix.values
+    if matrix.form != "float":
+        values = torch.empty(product.num_rows, product.num_columns, dtype=x.dtype, device=x.device)
+        dequantize_rows(values, matrix, 0)
+    right = x.double() @ values.double().t()
+    if product.op == "swiglu":
+        gate, up = right.chunk(2, 1)
+        right = torch.nn.functional.silu(gate) * up
+    out = product.out(config)
+    gpu.poison(out)
+    product.launch(matrix, config, x, out)
+    found = out.double().sum(0) if product.op == "linear" else out
+    return gpu.relative_error(found, right)
+
+
+def _write_table(context: Context, found: dict[Any, Any]) -> str:
     """Write the table beside the report, in the format of the shipped one. Entries that were not measured keep their
-    shipped values."""
+    shipped values. Returns where it is."""
     from pipeline.kernels.triton import tuned
 
     architecture = tuned.architecture(gpu.device())
@@ -204,9 +235,8 @@ def _table(context: Context, found: dict[Any, Any]) -> Iterator[Reading]:
     name = "interpreted" if context.interpreted else torch.cuda.get_device_name()
     rows = [{"shape": asdict(shape), "config": asdict(config)} for shape, config in entries.items()]
     if context.task.out is None:
-        yield Reading("table of tuned launches", note="not written: no --out")
-        return
+        return "no table without --out"
     path = Path(context.task.out) / f"{architecture}.json"
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     path.write_text(f'{{\n  "measured_on": {json.dumps(name)},\n  "entries": [\n{lines}\n  ]\n}}\n')
-    yield Reading("table of tuned launches", len(entries), "entries", note=f"{path}; goes to kernels/triton/tuned/")
+    return f"{len(entries)} entries in {path}"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.stages.execute.cuda import host_transfer
+from pipeline.stages.execute.cuda import device, host_transfer
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier
 
@@ -20,6 +20,8 @@ def test_any_list_of_copies_equals_sequential_copies(monkeypatch: pytest.MonkeyP
     kv = torch.randint(0, 2**30, (2, 2, NUM_BLOCKS, 1, 2, 2), dtype=torch.int32)
     slots = np.zeros((NUM_SLOTS, 2 * 2 * 4 * 4), np.uint8)
     monkeypatch.setattr(host_transfer, "PACKED_BYTES", 2 * slots.shape[1])
+    # A copy of adjacent slots must not cross from one piece of pinned memory to the next.
+    monkeypatch.setattr(device, "LOCKED_BYTES", 4 * slots.shape[1])
     copies = BlockCopier(Interpreted(), kv, slots)
     expected = [kv[:, :, i].clone() for i in range(NUM_BLOCKS)] + [torch.zeros(2, 2, 1, 2, 2, dtype=torch.int32)] * 6
     for _ in range(12):

@@ -40,7 +40,7 @@ def test_sizes_are_few_and_increase_to_the_maximum(most: int) -> None:
 def test_first_and_later_shapes_cover_all_decode_shapes() -> None:
     shapes = StepShapes(256, 2048, 256)
     first, others = shapes.first(), shapes.others()
-    assert [shape.num_tokens for shape in first] == [256, 8, 4, 2, 1]
+    assert [shape.num_tokens for shape in first] == [256, 16, 8, 4, 2, 1]
     assert sorted(shape.num_tokens for shape in first + others) == shapes.decodes
     assert [shape.num_tokens for shape in StepShapes(3, 96, 3).first()] == [3, 2, 1]
 
