@@ -51,7 +51,8 @@ class Context:
         self.interpreted = task.interpreted
         self.small = task.quick or task.interpreted
         """Run fewer cases and repeats."""
-        self._end_s = time.monotonic() + task.left_s
+        self._began_s = time.monotonic()
+        self._end_s = self._began_s + task.left_s
 
     @property
     def left_s(self) -> float:
@@ -59,7 +60,7 @@ class Context:
         return self._end_s - time.monotonic()
 
     def say(self, text: str) -> None:
-        print(f"    {self.task.section}: {text}", flush=True)
+        print(f"    {self.task.section}, {time.monotonic() - self._began_s:.1f} s: {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True)

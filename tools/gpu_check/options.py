@@ -41,8 +41,8 @@ class CheckSection(NamedTuple):
 
 
 SECTIONS = {
-    "kernels": CheckSection("kernels.all", 130, "every kernel against float64, on random inputs", 12, False),
-    "texts": CheckSection("servers.texts", 130, "a small model's outputs against the CPU executor", 2, False),
+    "kernels": CheckSection("kernels.all", 130, "every kernel against float64, on random inputs", 10, False),
+    "texts": CheckSection("servers.texts", 130, "a small model's outputs against the CPU executor", 5, False),
     "machine": CheckSection("machine.rates", 40, "rates and latencies of the hardware"),
     "speed": CheckSection("speed.steps", 150, "executor steps at the shapes of 8B, 1B and 135M"),
     "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),

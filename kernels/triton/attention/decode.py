@@ -58,8 +58,8 @@ def attend_decode(
 
     out [T, Q * D]; split_k_partials [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
     BLOCK_SIZE, D] of the dtype of `out`, or in 8 bits (kv_cache.py). It works for any number of tokens, and saves most
-    with few. With `pdl` the launch begins while the previous one ends and then waits for it; that one must launch its
-    dependents.
+    with few. With `pdl` the launch begins while the previous one ends, and waits for it before it reads the partials;
+    that one must launch its dependents, and everything else must be complete when it begins.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
@@ -179,9 +179,8 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    if PDL:  # everything that it reads may come from the previous launch
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
     rank, head, block = first
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
@@ -216,6 +215,10 @@ def _decode_kernel(
         cosine = tl.load(cos + angle, mask=inside, other=0.0)
         sine = tl.load(sin + angle, mask=inside, other=0.0)
         slot = tl.load(slots + token_at)
+        if PDL:
+            # The previous launch, the linear layer, writes the partials. What was read before was written by launches
+            # that were complete when that one began.
+            tl.extra.cuda.gdc_wait()
         token_partials = split_k_partials + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
         heads = (head * GROUP + group) * HEAD_DIM
         query = sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)

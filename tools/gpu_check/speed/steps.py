@@ -104,6 +104,7 @@ MODELS = (
     # Whether programmatic dependent launch helps where launch overhead dominates.
     Model("135M, early launch", SMOLLM2_135M, 512, (Target(1), Target(32)), early_launch=True, needs_s=10),
     Model("1B, early launch", LLAMA_1B, 1024, (Target(1),), early_launch=True, needs_s=8),
+    Model("8B, early launch", LLAMA_8B, 1024, (Target(1, in_ms=True),), early_launch=True, needs_s=10),
 )
 """The most important figures come first."""
 
