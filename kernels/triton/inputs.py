@@ -10,6 +10,18 @@ import triton.language as tl
 
 
 @triton.jit
+def wait_and_launch_next():
+    """With programmatic dependent launch: wait until the previous launch is complete, then let the next one begin.
+
+    The next one begins after all programs of this one have called it. So what a launch reads before it waits may come
+    from any launch but the previous one. If it could begin earlier, several launches would wait on the multiprocessors
+    at the same time, in the way of the one that computes.
+    """
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def sum_partials(split_k_partials, at, inside, distance, NUM_PARTIALS: tl.constexpr):
     """The sum of split-K partials at `at`, in their order, float32; 0 where not `inside`. They are `distance` (int64)
     numbers apart."""

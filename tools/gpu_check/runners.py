@@ -38,6 +38,8 @@ def settings_for(
             kernels=kernels,
             kv_cache_bytes=kv_cache_bytes,
             programmatic_dependent_launch=early_launch,
+            # Several processes compare models at the same time. Their threads would wait for each other.
+            num_threads=1 if device == "cpu" else plain.execute.num_threads,
         ),
         schedule=replace(plain.schedule, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
     )

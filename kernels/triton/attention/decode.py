@@ -31,7 +31,7 @@ from pipeline.kernels.triton.attention.tiles import (
     tiles_of_unit,
 )
 from pipeline.kernels.triton.hadamard import transform_heads
-from pipeline.kernels.triton.inputs import sum_partials
+from pipeline.kernels.triton.inputs import sum_partials, wait_and_launch_next
 from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, quantize
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rotary import NO_GROWTH, HeadNorms, QueryGrowth, query_factor
@@ -58,12 +58,13 @@ def attend_decode(
 
     out [T, Q * D]; split_k_partials [P, T, (Q + 2K) * D]; cos and sin [L, D/2] float32; keys and values [num_blocks, K,
     BLOCK_SIZE, D] of the dtype of `out`, or in 8 bits (kv_cache.py). It works for any number of tokens, and saves most
-    with few. With `pdl` the launch begins while the previous one ends, and waits for it before it reads the partials;
-    that one must launch its dependents, and everything else must be complete when it begins.
+    with few. With `pdl` the launch begins while the previous one runs, and waits for it before it reads the partials;
+    see `wait_and_launch_next`.
     """
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
-    assert tasks.lists == [tasks.narrow], "the tasks must be planned for one token per entry"
+    (task_list,) = tasks.lists
+    assert task_list.tile in (tasks.tiles.few, tasks.tiles.narrow), "the tasks must be planned for one token per entry"
     assert out.shape == (step.num_tokens, tasks.num_heads * head_dim)
     assert out.dtype == keys.dtype or is_quantized(keys)
     assert split_k_partials.shape[1:] == (step.num_tokens, (tasks.num_heads + 2 * tasks.num_kv_heads) * head_dim)
@@ -73,7 +74,7 @@ def attend_decode(
     # A unit's rows are one token's heads, fewer than the tile's, so more partial results are read at once.
     heads = next_power_of_2(tasks.group)
     early = {"launch_pdl": True} if pdl else {}
-    _decode_kernel[(tasks.narrow.num_programs,)](
+    _decode_kernel[(task_list.num_programs,)](
         out,
         split_k_partials,
         split_k_partials.stride(0),
@@ -89,9 +90,9 @@ def attend_decode(
         as_scales(values),
         step.blocks,
         step.blocks.stride(0),
-        tasks.narrow.cuts,
-        tasks.narrow.entries,
-        tasks.narrow.arrivals,
+        task_list.cuts,
+        task_list.entries,
+        task_list.arrivals,
         tasks.scratch.sums,
         tasks.scratch.scales,
         *vectors_of(tasks, sinks),
@@ -103,9 +104,9 @@ def attend_decode(
         HEADS=heads,
         GROWTH=growth[0],
         PERIOD=growth[1],
-        num_warps=tasks.narrow.tile.num_warps,
-        num_stages=tasks.narrow.tile.num_stages,
-        **constants(tasks.narrow, tasks, keys, heads, 4 * tasks.narrow.tile.combined),
+        num_warps=task_list.tile.num_warps,
+        num_stages=task_list.tile.num_stages,
+        **constants(task_list, tasks, keys, heads, 4 * task_list.tile.combined),
         **early,
     )
 
@@ -179,8 +180,6 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     first, begin_cut, end_cut, num_units = load_piece(cuts, CUT_FIELDS)
     rank, head, block = first
     row, position, _, token = load_entry(cuts + tl.program_id(0) * CUT_FIELDS + 8)
@@ -216,9 +215,8 @@ def _decode_kernel(
         sine = tl.load(sin + angle, mask=inside, other=0.0)
         slot = tl.load(slots + token_at)
         if PDL:
-            # The previous launch, the linear layer, writes the partials. What was read before was written by launches
-            # that were complete when that one began.
-            tl.extra.cuda.gdc_wait()
+            # The previous launch, the linear layer, writes the partials.
+            wait_and_launch_next()
         token_partials = split_k_partials + token_at * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
         heads = (head * GROUP + group) * HEAD_DIM
         query = sum_partials(token_partials, heads[:, None] + dims[None, :], mask, step, NUM_PARTIALS)
@@ -306,3 +304,5 @@ def _decode_kernel(
         )  # fmt: skip
         rank, head, block = next_rank, next_head, next_block
         row, position, token = next_row, next_position, next_token
+    if PDL:  # a program without a unit has not waited: the next launch relies on it
+        tl.extra.cuda.gdc_wait()

@@ -82,7 +82,7 @@ def attend(
             tasks.scratch.sums,
             tasks.scratch.scales,
             *vectors_of(tasks, sinks),
-            SINGLE_LOOP=task_list is tasks.narrow,
+            SINGLE_LOOP=task_list in (tasks.few, tasks.narrow),
             num_warps=task_list.tile.num_warps,
             num_stages=task_list.tile.num_stages,
             **constants(task_list, tasks, keys, task_list.tile.rows, task_list.tile.combined),

@@ -27,7 +27,7 @@ decides which lists there are, as a captured graph needs it. The GPU sorts the e
 `plan` makes one launch per list, see plan.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
 """Steps with at most this number of tokens have no list of long chunks, which saves a launch per layer."""
+FEW_ENTRIES = 16
+"""Decode steps with at most this number of entries have shorter pieces: their time is that of a program's loads one
+after the other, not that of all bytes."""
 _ANY_COUNT = 2**30
 LOG2_E = 1.4426950408889634
 
@@ -73,8 +76,10 @@ class Tile:
 class Tiles:
     """The tiles for one model."""
 
+    few: Tile
+    """For decode steps of at most `FEW_ENTRIES` entries."""
     narrow: Tile
-    """For entries that fit into one narrow tile, and for decode steps."""
+    """For entries that fit into one narrow tile, and for other decode steps."""
     middle: Tile
     """For entries that fit into two middle tiles, such as the ends of prompts."""
     wide: Tile
@@ -101,14 +106,16 @@ def choose_tiles(
     if dtype.itemsize > 2:
         # A float32 matmul is three in tf32, which takes registers. float32 is not meant to be fast.
         narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
+        few = replace(narrow, keys=min(narrow.keys, 32), min_tiles=2)
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
-        return Tiles(narrow, middle, middle)
+        return Tiles(few, narrow, middle, middle)
+    few = replace(narrow, keys=min(narrow.keys, 32), min_tiles=2, least_part=1)
     if padded > 128:
         middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes // share), 8, 2, 1, 4, 2, 8192)
-        return Tiles(narrow, middle, middle)
+        return Tiles(few, narrow, middle, middle)
     middle = Tile(max(64, least_rows), 64 // share, 4, 3, 2, 4, 2, 4096)
     wide = Tile(max(128, least_rows), 64, 8, 3, 1, 8, 4, 8192)
-    return Tiles(narrow, middle, wide)
+    return Tiles(few, narrow, middle, wide)
 
 
 class Scratch:
@@ -119,7 +126,7 @@ class Scratch:
         num_rows = (
             2
             * num_multiprocessors(device)
-            * max(tile.programs * tile.rows for tile in (tiles.narrow, tiles.middle, tiles.wide))
+            * max(tile.programs * tile.rows for tile in (tiles.few, tiles.narrow, tiles.middle, tiles.wide))
         )
         self.sums = torch.zeros(num_rows * next_power_of_2(head_dim), dtype=torch.float32, device=device)
         """[2P, rows of a tile, D padded]; values weighted by exp2(score - largest score)"""
@@ -175,7 +182,7 @@ class AttentionTasks:
         assert max_tokens * num_kv_heads < 2**31, "units are numbered by an int32"
         assert window is None or window >= 1
         self.tiles = tiles or choose_tiles(num_heads, num_kv_heads, head_dim, dtype, quantized=quantized)
-        for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide):
+        for tile in (self.tiles.few, self.tiles.narrow, self.tiles.middle, self.tiles.wide):
             assert tile.rows >= num_heads // num_kv_heads, "a tile must hold at least one token"
             assert tile.min_tiles >= 2, "two cuts would be on the same tile"
         self.scratch = scratch or Scratch(self.tiles, head_dim, device)
@@ -183,9 +190,9 @@ class AttentionTasks:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.window = window
         num = num_multiprocessors(device)
-        self.narrow, self.middle, self.wide = (
+        self.few, self.narrow, self.middle, self.wide = (
             TaskList(tile, num * tile.programs, max_entries, device)
-            for tile in (self.tiles.narrow, self.tiles.middle, self.tiles.wide)
+            for tile in (self.tiles.few, self.tiles.narrow, self.tiles.middle, self.tiles.wide)
         )
         self.lists = [self.narrow]
         """The lists of the last planned step."""
@@ -203,7 +210,7 @@ class AttentionTasks:
         """Divide the step: once per step, before the first layer, with one launch per list. With `one_each` no entry
         has more than one token."""
         assert step.num_entries <= self.max_entries, f"{step.num_entries} entries in a step, at most {self.max_entries}"
-        self.lists = [self.narrow]
+        self.lists = [self.few if one_each and step.num_entries <= FEW_ENTRIES else self.narrow]
         if not one_each:
             self.lists.append(self.middle)
             if step.num_tokens > NO_CHUNKS:

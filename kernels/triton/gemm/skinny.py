@@ -17,7 +17,7 @@ import triton.language as tl
 from pipeline.kernels.triton.activations import silu
 from pipeline.kernels.triton.gemm.planes import group_scales
 from pipeline.kernels.triton.gemm.unpack import EXCESS, code_to_float, fp8_to_float
-from pipeline.kernels.triton.inputs import input_at, weight_rows_of
+from pipeline.kernels.triton.inputs import input_at, wait_and_launch_next, weight_rows_of
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -53,8 +53,7 @@ def skinny_gemm(
     NORM see `input_at`; BLOCK_M is then at least M. DTYPE is that of the operands.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        wait_and_launch_next()
     PACKED: tl.constexpr = weight.FORM == "int4"
     GROUP: tl.constexpr = weight.GROUP
     split = tl.program_id(1)

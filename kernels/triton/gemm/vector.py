@@ -24,7 +24,7 @@ from pipeline.kernels.triton.gemm.unpack import (
     fp8_bytes_to_floats,
     half_codes,
 )
-from pipeline.kernels.triton.inputs import input_at, weight_rows_of
+from pipeline.kernels.triton.inputs import input_at, wait_and_launch_next, weight_rows_of
 
 LANES = tl.constexpr(8)
 """Adjacent floats of a row that one thread holds and sums itself."""
@@ -59,8 +59,6 @@ def gemv(
     normalized first. With SWIGLU, the weight is [2N, K] and out is silu(first half) *
     second half; SPLIT is 1.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
     ROWS: tl.constexpr = 2 * BLOCK_N if SWIGLU else BLOCK_N
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -133,7 +131,7 @@ def _floats(
     squares = tl.zeros([BLOCK_K], tl.float32)
     tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:  # everything but the weights may come from the previous launch
-        tl.extra.cuda.gdc_wait()
+        wait_and_launch_next()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         there = ((k + BLOCK_K + places < K) & (step + 1 < SHARE))[None, :]
@@ -207,7 +205,7 @@ def _codes(
         high2 = _high_words_at(weight, row2, at, there)
         high3 = _high_words_at(weight, row3, at, there)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        wait_and_launch_next()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
         at = k // GROUP + groups

@@ -80,7 +80,7 @@ def check(
         assert (off.isnan() == reference.isnan()).all()
         assert (off <= tolerance * (1 + reference.abs()) + code)[~off.isnan()].all()
         assert off[~off.isnan()].gt(tolerance * (1 + reference.abs()[~off.isnan()])).double().mean() < 0.001
-    return int((tasks.narrow.cuts[:, 5] >= 0).sum())
+    return int((tasks.lists[0].cuts[:, 5] >= 0).sum())
 
 
 def test_short_rows() -> None:
