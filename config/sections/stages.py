@@ -174,10 +174,10 @@ class ExecuteSettings(Frozen, frozen=True):
     programmatic_dependent_launch: Annotated[
         bool,
         Meta(
-            description="On a GPU, let each kernel of a step with few rows start before the previous one ends "
-            "(programmatic dependent launch). Off by default because it has not been measured."
+            description="On a GPU of compute capability 9.0 (Hopper) or newer, let each kernel of a step with few rows "
+            "start before the previous one ends (programmatic dependent launch)."
         ),
-    ] = False
+    ] = True
     gpu_memory_utilization: Annotated[
         float,
         Meta(

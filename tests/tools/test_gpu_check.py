@@ -204,7 +204,7 @@ def _context(tmp_path: Path) -> Context:
 
 def test_equal_executors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "make_runner", fakes.make_runner)
-    (item,) = texts.items(_context(tmp_path))
+    item, *_ = texts.items(_context(tmp_path))
     readings = list(item.run(_context(tmp_path)))
     assert [reading.result for reading in readings] == ["pass"] * 6
     assert all(reading.value == 0 for reading in readings[:5])
@@ -217,7 +217,7 @@ def test_an_executor_that_samples_other_ids_fails(tmp_path: Path, monkeypatch: p
         return runner
 
     monkeypatch.setattr(texts, "make_runner", wrong)
-    (item,) = texts.items(_context(tmp_path))
+    item, *_ = texts.items(_context(tmp_path))
     results = [reading.result for reading in item.run(_context(tmp_path))]
     assert results[:5] == ["FAIL"] * 5
 

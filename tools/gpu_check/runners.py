@@ -19,7 +19,7 @@ def settings_for(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     quantization: Quantization = "none",
-    early_launch: bool = False,
+    early_launch: bool = True,
 ) -> Settings:
     """Settings for one device. A CPU uses the plain torch ops. With interpreted kernels, the GPU executor runs in host
     memory."""

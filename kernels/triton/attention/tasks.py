@@ -46,9 +46,9 @@ ENTRY_FIELDS = 4
 """int32 of an entry of a list: row, start, count, offset."""
 NO_CHUNKS = 512
 """Steps with at most this number of tokens have no list of long chunks, which saves a launch per layer."""
-FEW_ENTRIES = 16
-"""Decode steps with at most this number of entries have shorter pieces: their time is that of a program's loads one
-after the other, not that of all bytes."""
+FEW_ENTRIES = 32
+"""Decode steps with at most this number of entries have smaller tiles and shorter pieces: their time is that of a
+program's loads one after the other, not that of all bytes."""
 _ANY_COUNT = 2**30
 LOG2_E = 1.4426950408889634
 
@@ -89,8 +89,8 @@ class Tiles:
 def choose_tiles(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, quantized: bool = False
 ) -> Tiles:
-    """Sizes for an H100, for queries of `dtype` and keys and values of the same or, `quantized`, in 8 bits. Reasoned,
-    not measured.
+    """Sizes for an H100, for queries of `dtype` and keys and values of the same or, `quantized`, in 8 bits. Those of
+    few rows were measured (docs/performance.md), the others are reasoned.
 
     A narrow tile is bound by bytes: 32 KiB of keys and values, two in flight, two programs per multiprocessor. That is
     five times what hides the memory's latency at full speed (24 KiB per multiprocessor at 3.3 TB/s and 1 us). A middle
@@ -106,10 +106,11 @@ def choose_tiles(
     if dtype.itemsize > 2:
         # A float32 matmul is three in tf32, which takes registers. float32 is not meant to be fast.
         narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
-        few = replace(narrow, keys=min(narrow.keys, 32), min_tiles=2)
+        few = narrow
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
         return Tiles(few, narrow, middle, middle)
-    few = replace(narrow, keys=min(narrow.keys, 32), min_tiles=2, least_part=1)
+    few_keys = max(16, 8192 // key_bytes)
+    few = replace(narrow, keys=few_keys, num_warps=2, min_tiles=2 if few_keys > 16 else 3, least_part=1)
     if padded > 128:
         middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes // share), 8, 2, 1, 4, 2, 8192)
         return Tiles(few, narrow, middle, middle)

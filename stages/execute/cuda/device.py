@@ -24,6 +24,9 @@ from pipeline.stages.execute.kv import DeviceMemory
 CONTEXT_BYTES = 512 * 1024**2
 """GPU memory of CUDA, cuBLAS and the kernels' code, estimated."""
 
+EARLY = (9, 0)
+"""Hopper, the first architecture with programmatic dependent launch."""
+
 LOCKED_BYTES = 64 * 1024**3
 """Host memory is pinned in pieces of about this size: some drivers fail to pin 512 GiB or more at once."""
 
@@ -57,6 +60,8 @@ class Device(ABC):
     """Name for logs and reports."""
     captures_graphs = True
     """Graphs are captured and kernels compiled, so preparing them ahead is worthwhile."""
+    launches_early = False
+    """Whether it has programmatic dependent launch."""
 
     @abstractmethod
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
@@ -110,6 +115,7 @@ class Gpu(Device):
         assert not INTERPRETED, "TRITON_INTERPRET is set: kernels would run on the CPU"
         self.where = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.where)
+        self.launches_early = torch.cuda.get_device_capability(self.where) >= EARLY
         # By default, cuBLAS may add the partial sums of split-K in bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._compute = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]

@@ -32,7 +32,6 @@ from pipeline.kernels.triton.gemm import fused, linear
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
 from pipeline.kernels.triton.gemm.fused import norm_swiglu
 from pipeline.kernels.triton.gemm.segments import SegmentedMatrix, segmented_linear, segmented_norm_linear
-from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.kernels.triton.logits import finish_logits
 from pipeline.kernels.triton.norm import PLAIN, NormWeights, Sublayer
 from pipeline.kernels.triton.rows import StepArrays
@@ -133,10 +132,10 @@ class DeviceModel(ProgramBuilder):
         has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more. With `ranks`, the
         config and the weights are those of a rank (cut.py).
 
-        With `early`, steps of few tokens use programmatic dependent launch: a launch loads weights before it waits for
-        the previous one.
+        With `early`, steps of few tokens use programmatic dependent launch, if the device has it: a launch loads
+        weights before it waits for the previous one.
         """
-        self._early = early and not INTERPRETED
+        self._early = early and device.launches_early
         self._ranks = ranks
         self._quantization = quantization
         self._device, self._config, self._dtype = device, config, dtype

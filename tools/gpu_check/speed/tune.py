@@ -143,11 +143,10 @@ def most_of(context: Context) -> int:
 def items(context: Context) -> list[Item]:
     found: dict[Any, Any] = {}
     todo = products(context)
-    made = [
+    return [
         Item(product.case, partial(_tuned, product=product, num_left=len(todo) - i, found=found))
         for i, product in enumerate(todo)
     ]
-    return made
 
 
 def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, Any]) -> Iterator[Reading]:

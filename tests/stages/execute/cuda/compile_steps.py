@@ -62,6 +62,8 @@ class NoWeights:
 class Nowhere(Interpreted):
     """A device without memory."""
 
+    launches_early = True
+
     def __init__(self) -> None:
         self.where = torch.device("meta")
         self.name = "none"
