@@ -175,7 +175,8 @@ class ExecuteSettings(Frozen, frozen=True):
         bool,
         Meta(
             description="On a GPU of compute capability 9.0 (Hopper) or newer, let each kernel of a step with few rows "
-            "start before the previous one ends (programmatic dependent launch)."
+            "start before the previous one ends (programmatic dependent launch), if the model has small matrices and "
+            "is not quantized."
         ),
     ] = True
     gpu_memory_utilization: Annotated[

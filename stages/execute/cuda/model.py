@@ -58,6 +58,10 @@ from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
 from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
 from pipeline.stages.execute.cuda.rank_link import RankLink
 
+EARLY_BYTES = 128 * 1024**2
+"""Programmatic dependent launch is for layers whose matrices are floats of at most this size. On an H200, it makes a
+step of 135 million weights a fifth shorter, and one of 8 billion 1 % longer (docs/performance.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
@@ -132,8 +136,8 @@ class DeviceModel(ProgramBuilder):
         has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more. With `ranks`, the
         config and the weights are those of a rank (cut.py).
 
-        With `early`, steps of few tokens use programmatic dependent launch, if the device has it: a launch loads
-        weights before it waits for the previous one.
+        With `early`, steps of few tokens use programmatic dependent launch, if the device has it and matrices are
+        small: a launch loads weights before it waits for the previous one.
         """
         self._early = early and device.launches_early
         self._ranks = ranks
@@ -237,6 +241,7 @@ class DeviceModel(ProgramBuilder):
             norm_weights, after = self._norm_weights(weights.norm), self._after(weights.post_norm)
             self._layers.append((_Attention(norm_weights, qkv, out, after, layer), mlp))
         self._attentions, self._mlps = [], []
+        self._early &= all(each.form == "float" and each.num_bytes <= EARLY_BYTES for each in self.matrices)
 
     @property
     def matrices(self) -> list[DeviceMatrix]:
