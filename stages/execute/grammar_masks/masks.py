@@ -224,9 +224,10 @@ class Masks:
         for number, place in self._requested:
             row, num_ids = self._rows[number], int(self._num_ids[number])
             new = self._ids[number, row.num_sent or row.num_prompt : num_ids]
-            drafts = self._ids[number, num_ids : num_ids + self._num_drafts.get(number, 0)]
+            num_drafts = self._num_drafts.get(number, 0)
+            drafts = self._ids[number, num_ids : num_ids + num_drafts].tobytes() if num_drafts else b""
             begin = None if row.num_sent else row.begin
-            fills.append(Fill(number, place, new.tobytes(), begin, drafts.tobytes(), self.forces))
+            fills.append(Fill(number, place, new.tobytes(), begin, drafts, self.forces))
             row.num_sent = num_ids
             self._memory.states[place] = State.WAITING
         drops, self._drops = self._drops, []

@@ -26,6 +26,7 @@ HEADER_BYTES = 64
 ALIGNMENT = 64
 MAX_FORCED = 24
 """Ids in one array of forced ids."""
+ID_BYTES = 4
 NUM_PREPARING = 2
 """Grammars that the process prepares at once."""
 
@@ -63,6 +64,11 @@ class Fill(msgspec.Struct, array_like=True, frozen=True):
     """int32; ids that were proposed after these: the masks behind them go into the places that follow"""
     forces: bool = False
     """Write the ids that are forced behind these, or behind the first of them that the grammar allows."""
+
+    @property
+    def is_next(self) -> bool:
+        """Whether this is only the mask behind one more id, of a row that the process has."""
+        return self.begin is None and len(self.ids) == ID_BYTES and not self.drafts and not self.forces
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -36,6 +35,19 @@ from pipeline.stages.execute.grammar_masks.memory import (
     State,
     WordArray,
 )
+from pipeline.stages.execute.grammar_masks.next_masks import NextMasks
+from pipeline.stages.execute.grammar_masks.rows import (
+    NO_TOKEN_LEFT,
+    MaskError,
+    MatcherRow,
+    consume,
+    end_by,
+    has,
+    not_computed,
+    spell,
+    texts,
+    why,
+)
 
 MAX_GRAMMARS = 64
 """Prepared grammars in the cache; each takes a few hundred kilobytes, seldom more."""
@@ -49,17 +61,6 @@ MAX_BYTES = 4 * 1024**3
 MAX_THREADS = 8
 CPUS_PER_THREAD = 4
 """CPUs per thread that computes masks; these threads take time from the forward pass."""
-
-
-class MaskError(Exception):
-    """A row has no mask. The message is for the client."""
-
-
-@dataclass(slots=True)
-class MatcherRow:
-    matcher: LLMatcher
-    stop_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    ignores_eos: bool
 
 
 class Grammars:
@@ -104,9 +105,8 @@ class MaskWorker:
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = Fence()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
-        # The library writes masks for all of the tokenizer's ids; those beyond the model's are cut off.
-        num_words = -(-engine.tokenizer.vocab_size // 32)
-        self._wide = num_words if engine.tokenizer.vocab_size != engine.vocab_size else 0
+        self._next_masks = NextMasks(engine, memory.words, num_threads)
+        self._is_wide = engine.tokenizer.vocab_size != engine.vocab_size
         self._last_bits = np.uint32(2 ** ((engine.vocab_size - 1) % 32 + 1) - 1)
         self._texts = texts(engine)
 
@@ -123,18 +123,37 @@ class MaskWorker:
             self._grammars.prepare(grammar)
         if not order.fills:
             return
+        together, alone = list[Fill](), list[Fill]()
+        for fill in order.fills:
+            (together if fill.is_next else alone).append(fill)
         # Rows that may wait for their grammar come last.
-        fills = sorted(order.fills, key=lambda fill: fill.begin is not None)
-        for fill in fills:
+        alone.sort(key=lambda fill: fill.begin is not None)
+        for fill in alone:
             if fill.begin is not None:
                 self._grammars.prepare(fill.begin.grammar)
+        failed = self._fill_together(together) if together else []
         run = map if self._threads is None else self._threads.map
-        failed = [(fill.place, error) for fill, error in zip(fills, run(self._fill, fills), strict=True) if error]
+        failed += [(fill.place, error) for fill, error in zip(alone, run(self._fill, alone), strict=True) if error]
         if failed:
             report = MaskReport(order.ticket, [place for place, _ in failed], [error for _, error in failed])
             send(self._socket, msgspec.msgpack.encode(report))
         self._fence()
         self._memory.word[0] = order.ticket
+
+    def _fill_together(self, fills: list[Fill]) -> list[tuple[int, str]]:
+        """Write masks at once. Returns the places without a mask, and the errors.
+
+        The rows stay in state `waiting` until all are done. If the library hangs or crashes, the executor gives all of
+        them to a new process with all their ids, and that one computes them row by row.
+        """
+        rows, places = [self._rows[fill.row] for fill in fills], np.array([fill.place for fill in fills])
+        ids = np.frombuffer(b"".join([fill.ids for fill in fills]), np.int32).tolist()
+        failed = self._next_masks.fill(rows, places, ids)
+        self._memory.states[places] = State.DONE
+        for i in failed:
+            self._memory.states[places[i]] = State.FAILED
+            del self._rows[fills[i].row]
+        return [(fills[i].place, _described(error)) for i, error in failed.items()]
 
     def _fill(self, fill: Fill) -> str:
         """Write a mask. Returns the error, or an empty string."""
@@ -146,8 +165,8 @@ class MaskWorker:
         except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
             states[fill.place] = State.FAILED
-            why = str(error) if isinstance(error, MaskError) else f"it can't be used: {short_message(str(error))}"
-            return why if why.startswith(NOTHING_LEFT) else f"{GRAMMAR_FAILED}: {why}"
+            is_panic = isinstance(error, RustPanic)
+            return _described(f"it can't be used: {short_message(str(error))}" if is_panic else str(error))
         states[fill.place] = State.DONE
         return ""
 
@@ -157,8 +176,7 @@ class MaskWorker:
             self._rows[fill.row] = self._row(fill.begin)
         row = self._rows[fill.row]
         ids = np.frombuffer(fill.ids, np.int32).tolist()
-        if ids and not row.matcher.consume_tokens(ids):
-            raise MaskError(_why(row.matcher, "the output does not match the grammar"))
+        consume(row.matcher, ids)
         self._write_mask(row, self._memory.words[fill.place])
         num_consumed = 0
         drafts = np.frombuffer(fill.drafts, np.int32).tolist()
@@ -168,8 +186,7 @@ class MaskWorker:
             if not has(before, token) or token in self._eos_ids or token in row.stop_ids:
                 self._memory.words[place + 1 : fill.place + len(drafts) + 1] = 0xFFFF_FFFF
                 break
-            if not row.matcher.consume_tokens([token]):
-                raise MaskError(_why(row.matcher, "the output does not match the grammar"))
+            consume(row.matcher, [token])
             num_consumed += 1
             self._write_mask(row, self._memory.words[place + 1])
         if fill.forces:
@@ -177,81 +194,31 @@ class MaskWorker:
             self._memory.forced[fill.place, :2] = len(forced), num_consumed
             self._memory.forced[fill.place, 2 : 2 + len(forced)] = forced
         if num_consumed and not row.matcher.rollback(num_consumed):
-            raise MaskError(_why(row.matcher, "its state could not be restored"))
+            raise MaskError(why(row.matcher, "its state could not be restored"))
 
     def _write_mask(self, row: MatcherRow, words: WordArray) -> None:
-        if self._wide:
+        if self._is_wide:
             wide = np.frombuffer(row.matcher.compute_bitmask(), np.uint32)
             words[:] = wide[: len(words)]
             words[-1] &= self._last_bits
         else:
             row.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if row.matcher.is_error():
-            raise MaskError(_why(row.matcher, "its next ids could not be computed"))
+            raise MaskError(not_computed(row.matcher))
         if not (words & self._texts).any():
-            self._spell(row.matcher, words)
+            spell(self._engine, row.matcher, words)
         if row.ignores_eos or len(row.stop_ids):
-            self._end_by(row, words)
+            end_by(row, self._eos_ids, words)
         if not words.any():
-            raise MaskError(f"{NOTHING_LEFT}: the grammar allows none of the model's tokens")
-
-    def _spell(self, matcher: LLMatcher, words: WordArray) -> None:
-        """Replace a mask that allows only special tokens by one with text.
-
-        If only one text can follow, the library allows the ids that its tokenizer makes of it. The tokenizer takes text
-        such as <|im_end|> for the special token, which the grammar does not accept. This allows the text's first
-        ordinary token instead. Special tokens that the grammar itself requires are forced as byte 0xFF and their id.
-        """
-        text = matcher.compute_ff_bytes().partition(b"\xff")[0].decode(errors="ignore")
-        if parts := self._engine.tokenizer.greedy_tokenize(text):
-            words[:] = 0
-            if parts[0] < self._engine.vocab_size:
-                words[parts[0] // 32] = np.uint32(1) << np.uint32(parts[0] % 32)
+            raise MaskError(NO_TOKEN_LEFT)
 
     def _row(self, begin: Begin) -> MatcherRow:
         stop_ids = np.setdiff1d(np.array(begin.stop_ids, np.int64), self._eos_ids)
         return MatcherRow(self._grammars.matcher(begin.grammar), stop_ids, begin.ignores_eos)
 
-    def _end_by(self, row: MatcherRow, words: WordArray) -> None:
-        """Allow or forbid the ids that end the output. The library allows EOS ids exactly where the output may end."""
-        may_end = has(words, int(self._eos_ids[0]))
-        if may_end and row.ignores_eos:
-            without(words, self._eos_ids)
-        if len(row.stop_ids):
-            if may_end:
-                np.bitwise_or.at(words, row.stop_ids // 32, _bits(row.stop_ids))
-            else:
-                without(words, row.stop_ids)
 
-
-def texts(engine: Engine) -> WordArray:
-    """A mask of all ids except special tokens."""
-    words = np.full(-(-engine.vocab_size // 32), 0xFFFF_FFFF, np.uint32)
-    num_ids = min(engine.vocab_size, engine.tokenizer.vocab_size)
-    special = np.array([token for token in range(num_ids) if engine.tokenizer.is_special_token(token)], np.int64)
-    np.bitwise_and.at(words, special // 32, ~_bits(special))
-    return words
-
-
-def has(words: WordArray, token: int) -> bool:
-    """Whether a mask allows an id."""
-    return bool(words[token // 32] >> np.uint32(token % 32) & 1)
-
-
-def without(words: WordArray, ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-    """Forbid ids, unless no other id is allowed."""
-    before = words.copy()
-    np.bitwise_and.at(words, ids // 32, ~_bits(ids))
-    if not words.any():
-        words[:] = before
-
-
-def _bits(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> WordArray:
-    return np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
-
-
-def _why(matcher: LLMatcher, what: str) -> str:
-    return f"{what}: {short_message(matcher.get_error())}" if matcher.get_error() else what
+def _described(error: str) -> str:
+    return error if error.startswith(NOTHING_LEFT) else f"{GRAMMAR_FAILED}: {error}"
 
 
 def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size: str) -> None:
