@@ -12,11 +12,8 @@ from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, S
 from tests.kernels.triton.steps import MadeStep, attention_reference, in_8_bits, make_step
 
 CPU = torch.device("cpu")
-SMALL = Tiles(
-    *[Tile(16, 16, 4, 2, 1, 2, 1, 512)] * 2, Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512)
-)
-"""Small, so that short units are split."""
-POISON = -7.0
+NARROW = Tile(16, 16, 4, 2, 1, 2, 1, 512)
+SMALL = Tiles(NARROW, NARROW, Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512))
 
 
 FORMS = {

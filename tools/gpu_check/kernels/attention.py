@@ -107,7 +107,12 @@ def _only_live(case: str, run: Any, out: Tensor, right: Tensor, made: RandomStep
 
     repeats = REPEATS if INTERPRETED else MANY_REPEATS
     beside = _beside()
-    reading = check_output(case, lambda: (next(beside), gathered()), found, right[live], ROUNDED, repeats=repeats)
+
+    def delayed() -> None:
+        next(beside)
+        gathered()
+
+    reading = check_output(case, delayed, found, right[live], ROUNDED, repeats=repeats)
     return reading if untouched else check_exact(case, False, "padding tokens were written")
 
 

@@ -170,13 +170,13 @@ def _tuned(context: Context, product: Product, num_left: int, found: dict[Any, A
     best, best_ms = min(times.items(), key=lambda one: one[1])
     if best_ms > rule_ms * (1 - NOISE):
         best, best_ms = first, rule_ms
-    error = _error(product, matrices[0], best, x)
-    is_right = error <= ROUNDED
+    off = _error(product, matrices[0], best, x)
+    is_right = off <= ROUNDED
     found[product.shape(matrices[0])] = best if is_right else first
     where = _write_table(context, found)
     bound_us = matrices[0].num_bytes / rates.bandwidth(context) * 1e6
     note = f"{len(times)} timed, {refused} refused; the rule's choice takes {rule_ms * 1e3:.1f} µs; best {_words(best)}"
-    note += f"; error {error:.1e}; {where}"
+    note += f"; error {off:.1e}; {where}"
     numbers = {"times_us": [[asdict(config), each * 1e3] for config, each in times.items()]}
     del matrices
     gpu.free_memory()
