@@ -14,6 +14,8 @@ from tests.kernels.triton.steps import MadeStep, attention_reference, in_8_bits,
 CPU = torch.device("cpu")
 NARROW = Tile(16, 16, 4, 2, 1, 2, 1, 512)
 SMALL = Tiles(NARROW, NARROW, Tile(32, 32, 4, 2, 1, 2, 1, 512), Tile(64, 32, 4, 2, 1, 2, 1, 512))
+"""Small, so that short units are split."""
+POISON = -7.0
 
 
 FORMS = {
