@@ -17,6 +17,7 @@ import msgspec
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
+from pipeline.deploy.ray_start import until_running
 from pipeline.errors import UserError
 from pipeline.runtime.logs import open_log
 
@@ -26,6 +27,8 @@ NO_RAY = "pipeline deploy: ray is not installed: pip install 'pipeline-serve[ray
 TARGET_OPEN_REQUESTS = 16.0
 STOP_S = 10.0
 """Added to the drain's time, within which Serve must stop."""
+INGRESS_EXTRA_S = 30.0
+"""Added to the time for a replica's start, within which the ingress must find one."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 
 
@@ -43,6 +46,7 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     """Of a Ray cluster; empty starts one on this machine, which ends with the command."""
     start_timeout_s: float = 300.0
+    """Of a replica."""
 
 
 class IngressActor:
@@ -69,8 +73,9 @@ class IngressActor:
 
 
 def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> int:
-    """Deploy, and wait for SIGINT or SIGTERM. Then let open responses end, and stop. Raises ConfigError if ray is not
-    installed, UserError if replicas can't start."""
+    """Deploy, and wait for SIGINT or SIGTERM. Then let open responses end, and stop; before replicas are ready, stop at
+    once. Raises ConfigError if ray is not installed, UserError if replicas can't start. The application is deleted on
+    every path."""
     try:
         import ray
         from ray import serve
@@ -78,39 +83,49 @@ def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -
         raise ConfigError([NO_RAY]) from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     stop = threading.Event()
+    deployed = False
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         # Serve's own log lines of each replica would hide ours; `ray logs` has them.
         ray.init(address=what.address or "local", include_dashboard=False, log_to_driver=False, logging_level="warning")
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        handle = _run(settings, ingress, what)
+        if what.name in serve.status().applications:
+            raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
+        deployed = True
+        handle = _run(settings, ingress, what, stop)
+        if handle is None:
+            return 0
         url = handle.url.remote().result(timeout_s=STOP_S)
         print(f"relaying on {url} to {what.min_replicas} replicas", file=sys.stderr, flush=True)
         stop.wait()
         with contextlib.suppress(TimeoutError):
             handle.drain.remote().result(timeout_s=ingress.drain_timeout_s + STOP_S)
-        serve.delete(what.name)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if ray.is_initialized():
+            if deployed:
+                serve.delete(what.name)
             if not what.address:
                 serve.shutdown()
             ray.shutdown()
     return 0
 
 
-def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> Any:
-    """Run the application. Returns the handle of its ingress. Raises UserError."""
+def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings, stop: threading.Event) -> Any:
+    """Run the application. Returns the handle of its ingress, or None if `stop` is set first. Raises UserError."""
     from ray import serve
 
-    if what.name in serve.status().applications:
-        raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
+    target = serve.RunTarget(application(settings, ingress, what), name=what.name, route_prefix=None)
     try:
-        handle = serve.run(application(settings, ingress, what), name=what.name, route_prefix=None)
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        is_running = until_running(
+            lambda: serve.status().applications.get(what.name),
+            *(SERVERS, what.min_replicas, what.start_timeout_s + 2 * INGRESS_EXTRA_S, stop),
+        )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"replicas could not start: {error}; `serve status` and Ray's logs say more") from error
-    return handle
+    return handle if is_running else None
 
 
 def application(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> Any:
@@ -156,4 +171,5 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         graceful_shutdown_timeout_s=STOP_S,
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
     )(IngressActor)
-    return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s)
+    # The ingress waits longer than a replica, whose error says why.
+    return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s + INGRESS_EXTRA_S)

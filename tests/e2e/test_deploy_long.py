@@ -1,5 +1,6 @@
 """Replicas that die at many moments, and autoscaling: minutes. With PIPELINE_ALL_REPLICAS=1."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_deploy import COMPLETION, PATIENCE_S, Deployment, actor_of, events, settings_for, texts_of
+from tests.e2e.test_deploy import (
+    COMPLETION,
+    PATIENCE_S,
+    START_S,
+    Deployment,
+    actor_of,
+    events,
+    settings_for,
+    texts_of,
+)
+
+NO_ROOM = "--set", "execute.kv_cache_bytes=500GiB"
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +65,27 @@ def test_open_requests_scale_replicas_up_and_down(tmp_path: Path) -> None:
         while len(deployment.replicas()) > 1:
             assert time.monotonic() < end_s, "it is scaled down"
             events(deployment.url, COMPLETION)  # is never broken
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    deployment = Deployment("--replicas", "1", "--replica-cpus", "0.5", *settings_for(tmp_path), *NO_ROOM)
+    try:
+        assert deployment.process.wait(START_S) == 1
+        last = [line for line in deployment.lines if line.startswith("pipeline deploy: error: ")]
+        assert len(last) == 1 and "replicas could not start" in last[0] and "execute.kv_cache_bytes" in last[0]
+    finally:
+        deployment.__exit__()
+
+
+def test_ctrl_c_ends_a_start(tmp_path: Path) -> None:
+    deployment = Deployment("--replicas", "2", "--replica-cpus", "0.5", *settings_for(tmp_path))
+    try:
+        end_s = time.monotonic() + START_S
+        while not any(line.startswith("starting 2 replicas") for line in deployment.lines):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        deployment.process.send_signal(signal.SIGINT)
+        assert deployment.process.wait(PATIENCE_S) == 0
+        assert not deployment.url
+    finally:
+        deployment.__exit__()
