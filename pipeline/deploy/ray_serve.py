@@ -25,6 +25,8 @@ APP = "pipeline"
 SERVERS, INGRESS = "Server", "Ingress"
 NO_RAY = "pipeline deploy: ray is not installed: pip install 'pipeline-serve[ray]'"
 TARGET_OPEN_REQUESTS = 16.0
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0
+"""Ray Serve's defaults."""
 STOP_S = 10.0
 """Added to the drain's time, within which Serve must stop."""
 INGRESS_EXTRA_S = 30.0
@@ -39,6 +41,10 @@ class DeploySettings(msgspec.Struct, frozen=True, kw_only=True):
     max_replicas: int = 1
     target_open_requests: float = TARGET_OPEN_REQUESTS
     """Of a replica, for autoscaling."""
+    upscale_delay_s: float = UPSCALE_DELAY_S
+    """How long more replicas must be needed before they are started."""
+    downscale_delay_s: float = DOWNSCALE_DELAY_S
+    """How long fewer replicas must be needed before some are stopped."""
     replica_cpus: float = 1.0
     replica_gpus: float = 0.0
     name: str = APP
@@ -149,6 +155,8 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
                 min_replicas=what.min_replicas,
                 max_replicas=what.max_replicas,
                 target_ongoing_requests=what.target_open_requests,
+                upscale_delay_s=what.upscale_delay_s,
+                downscale_delay_s=what.downscale_delay_s,
             )
         }
     servers = serve.deployment(

@@ -45,7 +45,8 @@ def test_a_replica_dies_at_any_moment(deployment: Deployment, at: int, extra: di
 
 
 def test_open_requests_scale_replicas_up_and_down(tmp_path: Path) -> None:
-    options = "--min-replicas", "1", "--max-replicas", "2", "--target-open-requests", "2", "--replica-cpus", "0.5"
+    options = ["--min-replicas", "1", "--max-replicas", "2", "--target-open-requests", "2", "--replica-cpus", "0.5"]
+    options += ["--upscale-delay", "2s", "--downscale-delay", "5s"]
     with Deployment(*options, *settings_for(tmp_path)) as deployment, ThreadPoolExecutor(8) as threads:
         assert len(deployment.replicas()) == 1
         stop = threading.Event()

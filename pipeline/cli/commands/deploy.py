@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from pipeline.cli import option_types as types
 from pipeline.cli.commands.settings import SERVE_FLAGS, Commands, add_flags, add_settings, settings_of
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from pipeline.deploy.ray_serve import DeploySettings
 
 FAILED = 1
-RAY_ONLY = ("replicas", "min_replicas", "max_replicas", "target_open_requests", "replica_cpus", "ray_address", "name")
+SCALING = ("target_open_requests", "upscale_delay", "downscale_delay")
+RAY_ONLY = ("replicas", "min_replicas", "max_replicas", *SCALING, "replica_cpus", "ray_address", "name")
 
 
 def add(commands: Commands) -> None:
@@ -32,6 +34,18 @@ def add(commands: Commands) -> None:
     parser.add_argument("--max-replicas", type=int, metavar="N", help="autoscaling: greatest number of replicas")
     parser.add_argument(
         "--target-open-requests", type=float, metavar="N", help="autoscaling: open requests of a replica to aim at (16)"
+    )
+    parser.add_argument(
+        "--upscale-delay",
+        type=types.duration,
+        metavar="TIME",
+        help="autoscaling: how long more replicas must be needed before they are started (30s)",
+    )
+    parser.add_argument(
+        "--downscale-delay",
+        type=types.duration,
+        metavar="TIME",
+        help="autoscaling: how long fewer replicas must be needed before some are stopped (10m)",
     )
     parser.add_argument(
         "--replica-cpus", type=float, metavar="N", help="CPUs of a replica (execute.num_threads if it is set, else 1)"
@@ -70,15 +84,22 @@ def _deploy(args: argparse.Namespace) -> int:
 
 def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySettings":
     """What the options say. Raises ConfigError."""
-    from pipeline.deploy.ray_serve import APP, TARGET_OPEN_REQUESTS, DeploySettings
+    from pipeline.deploy.ray_serve import (
+        APP,
+        DOWNSCALE_DELAY_S,
+        TARGET_OPEN_REQUESTS,
+        UPSCALE_DELAY_S,
+        DeploySettings,
+    )
 
     scales = args.min_replicas is not None or args.max_replicas is not None
     if args.replicas is not None and scales:
         raise ConfigError(["--replicas is a fixed number: leave it out with --min-replicas and --max-replicas"])
     if scales and args.max_replicas is None:
         raise ConfigError(["--min-replicas needs --max-replicas"])
-    if args.target_open_requests is not None and not scales:
-        raise ConfigError(["--target-open-requests needs --max-replicas"])
+    for option in SCALING:
+        if getattr(args, option) is not None and not scales:
+            raise ConfigError([f"--{option.replace('_', '-')} needs --max-replicas"])
     least = (args.min_replicas or 1) if scales else (1 if args.replicas is None else args.replicas)
     most = args.max_replicas if scales else least
     name = "--min-replicas" if scales else "--replicas"
@@ -98,6 +119,8 @@ def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySett
         min_replicas=least,
         max_replicas=most,
         target_open_requests=args.target_open_requests or TARGET_OPEN_REQUESTS,
+        upscale_delay_s=UPSCALE_DELAY_S if args.upscale_delay is None else args.upscale_delay,
+        downscale_delay_s=DOWNSCALE_DELAY_S if args.downscale_delay is None else args.downscale_delay,
         replica_cpus=cpus,
         replica_gpus=1.0 if settings.execute.device == "cuda" else 0.0,
         name=args.name or APP,
