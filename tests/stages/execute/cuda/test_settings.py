@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.stages.execute.cuda import model as model_module
 from pipeline.stages.execute.cuda import runner
+from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.model import DeviceModel
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
@@ -26,3 +28,23 @@ def test_early_launch_reaches_the_model(slight_dir: Path, monkeypatch: pytest.Mo
     execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early_launch)
     CudaDriver(slight_dir, msgspec.structs.replace(settings, execute=execute))
     assert made == [early_launch]
+
+
+class Hopper(Interpreted):
+    """Has programmatic dependent launch, as far as nothing is launched."""
+
+    launches_early = True
+
+
+@pytest.mark.parametrize(("most_bytes", "is_early"), [(4096, True), (1024, False)])
+def test_large_matrices_are_not_launched_early(
+    slight_dir: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, is_early: bool
+) -> None:
+    """Its largest matrix has 96 x 32 values."""
+    monkeypatch.setattr(model_module, "EARLY_BYTES", most_bytes * 4)
+    for device, expected in ((Hopper(), is_early), (Interpreted(), False)):
+        made = runner.CudaRunner(on_device(), slight_dir, device=device)
+        try:
+            assert made.model._early == expected
+        finally:
+            made.close()
