@@ -53,7 +53,7 @@ class Served:
                 stdout=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
                 cwd=root,
-                env=os.environ | {"PYTHONPATH": str(root)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join((str(root), *_given_path()))},
                 process_group=0,  # Ctrl-C in a terminal is for this program, which then stops the server
             )
         except BaseException:
@@ -160,6 +160,12 @@ def _found(pattern: str, line: str) -> str:
     if match is None:
         raise UserError(f"unexpected 'ready' line in the server's log: {line}")
     return match[1]
+
+
+def _given_path() -> list[str]:
+    """PYTHONPATH of this process, which may have the server's packages."""
+    given = os.environ.get("PYTHONPATH")
+    return [given] if given else []
 
 
 @contextlib.contextmanager

@@ -21,6 +21,9 @@ server's dependencies. For a machine without a package registry, download the re
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl     # on that machine
     PYTHONPATH=site python3 tools/gpu_check --out found
 
+Add aiohttp, prometheus-client, psutil, rich and uvloop, and what they need, if the machine lacks them. Most of a first
+run's time is compilation: TRITON_CACHE_DIR names a folder that you can keep for the next run.
+
 `--only machine` needs no wheels. --interpret runs the code of every section on the CPU with tiny sizes, in some
 minutes.
 """
