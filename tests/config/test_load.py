@@ -289,7 +289,7 @@ VALUES: dict[str, object] = {
     "gateway.allow_open": True,
     "schedule.depth": 2,
     "schedule.long_prompt_stretch": 3.5,
-    "execute.early_launch": True,
+    "execute.early_launch": False,
     "execute.gpu_memory_fraction": 0.5,
     "execute.threads": 1,
     "chat.tool_format": "hermes",

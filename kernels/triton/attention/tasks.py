@@ -109,8 +109,9 @@ def choose_tiles(
         few = narrow
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
         return Tiles(few, narrow, middle, middle)
-    few_keys = max(16, 8192 // key_bytes)
-    few = replace(narrow, keys=few_keys, num_warps=2, min_tiles=2 if few_keys > 16 else 3, least_part=1)
+    few = narrow
+    if least_rows == 16 and head_dim in (64, 128):  # of other sizes, two warps have too few registers
+        few = replace(narrow, keys=8192 // key_bytes, num_warps=2, min_tiles=2 if head_dim == 64 else 3, least_part=1)
     if padded > 128:
         middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes // share), 8, 2, 1, 4, 2, 8192)
         return Tiles(few, narrow, middle, middle)
