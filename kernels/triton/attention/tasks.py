@@ -113,6 +113,7 @@ def choose_tiles(
     if least_rows == 16 and head_dim in (64, 128):  # of other sizes, two warps have too few registers
         few = replace(narrow, keys=8192 // key_bytes, num_warps=2, min_tiles=2 if head_dim == 64 else 3, least_part=1)
     if padded > 128:
+        few = replace(narrow, keys=16, min_tiles=3, least_part=1)  # a larger tile needs more registers than there are
         middle = Tile(max(64, least_rows), max(16, 32768 // key_bytes // share), 8, 2, 1, 4, 2, 8192)
         return Tiles(few, narrow, middle, middle)
     middle = Tile(max(64, least_rows), 64 // share, 4, 3, 2, 4, 2, 4096)
