@@ -106,9 +106,8 @@ def choose_tiles(
     if dtype.itemsize > 2:
         # A float32 matmul is three in tf32, which takes registers. float32 is not meant to be fast.
         narrow = Tile(least_rows, min(64, max(16, 16384 // key_bytes)), 4, 2, 2, 4, 1, 512)
-        few = narrow
         middle = Tile(max(32, least_rows), narrow.keys, 8, 2, 1, 4, 1, 2048)
-        return Tiles(few, narrow, middle, middle)
+        return Tiles(narrow, narrow, middle, middle)
     few = narrow
     if least_rows == 16 and head_dim in (64, 128):  # of other sizes, two warps have too few registers
         few = replace(narrow, keys=8192 // key_bytes, num_warps=2, min_tiles=2 if head_dim == 64 else 3, least_part=1)

@@ -88,7 +88,7 @@ class NextMasks:
         if pool is None:
             for matcher, place in good:
                 matcher.unsafe_compute_mask_ptr(address + place * num_bytes, num_bytes)
-        else:
+        elif good:  # the library refuses an empty list
             pool.unsafe_compute_mask_ptr(good, address, num_bytes, len(wide))
         if wide is not self._words:
             self._words[places] = wide[places, : self._words.shape[1]]

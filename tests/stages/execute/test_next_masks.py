@@ -5,12 +5,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from pipeline.grammars.engine import Engine
+from pipeline.grammars.worker import receive
 from pipeline.stages.execute.grammar_masks import next_masks
-from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order, State
+from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker
 from tests.stages.execute.structured import lark
 from tests.stages.execute.test_mask_worker import thread_stacks as thread_stacks
@@ -85,3 +87,22 @@ def test_masks_of_all_rows_equal_masks_of_each(
     assert num_compared > 60 and num_failed > 3
     for memory in memories:
         memory.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_all_rows_may_fail_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int, thread_stacks: None
+) -> None:
+    monkeypatch.setattr(next_masks, "POOL_S", -1.0)
+    engine = Engine(tiny.folder(tmp_path))
+    memory = MaskMemory(3, engine.vocab_size)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = MaskWorker(theirs, engine, memory, num_threads)
+        worker._do(Order([], [], 1, [Fill(row, row, b"", Begin(lark("a+"), [], False)) for row in range(3)]))
+        wrong = np.array([tiny.byte_tokenizer().token_to_id("b")], np.int32).tobytes()
+        worker._do(Order([], [], 2, [Fill(row, row, wrong, None) for row in range(3)]))
+        assert memory.word[0] == 2 and memory.states.tolist() == [State.FAILED] * 3 and not worker._rows
+        report = msgspec.msgpack.decode(receive(ours), type=MaskReport)
+        assert report.places == [0, 1, 2] and all("does not match the grammar" in error for error in report.errors)
+    memory.close()
