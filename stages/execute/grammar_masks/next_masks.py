@@ -93,7 +93,9 @@ class NextMasks:
         if wide is not self._words:
             self._words[places] = wide[places, : self._words.shape[1]]
             self._words[places, -1] &= self._last_bits
-        failed.update((i, not_computed(matcher)) for i, matcher in enumerate(matchers) if matcher.is_error())
+        for i, matcher in enumerate(matchers):
+            if i not in failed and matcher.is_error():
+                failed[i] = not_computed(matcher)
 
     def _end(self, rows: Sequence[MatcherRow], places: IdArray) -> None:
         """`end_by` for all rows."""
