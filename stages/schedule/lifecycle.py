@@ -161,10 +161,26 @@ class SequenceLifecycle:
         those that were cleared would be suspects beside the next ones too. Returns whether others may run now."""
         if not self.quarantine.next_group():
             return False
+        if self.quarantine.is_alone:
+            self._hold_others()
         held, self.held = self.held, SequenceQueue()
         for sequence in held:
             self._wait(sequence)
         return True
+
+    def _hold_others(self) -> None:
+        """Preempt all requests but the group of suspects that runs now. Their blocks stay in the prefix cache while
+        there is room."""
+        running = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
+        for sequence in running:
+            if self.quarantine.excludes(sequence.request.request_id):
+                self._leave(sequence.row, Finish.NONE)
+                sequence.num_preemptions += 1
+                self.num_preemptions += 1
+                self._wait(sequence)
+        for sequence in list(self.swapped):
+            self._leave_swap(sequence, self._in_flight.last_in_flight)
+            self._wait(sequence)
 
     def start(self, sequence: Sequence, num_running: int) -> tuple[int, ComputedPrefix, list[BlockTable]] | None:
         """Give a sequence a row and blocks, and leave `num_running` other rows their next ones. Returns the row, the

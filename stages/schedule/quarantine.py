@@ -8,9 +8,10 @@
                         └── groups of at most 32 ──died again──► of 4 ──died again──► each alone
 
 Only requests that are cleared run beside a group, so an innocent request dies with a guilty one a few times at most,
-and waits for a few steps of others. A process may die for other reasons: only a request that has died `MAX_STRIKES`
-times without a settled step in between fails, or one that died alone with one strike less. A restart on purpose and a
-death before the process was ready do not count.
+and waits for a few steps of others. Beside the small groups of schedule's suspects, nothing runs: one that was cleared
+and kills later would make the group look guilty. A process may die for other reasons: only a request that has died
+`MAX_STRIKES` times without a settled step in between fails, or one that died alone with one strike less. A restart on
+purpose and a death before the process was ready do not count.
 
 Schedule forgets all of this when it dies itself. So the gateways count these deaths, and fail requests
 (stages/gateway/recovery.py). A restart of schedule keeps the KV cache, so its groups are larger: a step of one is soon
@@ -57,6 +58,11 @@ class Quarantine:
     def is_cleared(self) -> bool:
         """Whether all suspects that ran are cleared, so that the next ones may run."""
         return bool(self._groups) and not self._groups[0].request_ids
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the group that runs must have no other requests beside it, not even cleared ones."""
+        return bool(self._groups) and 0 < self._groups[0].size < GROUP_SIZES_OF_SCHEDULE[0]
 
     def excludes(self, request_id: int) -> bool:
         """Whether a request must wait until the quarantine is over, or until its group runs."""
