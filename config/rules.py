@@ -162,8 +162,6 @@ def _speculation_problems(settings: Settings) -> list[str]:
         return problems
     if has_draft and not speculative.draft:
         problems.append(f"speculative.draft: {speculative.method!r} in speculative.method needs a model here")
-    if settings.execute.device == "cuda" and speculative.method == "eagle":
-        problems.append("speculative.method: 'eagle' needs execute.device = 'cpu'; a GPU has 'ngram' and 'draft_model'")
     if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
         problems.append(
             f"speculative.prompt_lookup_min: {speculative.prompt_lookup_min} is more than "

@@ -67,7 +67,7 @@ def add_norm(
 
 
 def take_norm(
-    out: Tensor, residual: Tensor, split_k_partials: Tensor | None, index: Tensor, norm: NormWeights, eps: float
+    out: Tensor, residual: Tensor, split_k_partials: Tensor | None, index: Tensor, norm: NormWeights | None, eps: float
 ) -> None:
     """The same for rows `index` only, before the head. The residual is not modified.
 

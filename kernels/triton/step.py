@@ -74,9 +74,18 @@ def apply(rows: RowState, words: Tensor) -> None:
     _apply[(RUN_PROGRAMS,)](rows.state, words, RUN_PROGRAMS, RUN_BLOCK, num_warps=4)
 
 
-def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max_num_rows: int, one_each: bool) -> None:
+def prepare(
+    step: StepArrays,
+    rows: RowState,
+    words: Tensor,
+    stamps: Tensor,
+    max_num_rows: int,
+    one_each: bool,
+    id_shift: int = 0,
+) -> None:
     """Fill `step`, including padding, from the host's words. `stamps` [4] int32 gets the begin time. With `one_each`
-    every entry has one token, as in a decode step."""
+    every entry has one token, as in a decode step. The id of a token is that of its position plus `id_shift`, and what
+    is sampled after it is as much later."""
     num_tokens, num_entries, num_samples = step.num_tokens, step.num_entries, step.num_samples
     num_groups = 1 + len(step.others)
     apart = step.others[0].slots.storage_offset() - step.slots.storage_offset() if step.others else 0
@@ -93,6 +102,7 @@ def prepare(step: StepArrays, rows: RowState, words: Tensor, stamps: Tensor, max
         num_groups,
         apart,
         one_each,
+        id_shift,
         step.adapters is not None,
         not INTERPRETED,
         BLOCK,
@@ -181,6 +191,7 @@ def _prepare(
     GROUPS: tl.constexpr,
     APART: tl.constexpr,
     ONE_EACH: tl.constexpr,
+    ID_SHIFT: tl.constexpr,
     ADAPTERS: tl.constexpr,
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -219,7 +230,8 @@ def _prepare(
         block = tl.load(row_blocks + place, mask=lives, other=0).to(tl.int64)
         slot = tl.where(lives, block * _BLOCK_SIZE + position % _BLOCK_SIZE, -1)
         tl.store(slots_out + group * APART + places, slot, mask=inside)
-    tl.store(ids_out + places, tl.load(row_ids + row * IDS + position, mask=lives, other=0), mask=inside)
+    is_known = lives & (position + ID_SHIFT < IDS)
+    tl.store(ids_out + places, tl.load(row_ids + row * IDS + position + ID_SHIFT, mask=is_known, other=0), mask=inside)
     tl.store(positions_out + places, position, mask=inside)
     if ADAPTERS:
         slot = tl.load(row_params + row * PARAMS + _ADAPTER, mask=lives, other=0) - 1
@@ -236,7 +248,7 @@ def _prepare(
     inside = places < num_samples
     tl.store(sampled_out + places, token, mask=inside)
     tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=PADDING_ROW), mask=inside)
-    tl.store(num_known_out + places, tl.where(there, known, 0), mask=inside)
+    tl.store(num_known_out + places, tl.where(there, known + ID_SHIFT, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_samples"])

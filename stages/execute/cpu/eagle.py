@@ -1,22 +1,6 @@
-"""An EAGLE head (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty", 2024): a layer or
-two that continue the model's own hidden states.
+"""An EAGLE head on a CPU."""
 
-    h[t]        the model's hidden state of position t, after its last norm
-    x[t]        fc(embedding of id t + 1, h[t])           the input of the head's layers at position t
-    f[t]        layers(x[0] … x[t])                       the model's LM head makes the id at t + 2 of it
-
-After the last known h, the head's own f takes its place, and one id after the other is proposed. Embedding and LM head
-are the model's. The first layer has no norm before attention, and there is none after the last one.
-
-    position   0 ………………… computed ………………… pending ………………… known - 2
-               head's KV           h is kept here     its h came with the last step
-
-The head's KV cache has as many blocks as the model's, and the block tables of its first KV group. A block that a row
-has from the prefix cache holds what another row's hidden states left there. What comes back from swap space is missing.
-So the head may propose less well there; texts do not depend on it.
-"""
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +9,7 @@ import numpy as np
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
-from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
+from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime import model_folder
@@ -33,29 +17,15 @@ from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.program import AnyMatrix, Head, Norm, Program
+from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
-MAX_PENDING = 16
-"""Positions of a row that wait until ids are proposed for it. More are computed at once."""
 PIECE = 128
 """Positions that are computed together, beyond one for each row."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Hidden states of a row's last positions that the head has not read."""
-
-    start: int
-    hidden: FloatArray
-    """[positions, hidden_size]"""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +37,8 @@ class Target:
     program: Program
 
 
-class EagleHead:
-    """A `Proposer`. `kv` is the plan of the model's KV cache."""
-
-    reads_hidden_states = True
+class EagleHead(EagleProposer[FloatArray]):
+    """`kv` is the plan of the model's KV cache."""
 
     def __init__(
         self, settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, folder: Path, target: Target
@@ -82,8 +50,7 @@ class EagleHead:
             ModelConfig.load(folder), logit_scale=model.logit_scale, logit_softcap=model.logit_softcap
         )
         hidden, vocab_size = model.hidden_size, model.vocab_size
-        self._table, self._hidden_size = table, hidden
-        self._max_len = min(kv.max_model_len, config.max_position)
+        super().__init__(table, min(kv.max_model_len, config.max_position), PIECE)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
@@ -103,8 +70,6 @@ class EagleHead:
         self._program.embed(None)
         self._record(own_vocab, weights, target)
         self._program.finish_loading()
-        self._pending: dict[int, _Pending] = {}
-        self.draft_s = self.pass_s = 0.0
 
     num_states = 2
     """Vectors of hidden_size that `fc` reads."""
@@ -133,80 +98,15 @@ class EagleHead:
         self._program.borrow_head(target.program)
         self._program.sample(Head(None, matrix, bias))
 
-    def drop(self, rows: IntArray) -> None:
-        for row in rows.tolist():
-            self._pending.pop(row, None)
-
     def close(self) -> None:
         """Free threads and memory."""
         self._program.close()
         if self._hold is not None:
             self._hold.close()
 
-    def observe(
-        self, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray, residual: FloatArray
-    ) -> None:
-        """Take the model's hidden states (`Program.hidden_states`) of the positions `starts` … `starts` + `counts` of
-        these rows, which begin at `offsets`."""
-        for row, start, count, offset in zip(
-            rows.tolist(), starts.tolist(), counts.tolist(), offsets.tolist(), strict=True
-        ):
-            count = min(count, self._max_len - start)
-            if count <= 0:
-                self._pending.pop(row, None)
-                continue
-            hidden = self._states_of(residual[offset : offset + count])
-            before = self._pending.get(row)
-            if before is not None and before.end == start:
-                start, hidden = before.start, np.concatenate((before.hidden, hidden))
-            # The id after the last position may not be known yet.
-            while len(hidden) > MAX_PENDING:
-                num = min(PIECE, len(hidden) - 1)
-                one, nothing = np.array([row], np.int32), np.zeros(1, np.bool_)
-                self._run(one, np.array([start], np.int32), np.array([num], np.int32), hidden[:num], nothing)
-                start, hidden = start + num, hidden[num:]
-            self._pending[row] = _Pending(start, hidden)
-
-    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
-        began_s = clock()
-        table, known = self._table, self._table.num_ids[rows]
-        most = np.minimum(most, self._max_len - known).clip(0)
-        pending = [self._pending.get(row) for row in rows.tolist()]
-        is_ready = [one is not None and one.end == end for one, end in zip(pending, (known - 1).tolist(), strict=True)]
-        proposed = np.zeros((len(rows), int(most.max(initial=0))), np.int32)
-        num = np.zeros(len(rows), np.int64)
-        some = np.flatnonzero(np.array(is_ready, np.bool_) & (most > 0))
-        parts = [pending[i] for i in some.tolist()]
-        starts = np.array([one.start for one in parts if one is not None], np.int32)
-        counts = np.array([len(one.hidden) for one in parts if one is not None], np.int32)
-        nothing: FloatArray = np.empty((0, self._hidden_size), np.float32)
-        hidden = np.concatenate([nothing, *(one.hidden for one in parts if one is not None)])
-        for row in rows[some].tolist():
-            del self._pending[row]
-        place, times = 0, []
-        while len(some):
-            pass_began_s = clock()
-            ids, states = self._run(rows[some], starts, counts, hidden, np.ones(len(some), np.bool_))
-            if place:
-                times.append(clock() - pass_began_s)
-            is_usable = ids != NO_ID
-            some, ids, states = some[is_usable], ids[is_usable], states[is_usable]
-            proposed[some, place], num[some] = ids, place + 1
-            table.ids[rows[some], known[some] + place] = ids  # the next pass reads them
-            place += 1
-            goes_on = most[some] > place
-            some, hidden = some[goes_on], states[goes_on]
-            starts = (known[some] - 2 + place).astype(np.int32)
-            counts = np.ones(len(some), np.int32)
-        self.pass_s = sum(times) / len(times) if times else 0.0
-        self.draft_s = clock() - began_s
-        return [proposed[i, : num[i]] for i in range(len(rows))]
-
     def _run(
         self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: FloatArray, samples: BoolArray
     ) -> tuple[IntArray, FloatArray]:
-        """Compute positions of these rows from their hidden states [positions, H]. Returns an id for each row that
-        samples, and the head's state at its last position."""
         table, inputs = self._table, self._inputs
         repeated = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(len(repeated)) - (np.cumsum(counts) - counts)[repeated] + starts[repeated]
@@ -240,8 +140,13 @@ class EagleHead:
         return drawn
 
     def _states_of(self, residual: FloatArray) -> FloatArray:
-        """What the head's layers get of the model's hidden states, [positions, H]."""
         return self._normed(residual)
+
+    def _join(self, parts: Sequence[FloatArray]) -> FloatArray:
+        return np.concatenate(parts)
+
+    def _take(self, states: FloatArray, which: BoolArray) -> FloatArray:
+        return states[which]
 
     def _normed(self, residual: FloatArray) -> FloatArray:
         norm: Norm = self._norm

@@ -55,9 +55,11 @@ class StepGraphs:
         max_num_samples: int,
         num_groups: int = 1,
         ranks: RankLink | None = None,
+        id_shift: int = 0,
     ) -> None:
+        """`id_shift` is that of `pipeline.kernels.triton.step.prepare`."""
         self._device, self._model, self._rows, self._words = device, model, rows, words
-        self._ranks = ranks
+        self._ranks, self._id_shift = ranks, id_shift
         self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
         where = device.where
 
@@ -135,7 +137,8 @@ class StepGraphs:
     def _calls(self, step: StepArrays, shape: PaddedStepShape, kind: CapturedStepKind) -> Calls:
         def calls() -> None:
             self.apply()
-            ends.prepare(step, self._rows, self._words, self._stamps, self._max_num_rows, shape.one_each)
+            arrays = step, self._rows, self._words, self._stamps
+            ends.prepare(*arrays, self._max_num_rows, shape.one_each, self._id_shift)
             self._model.forward(step, decodes=shape.one_each)
             if kind is not CapturedStepKind.FORWARD_ONLY:
                 self.sample(

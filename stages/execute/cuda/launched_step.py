@@ -48,6 +48,21 @@ class PooledHiddenStates:
 
 
 @dataclass(slots=True)
+class ProposerStates:
+    """What a proposer gets of a step: the hidden states of its entries' tokens. One value per entry; `counts` do not
+    include proposed ids, which follow an entry's tokens."""
+
+    rows: IntArray
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
+    starts: IntArray
+    counts: IntArray
+    offsets: IntArray
+    samples: BoolArray
+    states: Tensor
+    """[T, width] float32"""
+
+
+@dataclass(slots=True)
 class LaunchedStep:
     """A step that was launched and has not been collected."""
 
@@ -80,6 +95,7 @@ class LaunchedStep:
     logprobs: PendingLogprobs | None = None
     prompt_logprobs: list[PendingLogprobs] = field(default_factory=list)
     hidden_states: list[PooledHiddenStates] = field(default_factory=list)
+    proposer_states: ProposerStates | None = None
     is_collected: bool = False
     """Its slot may be in use by another step."""
     start_ns: int = 0

@@ -175,8 +175,19 @@ class DeviceModel(ProgramBuilder):
         self._lora = None if adapters is None else DeviceLora(device, adapters, config, dtype, max_num_tokens)
         self._step_adapters: Tensor | None = None
         """`adapters` of the step that is computed."""
+        self._captured_layers: tuple[int, ...] = ()
+        self.captured = memory(0, 0, torch.float32)
+        """[max_num_tokens, H * captured layers], of the last step; see `capture`."""
+        self._given: Tensor | None = None
+        """[max_num_tokens, columns], what the first layer's attention reads, if that is not norm(residual)."""
 
     # ---------------------------------------------------------------------------------------------------- recording
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before each of these layers, side by side in `captured`."""
+        self._captured_layers = layers
+        num_tokens, hidden = self._residuals[0].shape
+        self.captured = torch.zeros(num_tokens, hidden * len(layers), dtype=torch.float32, device=self._device.where)
 
     def embed(self, embedding: Embedding | None) -> None:
         assert embedding is not None, "hidden states come from an embedding here"
@@ -221,9 +232,7 @@ class DeviceModel(ProgramBuilder):
         weight, bias = (None if vector is None else as_tensor(vector).float().cpu().numpy() for vector in vectors)
         assert weight is not None
         self.last_norm = Norm(weight, bias)
-        last = self._norm_weights(head.norm)
-        assert last is not None
-        self._norm = last
+        self._norm = self._norm_weights(head.norm)
         self._head_bias = None if head.bias is None else self._vector(head.bias)
         # A tied head shares the embedding's memory.
         tied = head.matrix is self._embedding
@@ -256,6 +265,16 @@ class DeviceModel(ProgramBuilder):
     def expert_matrices(self) -> list[DeviceMatrix]:
         """The matrices of experts, of which a token is multiplied with those of some experts."""
         return [matrix for _, mlp in self._layers if isinstance(mlp, _Experts) for matrix in mlp.matrices.all]
+
+    @property
+    def norm(self) -> NormWeights | None:
+        """The norm before the head."""
+        return self._norm
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """What is added to the logits, [V] float32."""
+        return self._head_bias
 
     @property
     def head(self) -> DeviceMatrix:
@@ -358,13 +377,15 @@ class DeviceModel(ProgramBuilder):
         residual, normed, attended = self._residuals[0][:num], self._normed[:num], self._attended[:num]
         split_k_partials: Tensor | None = None
         before = PLAIN
-        for layer, mlp in self._layers:
+        for index, (layer, mlp) in enumerate(self._layers):
             norm.add_norm(normed, residual, split_k_partials, layer.norm, eps, before)
+            self._keep_captured(index, residual)
             source = normed
             if mlp.is_parallel and mlp.norm is not None:
                 source = self._parallel_normed[:num]
                 norm.add_norm(source, residual, None, mlp.norm, eps)
-            qkv = self._linear(self._wide, normed, layer.qkv)
+            given = normed if index or self._given is None else self._given[:num]
+            qkv = self._linear(self._wide, given, layer.qkv)
             self._attend(attended, qkv, step, layer, decodes=decodes)
             split_k_partials = self._sum(self._linear(self._narrow, attended, layer.out))
             if mlp.is_parallel:
@@ -384,6 +405,13 @@ class DeviceModel(ProgramBuilder):
     def _keep_last(self, split_k_partials: Tensor | None, num: int, *, decodes: bool) -> None:
         if self._ranks is not None and split_k_partials is not None:
             self._last_sums[num, decodes] = split_k_partials
+
+    def _keep_captured(self, index: int, residual: Tensor) -> None:
+        """Copy the hidden states before this layer, if they are captured."""
+        if index in self._captured_layers:
+            num, hidden = residual.shape
+            begin = self._captured_layers.index(index) * hidden
+            self.captured[:num, begin : begin + hidden].copy_(residual)
 
     def _compute_mlp(self, x: Tensor, mlp: _Mlp | _Experts) -> Tensor:
         """The result of a feed-forward layer: split-K partials."""
@@ -410,7 +438,7 @@ class DeviceModel(ProgramBuilder):
         # A fused norm reads one residual buffer and writes the other, so its programs don't race.
         residual, other = (each[:num] for each in self._residuals)
         split_k_partials: Tensor | None = None
-        for layer, mlp in self._layers:
+        for index, (layer, mlp) in enumerate(self._layers):
             qkv = layer.qkv.split_k_partials(self._wide, num)
             if self._fuses("linear", layer.qkv, num, split_k_partials):
                 weight = _weight(layer.norm)
@@ -422,6 +450,7 @@ class DeviceModel(ProgramBuilder):
             else:
                 norm.add_norm(normed, residual, split_k_partials, layer.norm, eps)
                 segmented_linear(qkv, normed, layer.qkv.matrix, layer.qkv.bias, pdl=self._early)
+            self._keep_captured(index, residual)
             self._attend(attended, qkv, step, layer, decodes=True)
             split_k_partials = self._sum(self._linear(self._narrow, attended, layer.out))
             if isinstance(mlp, _Experts):

@@ -28,9 +28,10 @@ from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, check_plan
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
+from pipeline.stages.execute.cuda.eagle import DeviceEagleHead, HeadWeights
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
-from pipeline.stages.execute.cuda.launched_step import LaunchedStep, pooled_entries
+from pipeline.stages.execute.cuda.launched_step import LaunchedStep, ProposerStates, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
 from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.ranks import Join, busy
@@ -113,6 +114,7 @@ class CudaRunner:
             build_program(ranks.whole, weights, ranks.cut(self.model, quantization))
         self.weight_formats = "+".join(weights.taken)
         draft = DraftWeights.of(settings, device, config.vocab_size)
+        head = HeadWeights.of(settings, device, self.model, config)
         memory = device.memory(reserved_bytes(settings, config))
         kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
         swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
@@ -156,9 +158,12 @@ class CudaRunner:
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
         self.speculator: Speculator | None = None
+        self._eagle: DeviceEagleHead | None = None
         if num_drafts:
             of_rows = self.rows, self._device_rows, kv, self._row_changes.flush
-            proposer = None if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
+            if head is not None:
+                self._eagle = DeviceEagleHead(settings, head, device, *of_rows)
+            proposer = self._eagle if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
             self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
         self.masks.forces = self.speculator is not None
         self._changes = RowChanges(
@@ -358,12 +363,13 @@ class CudaRunner:
             proposer = self.speculator.proposer
             launched_step.draft_s, launched_step.draft_pass_s = proposer.draft_s, proposer.pass_s
         runs = self._row_changes.runs_of(batch)
+        shape: PaddedStepShape | None = None
         if not len(rows):
             if runs:
                 self._staging.fill(slot, batch, runs, one_each=True)
                 self.step_graphs.apply()
         elif requested_features & SEPARATE_SAMPLING:
-            self._launch_separate_sampling(launched_step, batch, runs, pooled)
+            shape = self._launch_separate_sampling(launched_step, batch, runs, pooled)
         else:
             kind = CapturedStepKind.SAMPLE_FILTERED if self._device_rows.filtered else CapturedStepKind.SAMPLE
             shape = self._shape(batch, verifies=num_drafts is not None)
@@ -371,6 +377,11 @@ class CudaRunner:
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
             captured.launch()
             self._fetch(launched_step, captured)
+        if self._eagle is not None and shape is not None:
+            states = self._eagle.states_of(self.step_graphs.hidden_states(shape), batch.num_tokens)
+            launched_step.proposer_states = ProposerStates(
+                rows, self.rows.generations[rows], starts, counts, batch.offsets, samples, states
+            )
         slot.done.record()
         return launched_step
 
@@ -389,8 +400,8 @@ class CudaRunner:
 
     def _launch_separate_sampling(
         self, launched_step: LaunchedStep, batch: Batch, runs: list[Run], pooled: BoolArray | None
-    ) -> None:
-        """Launch a step in which a row needs more than an id: the model's graph, then sampling."""
+    ) -> PaddedStepShape:
+        """Launch a step in which a row needs more than an id: the model's graph, then sampling. Returns its shape."""
         verifies = launched_step.num_drafts is not None
         shape = self._shape(batch, verifies=verifies)
         captured = self.step_graphs.get(shape, CapturedStepKind.FORWARD_ONLY)
@@ -435,6 +446,7 @@ class CudaRunner:
             launched_step.hidden_states = pooled_entries(
                 *(launched_step, self.device, batch, self.rows.generations, pooled, hidden_states)
             )
+        return shape
 
     # ----------------------------------------------------------------------------------------------------- collecting
 
@@ -462,6 +474,9 @@ class CudaRunner:
     def _collect(self) -> Sampled:
         launched_step = self.launched_steps.popleft()
         sampled = self._results.read(launched_step)
+        if self._eagle is not None and launched_step.proposer_states is not None:
+            self._observe(self._eagle, launched_step.proposer_states, sampled)
+            launched_step.proposer_states = None
         if self.ranks is not None:
             self.ranks.board.ended()
         launched_step.is_collected = True
@@ -471,3 +486,13 @@ class CudaRunner:
         self._staging.give(launched_step.slot)
         self.publish(launched_step, sampled)
         return sampled
+
+    def _observe(self, eagle: DeviceEagleHead, entries: ProposerStates, sampled: Sampled) -> None:
+        """Let the proposer see the hidden states of what a step has computed and is kept."""
+        counts = entries.counts.copy()
+        if len(sampled.num_ids):
+            counts[entries.samples] += sampled.num_ids - 1
+        table, rows = self.rows, entries.rows
+        is_current = table.taken[rows] & (table.generations[rows] == entries.generations)
+        starts, offsets = entries.starts[is_current], entries.offsets[is_current]
+        eagle.observe(rows[is_current], starts, counts[is_current], offsets, entries.states)

@@ -1,0 +1,289 @@
+"""An EAGLE head on a GPU, over the rows of the model: its steps read their ids, blocks and sampling parameters.
+
+    a step        the model's hidden states ──copy──► kept until the step is collected
+    collected     of the ids that are kept ──► pending; many are computed at once, without waiting
+    propose       pending ──► head, sample ──ids──► host ──► head, sample ──ids──► host …
+
+A token of the head at position t has the id at t + 1 (`id_shift`). The head's own state of each pass stays on the GPU
+for the next one. The formulas are those of stages/execute/eagle.py and cpu/eagle3.py.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.matrix import as_matrix
+from pipeline.kernels.step_inputs import IntArray
+from pipeline.kernels.triton import norm
+from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
+from pipeline.kernels.triton.norm import NormWeights
+from pipeline.kernels.triton.rows import StepArrays
+from pipeline.kernels.triton.step import STAMP_WORDS
+from pipeline.runtime import model_folder
+from pipeline.runtime.kv_groups import undivided
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cuda.available import require_features
+from pipeline.stages.execute.cuda.batches import batch_of
+from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
+from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
+from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.staging import Slot, Staging
+from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
+from pipeline.stages.execute.draft_model import captured_layers, prepared_draft, require_all_positions
+from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
+from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.layers.attention import attention_weights
+from pipeline.stages.execute.layers.mlp import mlp_weights
+from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.rows import BoolArray, RowTable
+from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
+
+PIECE = 512
+"""Positions of a row that are computed together."""
+
+
+class HeadModel(DeviceModel):
+    """The head's layers, and the LM head. Without `eagle3`, that is the model's; the embedding is the model's unless
+    the head has one."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        sizes: tuple[int, int],
+        weights: Weights,
+        target: DeviceModel,
+        target_config: ModelConfig,
+    ) -> None:
+        """`sizes` are the most tokens and rows of a step. Raises UserError if a tensor is missing."""
+        self._eagle3, hidden = config.eagle3, config.hidden_size
+        num_ids = config.vocab_size if self._eagle3 is None else self._eagle3.draft_vocab_size
+        super().__init__(device, msgspec.structs.replace(config, vocab_size=num_ids), dtype, *sizes)
+        self._is_fusible = False
+        self._positions = self._embedding_norm = self._head_bias = None
+        self._target, self._target_eps, where = target, float(target_config.rms_norm_eps), device.where
+        self._fc = self._matrix(weights, "fc.weight", hidden, (2 if self._eagle3 is None else 3) * hidden)
+        self._fc_bias = self._vector(weights.vector("fc.bias", hidden)).to(dtype) if weights.has("fc.bias") else None
+        self._x = torch.zeros(sizes[0], 2 * hidden, dtype=dtype, device=where)
+        self.hidden = torch.zeros(sizes[0], hidden, dtype=torch.float32, device=where)
+        """[max_num_tokens, H]: what a step reads besides its ids; written before it."""
+        self.places: Tensor | None = None
+        """The model's id of each id of a reduced vocabulary, [draft_vocab_size] int64."""
+        if self._eagle3 is None:
+            self._record(config, weights, target)
+        else:
+            self._record_eagle3(config, weights, target)
+        self._states: Tensor | None = None
+
+    def _record(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
+        without_norm = msgspec.structs.replace(config, pre_norms=False)
+        for layer in range(config.num_layers):
+            self.attention(attention_weights(config if layer else without_norm, weights, layer))
+            self.mlp(mlp_weights(config, weights, layer))
+        self._table, self._head = target.table, target.head
+        self._norm, self._head_bias = None, target.head_bias
+
+    def _record_eagle3(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
+        hidden, vocab_size, where = config.hidden_size, config.vocab_size, self._device.where
+        self._norms = tuple(
+            NormWeights(self._vector(weights.vector(f"model.layers.0.{name}.weight", hidden)))
+            for name in ("input_layernorm", "hidden_norm")
+        )
+        assert self._eagle3 is not None
+        num_ids = self._eagle3.draft_vocab_size
+        if weights.has("d2t"):
+            places = np.arange(num_ids) + weights.integers("d2t", num_ids)
+            self.places = torch.from_numpy(places.astype(np.int64)).to(where)
+        self.attention(attention_weights(config, weights, 0, num_inputs=2 * hidden))
+        self.mlp(mlp_weights(config, weights, 0))
+        self._given = self._x
+        self._table = target.table
+        if weights.has("model.embed_tokens.weight"):
+            embedding = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
+            self._table = DeviceMatrix.of((as_matrix(embedding),), self._dtype, where)
+        matrix = weights.matrix("lm_head.weight", num_ids, hidden)
+        self._head = DeviceMatrix.of((as_matrix(matrix),), self._dtype, where)
+        self._norm = self._norm_weights(norm_weights(config, weights, "model.norm"))
+
+    def _matrix(self, weights: Weights, name: str, num_rows: int, num_columns: int) -> Tensor:
+        matrix = as_matrix(weights.matrix(name, num_rows, num_columns))
+        return matrix.dequantize(torch.float32).to(self._device.where, self._dtype)
+
+    def states_of(self, hidden_states: HiddenStates, num_tokens: int) -> Tensor:
+        """What the head gets of the model's last step, in new memory: [num_tokens, H] float32."""
+        if self._eagle3 is not None:
+            return self._fc_of(self._target.captured[:num_tokens])
+        states = torch.empty_like(hidden_states.residual[:num_tokens])
+        index = torch.arange(num_tokens, dtype=torch.int32, device=states.device)
+        partials = hidden_states.split_k_partials
+        norm.take_norm(states, hidden_states.residual, partials, index, self._target.norm, self._target_eps)
+        return states
+
+    def _fc_of(self, states: Tensor) -> Tensor:
+        return functional.linear(states.to(self._dtype), self._fc, self._fc_bias).float()
+
+    def _embed(self, step: StepArrays) -> None:
+        """Write the input of the layers: made of the embeddings of ids and of `hidden`."""
+        num, width = step.num_tokens, self._config.hidden_size
+        residual, hidden, x = self._residuals[0][:num], self.hidden[:num], self._x[:num]
+        norm.embed(residual, self._table, step.ids)
+        if self._eagle3 is None:
+            x[:, :width].copy_(residual)
+            x[:, width:].copy_(hidden)
+            residual.copy_(functional.linear(x, self._fc, self._fc_bias))
+            return
+        eps, normed = float(self._config.rms_norm_eps), self._normed[:num]
+        for place, (states, weights) in enumerate(zip((residual, hidden), self._norms, strict=True)):
+            norm.add_norm(normed, states, None, weights, eps)
+            x[:, place * width : (place + 1) * width].copy_(normed)
+        residual.copy_(normed if self._eagle3.norm_before_residual else hidden)
+
+
+class HeadWeights:
+    """The weights of the head on the device, and the memory of its steps. They are there before the KV memory is
+    planned."""
+
+    @classmethod
+    def of(
+        cls, settings: Settings, device: Device, target: DeviceModel, target_config: ModelConfig
+    ) -> "HeadWeights | None":
+        """The head that prepare has left; None without one. Lets `target` keep the hidden states that it reads."""
+        if settings.speculative.method != "eagle":
+            return None
+        if layers := captured_layers(settings):
+            target.capture(layers)
+        return cls(settings, prepared_draft(settings), device, target, target_config)
+
+    def __init__(
+        self, settings: Settings, folder: Path, device: Device, target: DeviceModel, target_config: ModelConfig
+    ) -> None:
+        """Raises UserError if the head can't run here."""
+        self.hold = model_folder.hold(folder)
+        loaded = ModelConfig.load(folder)
+        require_features(loaded)
+        if loaded.eagle3 is None:  # the LM head is the model's
+            scale, cap = target_config.logit_scale, target_config.logit_softcap
+            loaded = msgspec.structs.replace(loaded, logit_scale=scale, logit_softcap=cap)
+        self.config = loaded
+        max_num_seqs = settings.schedule.max_num_seqs
+        self.max_num_tokens = PIECE + MAX_PENDING * max_num_seqs
+        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+        weights = Weights(folder, loaded, FLOAT_FORMATS[settings.execute.dtype])
+        sizes = self.max_num_tokens, max_num_seqs
+        self.model = HeadModel(device, loaded, dtype, sizes, weights, target, target_config)
+
+
+class DeviceEagleHead(EagleProposer[Tensor]):
+    """`kv` is the plan of the model's KV cache, and `flush` applies the row changes that have not been sent."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        weights: HeadWeights,
+        device: Device,
+        table: RowTable,
+        rows: DeviceRows,
+        kv: KVPlan,
+        flush: Callable[[], None],
+    ) -> None:
+        require_all_positions(settings, kv)
+        config, model = weights.config, weights.model
+        super().__init__(table, min(kv.max_model_len, config.max_position), PIECE)
+        self._hold, self._rows, self._flush = weights.hold, rows, flush
+        self._device, self._model = device, model
+        kv_type = getattr(torch, kv_dtype(settings.execute))
+        model.use(
+            allocate_kv(config, kv.num_blocks, kv_type, device.where), self._max_len, undivided(config.num_layers)
+        )
+        sizes = settings.schedule.max_num_seqs, weights.max_num_tokens, settings.schedule.max_num_seqs
+        self._staging, self._shapes = Staging(device, *sizes), StepShapes(*sizes)
+        self._graphs = StepGraphs(device, model, rows.on_device, self._staging.words, *sizes, id_shift=1)
+        self._busy: deque[Slot] = deque()
+        """Slots of passes that sample nothing, which no one waits for. Oldest first."""
+
+    def states_of(self, hidden_states: HiddenStates, num_tokens: int) -> Tensor:
+        """What `observe` gets of the model's last step; see `HeadModel.states_of`."""
+        return self._model.states_of(hidden_states, num_tokens)
+
+    def close(self) -> None:
+        """Free the folder; the device's memory goes with the process."""
+        if self._hold is not None:
+            self._hold.close()
+
+    def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
+        self._flush()
+        return super().propose(rows, most, clock)
+
+    def _states_of(self, residual: Tensor) -> Tensor:
+        return residual
+
+    def _join(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def _take(self, states: Tensor, which: BoolArray) -> Tensor:
+        if which.all():
+            return states.clone()
+        return states.index_select(0, self._device.send(np.flatnonzero(which)))
+
+    def _run(
+        self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor, samples: BoolArray
+    ) -> tuple[IntArray, Tensor]:
+        batch = batch_of(rows, starts, counts, samples, None)
+        shape = self._shape(batch.num_tokens, len(rows), len(batch.sampled))
+        kind = CapturedStepKind.SAMPLE_FILTERED if self._rows.filtered else CapturedStepKind.SAMPLE
+        if self._model.places is not None or not len(batch.sampled):
+            kind = CapturedStepKind.FORWARD_ONLY
+        captured = self._graphs.get(shape, kind)
+        # The ids behind the known ones that it reads.
+        num_drafts = (starts + counts + 1 - self._table.num_ids[rows]).clip(0).astype(np.int64)
+        self._rows.propose(rows, num_drafts * samples)
+        self._model.hidden[: batch.num_tokens].copy_(hidden)
+        slot = self._slot()
+        self._staging.fill(slot, batch, self._rows.take_runs(), one_each=shape.one_each)
+        captured.launch()
+        if not len(batch.sampled):
+            slot.done.record()
+            self._busy.append(slot)
+            return np.zeros(0, np.int32), hidden[:0]
+        states = self._graphs.hidden_states(shape).of(0, batch.num_tokens)
+        if batch.num_tokens > len(rows):
+            states = states.index_select(0, self._device.send(batch.sampled.astype(np.int64)))
+        return self._ids_of(slot, captured, len(batch.sampled)), states
+
+    def _shape(self, num_tokens: int, num_rows: int, num_sampled: int) -> PaddedStepShape:
+        if num_rows == num_tokens == num_sampled:
+            shape = self._shapes.decode(num_rows)
+        else:
+            shape = self._shapes.mix(num_tokens, num_rows, num_sampled)
+        return replace(shape, verifies=True)  # the rows don't get the sampled ids: they are only proposed
+
+    def _slot(self) -> Slot:
+        """A free slot. All but one may be busy."""
+        while self._busy and (not self._staging.has_free or self._busy[0].done.query()):
+            self._busy[0].done.synchronize()
+            self._staging.give(self._busy.popleft())
+        return self._staging.take()
+
+    def _ids_of(self, slot: Slot, captured: CapturedStep, num: int) -> IntArray:
+        """The sampled ids, as ids of the model."""
+        if self._model.places is not None:
+            # Noise belongs to the model's ids, so the likeliest ones are proposed.
+            likeliest = self._model.places[self._model.logits[:num].argmax(-1)]
+            ids: IntArray = likeliest.to("cpu", torch.int32).numpy()
+        else:
+            slot.result_of(captured.step.num_samples).copy_(captured.result, non_blocking=True)
+            slot.done.record()
+            slot.done.synchronize()
+            ids = slot.result_array[STAMP_WORDS : STAMP_WORDS + num].copy()
+        self._staging.give(slot)
+        return ids
