@@ -31,7 +31,7 @@ import hypothesis
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
-from tests import pairwise, pythons
+from tests import long_tests, pairwise, pythons
 from tests.e2e.server import Server
 
 # An example may take long if another process has the core.
@@ -96,8 +96,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.markexpr:  # as in tools/check; `pytest PATH` runs all cases
-        items[:], left_out = pairwise.selected(items)
-        config.hook.pytest_deselected(items=left_out)
+        kept, left_out = pairwise.selected(items)
+        items[:], long = long_tests.selected(kept)
+        config.hook.pytest_deselected(items=left_out + long)
     for item in items:
         if item.nodeid.startswith(ALONE):
             item.add_marker(pytest.mark.alone)

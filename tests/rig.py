@@ -168,8 +168,11 @@ class Rig:
             queue += self._inboxes[stage].wait_all(0.05)
 
     def nothing(self, stage: str, while_s: float = 0.1) -> bool:
-        """Whether no message for a neighbour is there, or arrives within `while_s`."""
+        """Whether no message for a neighbour is there, or arrives within `while_s`. Raises the stage's exception if
+        none will."""
         self._queues[stage] += self._inboxes[stage].wait_all(while_s)
+        if not self._queues[stage] and self._error is not None:
+            raise self._error
         return not self._queues[stage]
 
     def start(self, facts: m.ExecuteFacts) -> m.Ready:

@@ -20,6 +20,9 @@ from tests.guardian import guard
 
 START_S = 180.0
 """The first start on a machine fetches and converts the model."""
+KV_BYTES = 192 * 1024**2
+"""Of servers without a configuration file: enough for the default model's longest sequence. The default takes a virtual
+machine up to two seconds of CPU time at each start."""
 STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 
@@ -38,6 +41,8 @@ class Server:
     ) -> None:
         command = [sys.executable, "-m", module, "serve", "--set", "gateway.port=0"]
         command += ["--set", "supervisor.crash_reports=false"]  # they would replace those of the user's servers
+        if config is None:
+            command += ["--set", f"execute.kv_cache_bytes={KV_BYTES}"]
         command += options
         for one in sets:
             command += ["--set", one]

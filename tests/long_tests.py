@@ -1,0 +1,128 @@
+"""Tests that `make test` leaves out, because others test the same code: at one moment, with one stage or one client, or
+in another of many cases.
+
+    PIPELINE_ALL_CASES=1 tools/check tests      run them too
+"""
+
+import os
+import zlib
+from collections.abc import Iterable
+
+import pytest
+
+LONG = (
+    # Clients that build on a client which is tested.
+    "tests/e2e/client/test_other_clients.py::test_python_clients_work[with_langchain.py]",
+    "tests/e2e/client/test_other_clients.py::test_python_clients_work[with_instructor.py]",
+    "tests/e2e/client/test_other_clients.py::test_javascript_clients_work[with_anthropic.mjs]",
+    "tests/e2e/client/test_other_clients.py::test_javascript_clients_work[with_ollama.mjs]",
+    "tests/e2e/client/test_agents_sdk.py::test_an_agent_answers[chat-whole]",
+    "tests/e2e/client/test_agents_sdk.py::test_an_agent_answers[responses-streamed]",
+    "tests/e2e/client/test_agents_sdk.py::test_a_session_repeats_the_conversation[chat]",
+    "tests/e2e/client/test_agents_sdk.py::test_a_forced_call_is_run_and_its_output_is_answered[chat-required-whole]",
+    "tests/e2e/client/test_reconnect.py::test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server",
+    # Many requests, or long ones.
+    "tests/e2e/client/test_llm.py::test_thousands_of_prompts_keep_their_order_and_memory_is_bounded",
+    "tests/e2e/client/test_openai_client.py::test_a_long_prompt_goes_through_shared_memory",
+    # Deaths of a stage: tests/recovery has all of them in one process, tests/e2e/test_recovery.py one of each stage.
+    "tests/e2e/client/test_llm.py::test_a_server_that_dies_ends_generate_with_an_error[gateway]",
+    "tests/e2e/client/test_llm.py::test_a_server_that_dies_ends_generate_with_an_error[supervisor]",
+    "tests/e2e/client/test_reconnect.py::test_requests_outlive_their_gateway_before_they_have_output",
+    "tests/e2e/client/test_reconnect.py::test_streams_outlive_their_gateway_and_those_of_another_do_not_notice[1]",
+    "tests/e2e/test_kv_int8.py::test_no_client_notices_the_death_of_a_stage",
+    "tests/e2e/test_life_and_death.py::test_a_server_that_was_suspended_for_longer_than_the_hang_timeout_goes_on",
+    "tests/e2e/test_life_and_death.py::test_a_signal_under_load_finishes_streams_and_leaves_no_process[2]",
+    "tests/e2e/test_life_and_death.py::test_a_stage_in_an_endless_loop_is_killed_and_streams_go_on[schedule]",
+    "tests/e2e/test_life_and_death.py::test_each_stage_that_is_stopped_is_killed_and_requests_go_on",
+    "tests/e2e/test_life_and_death.py::test_without_restarts_a_killed_stage_is_named_in_the_log_and_to_clients_and_the"
+    "_server_ends[gateway]",
+    "tests/e2e/test_poison.py::test_requests_that_kill_a_stage_fail_alone[detokenize]",
+    "tests/e2e/test_poison.py::test_requests_that_kill_a_stage_fail_alone[execute]",
+    "tests/e2e/test_ranks.py::test_a_rank_is_restarted_on_purpose_with_the_others",
+    "tests/e2e/test_ranks.py::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
+    "tests/e2e/test_ranks.py::test_no_client_notices_the_death_of_a_rank[execute.1",
+    "tests/e2e/test_ranks.py::test_no_client_notices_the_death_of_a_stage",
+    "tests/e2e/test_recovery.py::test_no_client_notices_that_a_successor_dies_too",
+    "tests/e2e/test_recovery.py::test_no_client_notices_the_deaths_of_two_stages_at_once",
+    "tests/e2e/test_replicas.py::test_no_client_notices_the_death_of_a_replica[detokenize.2]",
+    "tests/e2e/test_scaling.py::test_a_zmq_stream_that_does_not_end_in_time_goes_on_at_another_gateway",
+    "tests/e2e/test_scaling.py::test_another_stage_may_die_meanwhile",
+    "tests/e2e/test_scaling.py::test_if_a_new_process_dies_the_reload_fails_and_the_server_serves_as_before[ingest]",
+    # Limits that tests/stages and tests/supervisor have.
+    "tests/e2e/test_observability.py::test_top_shows_a_hanging_stage_as_late_despite_a_long_health_timeout",
+    "tests/e2e/test_settings.py::test_health_timeout_s_limits_a_stage_s_answer",
+    # One of several formats or features.
+    "tests/e2e/test_alone.py::test_a_recording_ends_with_the_command_that_started_it",
+    "tests/e2e/test_lora.py::test_beam_search_with_an_adapter",
+    "tests/e2e/test_quantized_checkpoints.py::test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its"
+    "_dequantized_weights[fp8",
+    "tests/e2e/test_quantized_checkpoints.py::test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its"
+    "_dequantized_weights[nf4",
+    "tests/e2e/test_swap.py::test_a_server_reports_its_swap_blocks_and_frees_the_memory",
+    "tests/stages/execute/cuda/test_eagle.py::test_it_proposes_what_its_formula_says_and_changes_no_text[eagle3, all",
+    "tests/stages/execute/test_smollm2.py::test_bfloat16_finds_the_same_largest_logit_as_float32[together]",
+    "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32[none]",
+    "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32[q8_0]",
+    "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_generate_the_same_alone_and_in_a_batch_of_twenty[q8_0]",
+    "tests/tools/test_schedule_bench.py::test_a_step_is_measured_with_and_without_block_boundaries",
+    # Files of real models, where they are. `pipeline check-model --fidelity` measures the same.
+    "tests/stages/execute/test_gemma.py::test_its_most_likely_tokens_are_those_of_float32",
+    "tests/stages/execute/test_k_quant_models.py::test_its_most_likely_tokens_are_those_of_float32",
+    # Real peers and their processes, besides one run of all of them.
+    "tests/e2e/test_compare_peers.py",
+    "tests/tools/test_compare_peers.py::test_an_interrupted_run_continues_with_resume",
+    "tests/tools/test_compare_peers.py::test_an_interruption_ends_all_processes",
+)
+"""Prefixes of ids."""
+
+FEW = {
+    "tests/cli/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 3,
+    "tests/kernels/cpu/test_native_attention.py": 2,
+    "tests/kernels/cpu/test_native_sampler.py": 2,
+    "tests/kernels/cpu/test_peaks.py::test_the_source_compiles_without_a_warning": 2,
+    "tests/kernels/cpu/test_sample_native.py": 3,
+    "tests/kernels/triton/test_attention.py": 2,
+    "tests/kernels/triton/test_experts.py": 2,
+    "tests/stages/execute/cuda/test_architectures.py": 3,
+    "tests/stages/execute/test_architectures.py": 2,
+    "tests/stages/execute/test_beam_search.py::test_sequences_and_scores_are_those_of_transformers": 3,
+    "tests/stages/execute/test_copies.py": 2,
+    "tests/stages/execute/test_eagle.py::test_a_random_head_changes_no_text": 2,
+    "tests/stages/execute/test_experts.py": 2,
+    "tests/stages/execute/test_group_texts.py": 2,
+    "tests/stages/execute/test_invariance.py": 2,
+    "tests/stages/execute/test_native.py": 3,
+    "tests/stages/execute/test_prompt_logprobs.py": 2,
+    "tests/stages/execute/test_ranks.py": 2,
+    "tests/stages/execute/test_speculation.py::test_texts_and_logprobs_are_the_same": 3,
+    "tests/stages/execute/test_windows.py": 2,
+    "tests/stages/gateway/zmq/test_memory.py": 3,
+    "tests/stages/ingest/templates/test_real_templates.py": 4,
+    "tests/stages/prepare/quantized/test_convert.py": 2,
+    "tests/stages/prepare/test_hostile_files.py": 2,
+    "tests/stages/schedule/test_beam_search.py::test_histories": 3,
+    "tests/stages/schedule/test_liveness.py": 2,
+    "tests/text/formats/test_families.py::test_parsing_takes_linear_time": 2,
+    "tests/text/formats/test_family_grammars.py": 2,
+    "tests/text/formats/test_parsers.py::test_parsing_takes_linear_time": 3,
+}
+"""Prefixes of ids, and of how many cases of such a test one is run. At least `LEAST` of them are."""
+
+LEAST = 2
+
+
+def selected(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that are run, in their order, and those that are left out. Which cases are run depends on their ids
+    only, so that a failure repeats."""
+    items = list(items)
+    if os.environ.get("PIPELINE_ALL_CASES"):
+        return items, []
+    left_out = {one.nodeid for one in items if one.nodeid.startswith(LONG)}
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    for test, ids in cases.items():
+        if len(ids) > LEAST and (share := next((FEW[one] for one in FEW if test.startswith(one)), 0)):
+            ids.sort(key=lambda name: (zlib.crc32(name.encode()), name))
+            left_out.update(ids[max(LEAST, len(ids) // share) :])
+    return [one for one in items if one.nodeid not in left_out], [one for one in items if one.nodeid in left_out]
