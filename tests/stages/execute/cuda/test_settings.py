@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.stages.execute.cuda import model as model_module
+from pipeline.stages.execute.cuda import model_layers as model_module
 from pipeline.stages.execute.cuda import runner
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.model import DeviceModel
