@@ -8,10 +8,6 @@ from pipeline.config.load import ConfigError, load
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (
-            ["speculative.method=eagle", "speculative.draft=x", "execute.device=cuda"],
-            r"speculative\.method: 'eagle' needs execute\.device",
-        ),
         (["speculative.method=draft_model"], r"speculative\.draft: 'draft_model' in speculative\.method needs a model"),
         (["speculative.draft=x.gguf"], r"speculative\.draft: needs speculative\.method = 'draft_model'"),
         (["speculative.method=ngram", "speculative.prompt_lookup_min=6"], r"prompt_lookup_min: 6 is more than .* = 5"),
