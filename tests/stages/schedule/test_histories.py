@@ -20,7 +20,7 @@ PROMPTS = st.one_of(
 )
 
 
-EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "100"))
+EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "50"))
 """Random histories of each kind. 100 take about 20 seconds."""
 
 
