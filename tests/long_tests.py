@@ -61,7 +61,6 @@ LONG = (
     "tests/e2e/client/test_llm.py::test_two_llms_run_and_close_independently",
     "tests/e2e/http/test_chat.py::test_ctrl_d_ends_the_chat_and_its_server",
     "tests/e2e/test_ranks.py::test_an_embedded_server_has_ranks",
-    "tests/e2e/test_ranks.py::test_two_stages_return_what_one_process_returns",
     "tests/e2e/test_scopes.py::test_keys_can_share_the_prefix_cache",
     "tests/e2e/test_alone.py::test_a_recording_ends_with_the_command_that_started_it",
     "tests/e2e/test_lora.py::test_beam_search_with_an_adapter",

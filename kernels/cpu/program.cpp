@@ -211,8 +211,12 @@ class Program final : public Job {
     }
 
     void prefetch_after(size_t op, int thread) const {
-        for (size_t i = op + 1; i < std::min(op + 1 + LOOKAHEAD, ops_.size()); i++)
-            if (ops_[i]->prefetch_tile(step_for(i), first_tile(i, thread))) return;
+        for (size_t i = op + 1, left = LOOKAHEAD; left && i < ops_.size(); i++) {
+            const Op& later = *ops_[i];
+            const bool is_skipped = later.for_adapters && !*step_for(i).num_adapted;
+            if (!is_skipped && later.prefetch_tile(step_for(i), first_tile(i, thread))) return;
+            left -= !later.for_adapters;
+        }
     }
 
     int first_tile(size_t op, int thread) const {
@@ -237,7 +241,8 @@ class Program final : public Job {
         }
     }
 
-    static constexpr size_t LOOKAHEAD = 2;  // ops; between two matmuls is at most one that reads no weights
+    // Ops; between two matmuls is at most one that reads no weights, besides those for adapters.
+    static constexpr size_t LOOKAHEAD = 2;
 
     ThreadPool& thread_pool_;
     std::vector<Step> steps_;  // the same step with the tables of each KV group
