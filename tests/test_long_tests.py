@@ -1,24 +1,11 @@
-"""What is left out names tests that there are, and some cases of each test are run."""
-
-import ast
-from pathlib import Path
+"""Some cases of each test are run. tests/tools/test_check.py checks that what is left out names tests."""
 
 import pytest
 
 from tests.long_tests import FEW, LEAST, LONG, selected
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-@pytest.mark.parametrize("prefix", [*LONG, *FEW])
-def test_a_name_is_that_of_a_test(prefix: str) -> None:
-    file, _, name = prefix.partition("::")
-    tree = ast.parse((ROOT / file).read_text("utf-8"))
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert not name or name.partition("[")[0] in names
-
-
-def test_some_cases_of_each_test_are_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_cases_of_each_test_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Item:
         def __init__(self, nodeid: str) -> None:
             self.nodeid = nodeid

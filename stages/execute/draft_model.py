@@ -24,7 +24,6 @@ from pipeline.config.sections.speculative import MAX_SPECULATIVE_TOKENS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
-from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.model_folder import ModelConfig
@@ -123,7 +122,7 @@ class DraftModel(ABC):
             if counts[some].max() == 1:
                 times.append(clock() - pass_began_s)
             self._num_computed[rows[some]] = starts[some] + counts[some]
-            is_usable = (ids != NO_ID) & (ids < self._vocab_size)
+            is_usable = (ids >= 0) & (ids < self._vocab_size)
             some, ids = some[is_ready[some]][is_usable], ids[is_usable]
             if not len(some):
                 break

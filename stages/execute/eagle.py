@@ -23,12 +23,13 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.stages.execute.rows import BoolArray, RowTable
 
 MAX_PENDING = 16
 """Positions of a row that wait until ids are proposed for it. More are computed at once."""
+MAX_SHARED = 2
+"""Positions of each row in a step whose hidden states stay in the memory of the whole step."""
 
 
 class StatesLike(Protocol):
@@ -105,7 +106,10 @@ class EagleProposer(ABC, Generic[States]):
             if pending is None or pending.end != start:
                 pending = self._pending[row] = _Pending(start, start, [])
             pending.end = start + count
-            pending.parts.append(states[offset : offset + count])
+            part = states[offset : offset + count]
+            if count <= MAX_PENDING and len(states) > MAX_SHARED * len(rows):
+                part = self._take(part, np.ones(count, np.bool_))  # else it would keep the memory of whole prompts
+            pending.parts.append(part)
             if pending.end - pending.start > MAX_PENDING:
                 self._catch_up(row, pending)
 
@@ -140,7 +144,7 @@ class EagleProposer(ABC, Generic[States]):
             ids, states = self._run(rows[some], starts, counts, hidden, np.ones(len(some), np.bool_))
             if place:
                 times.append(clock() - pass_began_s)
-            is_usable = ids != NO_ID
+            is_usable = ids >= 0
             some, ids = some[is_usable], ids[is_usable]
             proposed[some, place], num[some] = ids, place + 1
             table.ids[rows[some], known[some] + place] = ids  # the next pass reads them

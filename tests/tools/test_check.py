@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.kernels.cpu.isa import MAX_ISA, NEEDED
 from tests.conftest import ALONE, LONGEST, SERVERS
+from tests.long_tests import FEW, LONG
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,10 +30,10 @@ def check() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST])
+@pytest.mark.parametrize("beginning", [*ALONE, *SERVERS, *LONGEST, *LONG, *FEW])
 def test_every_listed_test_exists(beginning: str) -> None:
-    """A renamed test would run beside others, and be flaky."""
-    path, *names = beginning.split("::")
+    """A renamed test would run beside others, and be flaky, or be run although it is long."""
+    path, *names = beginning.partition("[")[0].split("::")
     assert (ROOT / path).exists()
     text = (ROOT / path).read_text() if names else ""
     for name in names:

@@ -238,6 +238,8 @@ class DeviceEagleHead(EagleProposer[Tensor]):
     def _run(
         self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor, samples: BoolArray
     ) -> tuple[IntArray, Tensor]:
+        if not samples.any():
+            self._flush()  # `propose` has done so; a step's changes may be many, if it waits for the steps before it
         batch = batch_of(rows, starts, counts, samples, None)
         shape = self._shape(batch.num_tokens, len(rows), len(batch.sampled))
         kind = CapturedStepKind.SAMPLE_FILTERED if self._rows.filtered else CapturedStepKind.SAMPLE

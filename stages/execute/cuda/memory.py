@@ -9,7 +9,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
 from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS
 from pipeline.stages.execute.cuda.staging import NUM_SLOTS
-from pipeline.stages.execute.eagle import MAX_PENDING
+from pipeline.stages.execute.eagle import MAX_PENDING, MAX_SHARED
 from pipeline.stages.execute.kv import layout_of
 
 GRAPHS_BYTES = 512 * 1024**2
@@ -28,7 +28,7 @@ def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     max_num_samples = max_num_seqs + max_num_drafts(settings.speculative, max_num_seqs)
     sampling_extras_bytes = 2 * 4 * max_num_samples * config.vocab_size
     # Hidden states for the proposer, of the steps in flight and of rows that wait for proposals.
-    num_states = NUM_SLOTS * settings.schedule.max_step_tokens + MAX_PENDING * max_num_seqs
+    num_states = NUM_SLOTS * settings.schedule.max_step_tokens + MAX_SHARED * MAX_PENDING * max_num_seqs
     proposer_bytes = 4 * num_states * config.hidden_size if settings.speculative.method == "eagle" else 0
     pooled_bytes = 4 * settings.schedule.max_step_tokens * config.hidden_size
     angles_bytes = 4 * max_model_len * config.head_dim
