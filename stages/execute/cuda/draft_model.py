@@ -6,29 +6,22 @@ Each proposed id comes to the host before the next pass, and goes to the GPU's r
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.kernels.triton.step import STAMP_WORDS
 from pipeline.runtime import model_folder
-from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
-from pipeline.stages.execute.cuda.batches import batch_of
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.model import DeviceModel
 from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.staging import Staging
-from pipeline.stages.execute.cuda.step_shapes import StepShapes
-from pipeline.stages.execute.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
-from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft
+from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
@@ -74,20 +67,10 @@ class DeviceDraftModel(DraftModel):
         kv: KVPlan,
         flush: Callable[[], None],
     ) -> None:
-        require_all_positions(settings, kv)
-        config, model = weights.config, weights.model
-        super().__init__(table, min(kv.max_model_len, config.max_position), table.vocab_size)
-        self._hold, self._rows, self._flush = weights.hold, rows, flush
-        max_num_seqs = settings.schedule.max_num_seqs
-        max_num_tokens = MAX_CATCH_UP + max_num_seqs
-        kv_type = getattr(torch, kv_dtype(settings.execute))
-        model.use(
-            allocate_kv(config, kv.num_blocks, kv_type, device.where), self._max_len, undivided(config.num_layers)
-        )
-        self._staging = Staging(device, max_num_seqs, max_num_tokens, max_num_seqs)
-        self._shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_seqs)
-        sizes = max_num_seqs, max_num_tokens, max_num_seqs
-        self._graphs = StepGraphs(device, model, rows.on_device, self._staging.words, *sizes)
+        max_num_tokens = MAX_CATCH_UP + settings.schedule.max_num_seqs
+        self._steps = DraftSteps(settings, device, weights.config, weights.model, table, rows, kv, max_num_tokens)
+        super().__init__(table, self._steps.max_len, table.vocab_size)
+        self._hold, self._flush = weights.hold, flush
 
     def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
         self._flush()
@@ -99,23 +82,4 @@ class DeviceDraftModel(DraftModel):
             self._hold.close()
 
     def _run(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> IntArray:
-        table = self._table
-        batch = batch_of(rows, starts, counts, samples, None)
-        if len(rows) == batch.num_tokens == len(batch.sampled):
-            shape = self._shapes.decode(len(rows))
-        else:
-            shape = self._shapes.mix(batch.num_tokens, len(rows), len(batch.sampled))
-        kind = CapturedStepKind.SAMPLE_FILTERED if self._rows.filtered else CapturedStepKind.SAMPLE
-        # The rows don't get the sampled ids: they are only proposed.
-        captured = self._graphs.get(replace(shape, verifies=True), kind)
-        num_drafts = (starts + counts - table.num_ids[rows]).clip(0).astype(np.int64)
-        self._rows.propose(rows, num_drafts)
-        slot = self._staging.take()
-        self._staging.fill(slot, batch, self._rows.take_runs(), one_each=shape.one_each)
-        captured.launch()
-        slot.result_of(captured.step.num_samples).copy_(captured.result, non_blocking=True)
-        slot.done.record()
-        slot.done.synchronize()
-        ids = slot.result_array[STAMP_WORDS : STAMP_WORDS + len(batch.sampled)].copy()
-        self._staging.give(slot)
-        return ids
+        return self._steps.ids_of(self._steps.launch(rows, starts, counts, samples))

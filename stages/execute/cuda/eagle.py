@@ -8,9 +8,7 @@ A token of the head at position t has the id at t + 1 (`id_shift`). The head's o
 for the next one. The formulas are those of stages/execute/eagle.py and cpu/eagle3.py.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,21 +24,16 @@ from pipeline.kernels.triton import norm
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.norm import NormWeights
 from pipeline.kernels.triton.rows import StepArrays
-from pipeline.kernels.triton.step import STAMP_WORDS
 from pipeline.runtime import model_folder
-from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
-from pipeline.stages.execute.cuda.batches import batch_of
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
+from pipeline.stages.execute.cuda.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.staging import Slot, Staging
-from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
-from pipeline.stages.execute.draft_model import captured_layers, prepared_draft, require_all_positions
+from pipeline.stages.execute.draft_model import captured_layers, prepared_draft
 from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
-from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
@@ -129,6 +122,11 @@ class HeadModel(DeviceModel):
         norm.take_norm(states, hidden_states.residual, partials, index, self._target.norm, self._target_eps)
         return states
 
+    def likeliest(self, num: int) -> Tensor:
+        """The model's ids of the largest of `num` samples' logits, with a reduced vocabulary: [num] int64."""
+        assert self.places is not None
+        return self.places[self.logits[:num].argmax(-1)]
+
     def _fc_of(self, states: Tensor) -> Tensor:
         return functional.linear(states.to(self._dtype), self._fc, self._fc_bias).float()
 
@@ -196,20 +194,12 @@ class DeviceEagleHead(EagleProposer[Tensor]):
         kv: KVPlan,
         flush: Callable[[], None],
     ) -> None:
-        require_all_positions(settings, kv)
-        config, model = weights.config, weights.model
-        super().__init__(table, min(kv.max_model_len, config.max_position), PIECE)
-        self._hold, self._rows, self._flush = weights.hold, rows, flush
-        self._device, self._model = device, model
-        kv_type = getattr(torch, kv_dtype(settings.execute))
-        model.use(
-            allocate_kv(config, kv.num_blocks, kv_type, device.where), self._max_len, undivided(config.num_layers)
+        self._steps = DraftSteps(
+            settings, device, weights.config, weights.model, table, rows, kv, weights.max_num_tokens, id_shift=1
         )
-        sizes = settings.schedule.max_num_seqs, weights.max_num_tokens, settings.schedule.max_num_seqs
-        self._staging, self._shapes = Staging(device, *sizes), StepShapes(*sizes)
-        self._graphs = StepGraphs(device, model, rows.on_device, self._staging.words, *sizes, id_shift=1)
-        self._busy: deque[Slot] = deque()
-        """Slots of passes that sample nothing, which no one waits for. Oldest first."""
+        super().__init__(table, self._steps.max_len, PIECE)
+        self._hold, self._flush = weights.hold, flush
+        self._device, self._model = device, weights.model
 
     def states_of(self, hidden_states: HiddenStates, num_tokens: int) -> Tensor:
         """What `observe` gets of the model's last step; see `HeadModel.states_of`."""
@@ -238,54 +228,18 @@ class DeviceEagleHead(EagleProposer[Tensor]):
     def _run(
         self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor, samples: BoolArray
     ) -> tuple[IntArray, Tensor]:
+        self._model.hidden[: len(hidden)].copy_(hidden)
         if not samples.any():
             self._flush()  # `propose` has done so; a step's changes may be many, if it waits for the steps before it
-        batch = batch_of(rows, starts, counts, samples, None)
-        shape = self._shape(batch.num_tokens, len(rows), len(batch.sampled))
-        kind = CapturedStepKind.SAMPLE_FILTERED if self._rows.filtered else CapturedStepKind.SAMPLE
-        if self._model.places is not None or not len(batch.sampled):
-            kind = CapturedStepKind.FORWARD_ONLY
-        captured = self._graphs.get(shape, kind)
-        # The ids behind the known ones that it reads.
-        num_drafts = (starts + counts + 1 - self._table.num_ids[rows]).clip(0).astype(np.int64)
-        self._rows.propose(rows, num_drafts * samples)
-        self._model.hidden[: batch.num_tokens].copy_(hidden)
-        slot = self._slot()
-        self._staging.fill(slot, batch, self._rows.take_runs(), one_each=shape.one_each)
-        captured.launch()
-        if not len(batch.sampled):
-            slot.done.record()
-            self._busy.append(slot)
+            self._steps.release(self._steps.launch(rows, starts, counts, samples, is_forward_only=True))
             return np.zeros(0, np.int32), hidden[:0]
-        states = self._graphs.hidden_states(shape).of(0, batch.num_tokens)
-        if batch.num_tokens > len(rows):
-            states = states.index_select(0, self._device.send(batch.sampled.astype(np.int64)))
-        return self._ids_of(slot, captured, len(batch.sampled)), states
-
-    def _shape(self, num_tokens: int, num_rows: int, num_sampled: int) -> PaddedStepShape:
-        if num_rows == num_tokens == num_sampled:
-            shape = self._shapes.decode(num_rows)
-        else:
-            shape = self._shapes.mix(num_tokens, num_rows, num_sampled)
-        return replace(shape, verifies=True)  # the rows don't get the sampled ids: they are only proposed
-
-    def _slot(self) -> Slot:
-        """A free slot. All but one may be busy."""
-        while self._busy and (not self._staging.has_free or self._busy[0].done.query()):
-            self._busy[0].done.synchronize()
-            self._staging.give(self._busy.popleft())
-        return self._staging.take()
-
-    def _ids_of(self, slot: Slot, captured: CapturedStep, num: int) -> IntArray:
-        """The sampled ids, as ids of the model."""
-        if self._model.places is not None:
-            # Noise belongs to the model's ids, so the likeliest ones are proposed.
-            likeliest = self._model.places[self._model.logits[:num].argmax(-1)]
-            ids: IntArray = likeliest.to("cpu", torch.int32).numpy()
-        else:
-            slot.result_of(captured.step.num_samples).copy_(captured.result, non_blocking=True)
-            slot.done.record()
-            slot.done.synchronize()
-            ids = slot.result_array[STAMP_WORDS : STAMP_WORDS + num].copy()
-        self._staging.give(slot)
-        return ids
+        step = self._steps.launch(rows, starts, counts, samples, is_forward_only=self._model.places is not None)
+        states = self._steps.hidden_states(step).of(0, len(hidden))
+        if len(hidden) > len(rows):
+            states = states.index_select(0, self._device.send(step.batch.sampled.astype(np.int64)))
+        if self._model.places is None:
+            return self._steps.ids_of(step), states
+        # Noise belongs to the model's ids, so the likeliest ones are proposed.
+        ids: IntArray = self._model.likeliest(len(step.batch.sampled)).to("cpu", torch.int32).numpy()
+        self._steps.release(step)
+        return ids, states
