@@ -20,3 +20,5 @@ PutFor = Callable[[str], Put]
 """By the name of the process that reads the message."""
 Take = Callable[[Array, Any], "np.ndarray[Any, Any]"]
 """Takes an array of a dtype out of a message."""
+
+NO_ROWS: Int64s = np.zeros(0, np.int64)

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import Breadcrumb
-from pipeline.stages.schedule.arrays import Bools, Int64s, Put
+from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s, Put
 from pipeline.stages.schedule.decode_run import MAX_ROWS, DecodeRun
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
@@ -22,7 +22,7 @@ from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.step_builder import StepBuilder
 from pipeline.stages.schedule.step_entries import InFlightSteps, StepEntries
-from pipeline.stages.schedule.token_grants import NO_ROWS, TokenGrants
+from pipeline.stages.schedule.token_grants import TokenGrants
 
 
 class Planner:
@@ -64,16 +64,21 @@ class Planner:
         self._may_repeat = (
             kv_cache_manager.windows.is_plain and not kv_cache_manager.offload.is_on and self._num_stages == 1
         )
-        """Whether steps without new blocks need nothing else than positions."""
+        """Whether steps of the same rows need nothing else than positions and new blocks."""
 
     def repeat(self) -> m.Step | None:
-        """Return the next step if it differs from the last one by a position of each row only, else None. No sequence
-        may wait. Full blocks are not added to the prefix cache."""
+        """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else
+        None. No sequence may wait. Full blocks are not added to the prefix cache."""
         run = self._run
         if run is None or not run.num_left > 0 or not run.is_valid:
             return None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
-        return self._builder.repeat(run)
+        appended: AppendedBlocks | None = None
+        if len(full := run.full_rows()):
+            appended = self._kv_cache_manager.windows.append_all(full, self._rows.planned[full] + 1)
+            if appended is None:
+                return None
+        return self._builder.repeat(run, appended)
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not

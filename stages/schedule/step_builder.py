@@ -79,8 +79,9 @@ class StepBuilder:
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
         )
 
-    def repeat(self, run: DecodeRun) -> m.Step:
-        """Build the message of a step that differs from the last one by a position of each row."""
+    def repeat(self, run: DecodeRun, appended: AppendedBlocks | None) -> m.Step:
+        """Build the message of a step that differs from the last one by a position of each row, and by the blocks
+        `appended`."""
         num, starts, shape = run.num_rows, run.starts.tobytes(), None
         if self.learns(has_chunks=False):
             shape = StepCostInputs(num, run.context)
@@ -94,8 +95,8 @@ class StepBuilder:
             step_id=step_id,
             drops=b"",
             adds=[],
-            block_rows=b"",
-            block_ids=b"",
+            block_rows=b"" if appended is None else self._put_list(appended.rows),
+            block_ids=b"" if appended is None else self._put_list(appended.blocks),
             rows=run.row_ids,
             starts=starts,
             counts=run.counts,

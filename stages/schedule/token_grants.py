@@ -8,15 +8,13 @@ deferred long prompt always gets a chunk.
 
 import numpy as np
 
-from pipeline.stages.schedule.arrays import Bools, Int64s
+from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget, grant_chunks, grant_decodes
 from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-
-NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 class TokenGrants:

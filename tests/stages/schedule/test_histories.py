@@ -12,7 +12,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
-from tests.stages.schedule.bench import Bench, config
+from tests.stages.schedule.bench import Bench, config, inline
 
 PROMPTS = st.one_of(
     st.integers(1, 90).map(lambda length: list(range(length))),  # all share a prefix
@@ -290,7 +290,7 @@ def test_a_step_that_is_planned_before_settling_is_the_step_that_would_come_afte
             bench.fill()
             bench.report()
         # A sequence that has all its ids may release its row and blocks a step later, so block ids may differ.
-        computed = [[(s.rows, s.starts, s.counts, s.samples) for s in bench.steps] for bench in benches]
+        computed = [[(s.rows, s.starts, s.counts, s.samples, s.block_rows) for s in bench.steps] for bench in benches]
         assert computed[0] == computed[1]
         loads = [bench.scheduler.load() for bench in benches]
         assert loads[0].num_output_tokens == loads[1].num_output_tokens
@@ -347,14 +347,16 @@ def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
 def test_steps_of_the_same_decoding_rows_repeat_the_plan_before() -> None:
     bench = Bench(config(num_blocks=64), depth=1)
     bench.plans_early = True
-    for place in range(2):
-        bench.admit(range(place, place + 20), max_tokens=60)
-    runs = []
+    for place in range(5):  # they need blocks in different steps
+        bench.admit(range(place, place + 20 + place), max_tokens=60)
+    runs, num_blocks = [], 0
     while not bench.scheduler.lifecycle.is_idle or bench.steps:
         if bench.steps:
             bench.answer()
         bench.fill()
         bench.report()
         runs += [step.run for step in bench.scheduler.in_flight]
-    assert sum(run is not None for run in runs) > 45  # all but those with prompts, new blocks and the last ids
+        num_blocks += sum(len(inline(step.block_rows)) // 4 for step in bench.steps if runs[-1] is not None)
+    assert sum(run is not None for run in runs) > 55  # all but those with prompts and the last ids
+    assert num_blocks > 15
     bench.check_outputs()
