@@ -1,4 +1,4 @@
-"""Settings whose default depends on the device. Only this module looks at which device it is."""
+"""Settings whose default depends on the device and where it is. Only this module looks at that."""
 
 from typing import Literal
 
@@ -10,13 +10,15 @@ CPU_KV_BYTES = 512 * 1024**2
 
 def max_steps_in_flight(settings: Settings) -> int | Literal["auto"]:
     """How many steps to keep in flight. On a CPU, planning beside a step takes cores away from it; a GPU would idle
-    during each plan, and so would stages of a pipeline that have no step."""
+    during each plan, and so would stages of a pipeline that have no step. An executor on another host would idle while
+    its result and its next step travel."""
     chosen = settings.schedule.max_steps_in_flight
     num_stages = settings.execute.pipeline_parallel
     if num_stages > 1:
         return num_stages if chosen in (0, "auto") else chosen
     if chosen == 0:
-        return 1 if settings.execute.device == "cpu" else 2
+        is_near = settings.execute.launcher == "process"
+        return 1 if settings.execute.device == "cpu" and is_near else 2
     return chosen
 
 

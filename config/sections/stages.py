@@ -45,8 +45,9 @@ class ScheduleSettings(Frozen, frozen=True):
         Literal[0, 1, 2, 3, 4, "auto"],
         Meta(
             description="Maximum number of steps in flight: 1 waits for each result, 2 to 4 plan ahead while a step "
-            'runs, "auto" measures whether 1 or 2 is faster (on a GPU 2 or 3), and 0 is 1 on a CPU and 2 '
-            "on a GPU."
+            'runs, "auto" measures whether 1 or 2 is faster (on a GPU 2 or 3), and 0 is 1 on this machine\'s '
+            "CPU, and 2 on a GPU or if Ray starts the executor. With execute.pipeline_parallel, 0 is the number of "
+            "stages."
         ),
     ] = 0
     policy: Annotated[

@@ -19,6 +19,7 @@ from pipeline.config.settings import Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray_start import until_running
 from pipeline.errors import UserError
+from pipeline.hosts.placement import ACTOR_ENVIRONMENT
 from pipeline.runtime.logs import open_log
 
 APP = "pipeline"
@@ -167,7 +168,11 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class="pipeline.deploy.ray_router.LeaseRouter"),
-        ray_actor_options={"num_cpus": what.replica_cpus, "num_gpus": what.replica_gpus},
+        ray_actor_options={
+            "num_cpus": what.replica_cpus,
+            "num_gpus": what.replica_gpus,
+            "runtime_env": ACTOR_ENVIRONMENT,
+        },
         **options,
     )(ServerReplica)
     bound = servers.bind(
@@ -177,7 +182,11 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         name=INGRESS,
         num_replicas=1,
         graceful_shutdown_timeout_s=STOP_S,
-        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": {"node:__internal_head__": 0.001},
+            "runtime_env": ACTOR_ENVIRONMENT,
+        },
     )(IngressActor)
     # The ingress waits longer than a replica, whose error says why.
     return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s + INGRESS_EXTRA_S)

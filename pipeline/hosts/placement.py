@@ -5,6 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.config.settings import Settings
 
+ACTOR_ENVIRONMENT = {"env_vars": {"RAY_worker_niceness": "0"}}
+"""Ray's `runtime_env` of our actors. By default Ray runs actors at nice 15, for the sake of its daemons; what an actor
+starts inherits that, and an executor would wait whenever any other process of its host wants a core."""
+
 NOT_INSTALLED = "execute.launcher is 'ray', but ray is not installed: pip install 'pipeline-serve[ray]'"
 
 

@@ -22,7 +22,7 @@ import msgspec
 import pipeline
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.hosts.placement import NOT_INSTALLED, bundle_of, problem_of
+from pipeline.hosts.placement import ACTOR_ENVIRONMENT, NOT_INSTALLED, bundle_of, problem_of
 from pipeline.runtime import curve
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
@@ -108,7 +108,11 @@ def _place(ray: Any, launch: m.Launch) -> dict[str, Any]:
             placement_group=group, placement_group_bundle_index=number
         )
         actor = actor_class.options(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0.0), scheduling_strategy=strategy, max_restarts=0
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            scheduling_strategy=strategy,
+            max_restarts=0,
+            runtime_env=ACTOR_ENVIRONMENT,
         ).remote(root, msgspec.msgpack.encode(one), settings.log_level, settings.log_format)
         actors[one.name] = actor
     for one in orders:

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device."""
+"""Defaults that depend on the device and on where it is."""
 
 from pathlib import Path
 
@@ -8,12 +8,14 @@ from pipeline.config.by_device import CPU_KV_BYTES, kv_bytes_in_ram, max_steps_i
 from pipeline.config.load import ConfigError, load
 
 GPU = "execute.device=cuda"
+FAR = "execute.launcher=ray"
 
 
 def test_steps_in_flight_default_to_the_device_s_value() -> None:
     assert max_steps_in_flight(load()) == 1
     assert max_steps_in_flight(load(sets=[GPU])) == 2
-    for sets in ([], [GPU]):
+    assert max_steps_in_flight(load(sets=[FAR])) == 2
+    for sets in ([], [GPU], [FAR]):
         assert [
             max_steps_in_flight(load(sets=[*sets, f"schedule.max_steps_in_flight={depth}"]))
             for depth in (1, 2, 3, 4, "auto")

@@ -169,6 +169,9 @@ def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment
     requests = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/completions", GREEDY)]
     calm = [texts_of(events(deployment.url, body, path)) for path, body in requests]
     direct = deployment.replicas()[0]["url"]
+    actor = actor_of(direct)
+    priorities = {process.nice() for process in (actor, *actor.children(recursive=True))}
+    assert priorities == {psutil.Process().nice()}, "Ray's workers have a lower priority, unless they are told not to"
     assert texts_of(events(direct, COMPLETION)) == calm[0], "the relay changes nothing"
     resumed = deployment.metric("pipeline_ingress_resumed_streams_total")
     num_ready = 0

@@ -81,8 +81,10 @@ def expected(server: Server) -> dict[str, Any]:
 
 def actor_of(server: Server) -> psutil.Process:
     """The parent of the executor."""
-    parent = psutil.Process(pids(server)["execute.0"]).parent()
+    execute = psutil.Process(pids(server)["execute.0"])
+    parent = execute.parent()
     assert parent is not None and "PipelineHost" in " ".join(parent.cmdline()), parent
+    assert execute.nice() == psutil.Process().nice(), "Ray's workers have a lower priority, unless they are told not to"
     return parent
 
 
