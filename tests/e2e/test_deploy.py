@@ -171,7 +171,7 @@ def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment
     direct = deployment.replicas()[0]["url"]
     actor = actor_of(direct)
     priorities = {process.nice() for process in (actor, *actor.children(recursive=True))}
-    assert priorities == {psutil.Process().nice()}, "Ray's workers have a lower priority, unless they are told not to"
+    assert priorities == {psutil.Process().nice()}, "Ray's workers have a lower priority, unless they are asked not to"
     assert texts_of(events(direct, COMPLETION)) == calm[0], "the relay changes nothing"
     resumed = deployment.metric("pipeline_ingress_resumed_streams_total")
     num_ready = 0
