@@ -198,7 +198,8 @@ def remarks(settings: Settings) -> list[str]:
                 f"{execute.kv_cache_bytes}; 0 takes what the share leaves"
             )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = max(1, execute.num_threads) * execute.num_ranks
+    # Of the stages of a pipeline, only one computes at a time if there is one sequence: they may share the cores.
+    num_threads = max(execute.num_threads * execute.tensor_parallel, execute.num_ranks)
     if num_threads > num_cores:
         of_ranks = f" of {execute.num_ranks} ranks" if execute.num_ranks > 1 else ""
         parallel = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"

@@ -124,13 +124,14 @@ def main() -> None:
 
     def settings(tensor_parallel: int, pipeline_parallel: int) -> Settings:
         num_ranks = tensor_parallel * pipeline_parallel
+        is_pinned = args.pin and num_ranks > 1
         execute = ExecuteSettings(
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
             pipeline_layers=tuple(args.layers) if pipeline_parallel > 1 else (),
-            num_threads=args.tp * args.pp // num_ranks,
+            num_threads=1 if is_pinned else args.tp * args.pp // tensor_parallel,
             kv_cache_bytes=1024**3 // tensor_parallel,  # a stage may have most of the layers
-            cores=tuple(map(str, range(num_ranks))) if args.pin and num_ranks > 1 else (),
+            cores=tuple(map(str, range(num_ranks))) if is_pinned else (),
         )
         return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=32, max_num_batched_tokens=CHUNK))
 

@@ -203,7 +203,7 @@ class ExecuteSettings(Frozen, frozen=True):
             ge=0,
             le=4096,
             description="Number of threads that compute a step; 0 is one per core. With tensor_parallel, that of each "
-            "rank; 0 is an equal part of the cores.",
+            "rank; 0 is an equal part of the cores. The stages of a pipeline share the cores.",
         ),
     ] = 0
     tensor_parallel: Annotated[

@@ -45,6 +45,9 @@ def test_ranks_share_the_cores() -> None:
     assert threads_of(settings()) == len(CORES)
     assert threads_of(settings(tensor_parallel=2)) == max(1, len(CORES) // 2)
     assert threads_of(settings(tensor_parallel=64)) == max(1, len(CORES) // 64)
+    assert threads_of(settings(pipeline_parallel=2)) == len(CORES), "stages share the cores"
+    assert threads_of(settings(pipeline_parallel=2, tensor_parallel=2)) == max(1, len(CORES) // 2)
+    assert threads_of(settings(pipeline_parallel=2, cores=("0-2", "3-5"))) == 3
     assert threads_of(settings(tensor_parallel=2, num_threads=3)) == 3
     assert threads_of(settings(tensor_parallel=2, cores=("0-7", "8-11"))) == 4, "all ranks have as many"
 
