@@ -226,10 +226,8 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
         use_tile_shapes(full_tiles);
         return multiply_fp8_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     }
-    if (takes_int4_tiles(matrix, count)) {
-        use_tile_shapes(full_tiles);
+    if (takes_int4_tiles(matrix, count))
         return multiply_int4_amx(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead);
-    }
 #endif
     if (matrix.format == Format::FP8)
         return multiply_fp8(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
