@@ -22,7 +22,7 @@ from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
 from pipeline.client.connection.open_embedding import OpenEmbedding
 from pipeline.client.connection.open_request import OpenRequest, RequestParts
-from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks
+from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks, with_vllm_names
 from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
 from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
@@ -61,7 +61,7 @@ class AsyncLLM:
 
     Without `address`, it starts an embedded server at once, which ends with this object or this process. `model`, the
     file or preset `config`, and further settings (such as `max_model_len=2048, schedule={"max_num_seqs": 8}`) configure
-    it. Its log goes to `log_path`, or to a temporary file.
+    it; many may have vLLM's names (`max_num_seqs=8`). Its log goes to `log_path`, or to a temporary file.
 
     Raises UserError for invalid settings.
     """
@@ -83,6 +83,7 @@ class AsyncLLM:
     ) -> None:
         """`tensor_parallel` and `pipeline_parallel` are settings of `execute`. `caller` is the class name in error
         messages."""
+        settings = with_vllm_names(caller, settings)
         settings = with_ranks(settings, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
         try:
             reconnect_timeout_s = checked_reconnect_timeout(reconnect_timeout_s)

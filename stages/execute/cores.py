@@ -8,9 +8,9 @@ from pipeline.errors import UserError
 
 
 def threads_of(settings: Settings) -> int:
-    """Threads that compute a step in this process; with ranks, those of one. All ranks have the same number. The ranks of
-    a stage of the pipeline compute at once, so they divide the cores. The stages share them: with one sequence or prompt,
-    only one stage has work, and would leave cores idle."""
+    """Threads that compute a step in this process; with ranks, those of one. All ranks have the same number. The ranks
+    of a stage of the pipeline compute at once, so they divide the cores. The stages share them: with one sequence or
+    prompt, only one stage has work, and would leave cores idle."""
     execute = settings.execute
     if execute.num_threads:
         return execute.num_threads

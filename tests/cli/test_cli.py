@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.cli.commands.vllm_flags import AS_SETTINGS, REFUSED
 from pipeline.cli.trace.command import MARGIN_S
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
+from pipeline.config.vllm_names import AS_SETTINGS, REFUSED
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.tracing import MAX_WINDOW_S
 from pipeline.version import VERSION

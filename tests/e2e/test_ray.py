@@ -84,7 +84,7 @@ def actor_of(server: Server) -> psutil.Process:
     execute = psutil.Process(pids(server)["execute.0"])
     parent = execute.parent()
     assert parent is not None and "PipelineHost" in " ".join(parent.cmdline()), parent
-    assert execute.nice() == psutil.Process().nice(), "Ray's workers have a lower priority, unless they are asked not to"
+    assert execute.nice() == psutil.Process().nice(), "Ray's workers have a lower priority"
     return parent
 
 

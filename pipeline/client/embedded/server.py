@@ -22,6 +22,7 @@ from typing import IO, Any
 import msgspec
 
 from pipeline.client.embedded import server_log
+from pipeline.config import vllm_names
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
@@ -61,14 +62,30 @@ def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mappi
 def with_ranks(given: Mapping[str, Any], **nums: int | None) -> dict[str, Any]:
     """Settings with `tensor_parallel` and `pipeline_parallel`, unless they are None. Raises UserError if the settings
     name other numbers."""
-    execute = given.get("execute", {})
-    chosen = {key: num for key, num in nums.items() if num is not None}
-    if not (chosen and isinstance(execute, Mapping)):
-        return dict(given)  # loading settings of another form will fail with an error
-    for key, num in chosen.items():
-        if execute.get(key, num) != num:
-            raise UserError(f"{key}: is {num}, but execute.{key} is {execute[key]}")
-    return {**given, "execute": {**execute, **chosen}}
+    return _with_values(given, {f"execute.{key}": (key, num) for key, num in nums.items() if num is not None})
+
+
+def with_vllm_names(caller: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of which some have the names that the arguments of vLLM's `LLM` have. Raises UserError."""
+    try:
+        return _with_values(*vllm_names.from_arguments(given))
+    except ValueError as error:
+        raise UserError(f"{caller}(): {error}") from error
+
+
+def _with_values(given: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Settings with more values, each with the name that it has for the user, by dotted key. Raises UserError if the
+    settings have another value."""
+    settings = dict(given)
+    for key, (name, value) in values.items():
+        section, _, field = key.rpartition(".")
+        table = settings.get(section, {}) if section else settings
+        if not isinstance(table, Mapping):
+            continue  # loading settings of another form will fail with an error
+        if table.get(field, value) != value:
+            raise UserError(f"{name}: is {value}, but {key} is {table[field]}")
+        settings.update({section: {**table, field: value}} if section else {field: value})
+    return settings
 
 
 def embedded_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
