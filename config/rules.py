@@ -198,9 +198,9 @@ def remarks(settings: Settings) -> list[str]:
                 f"{execute.kv_cache_bytes}; 0 takes what the share leaves"
             )
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Of the stages of a pipeline, only one computes at a time if there is one sequence: they may share the cores.
-    num_threads = max(execute.num_threads * execute.tensor_parallel, execute.num_ranks)
-    if num_threads > num_cores:
+    num_threads = max(1, execute.num_threads) * execute.num_ranks
+    # The stages of a pipeline may share the cores: with one sequence, one of them computes at a time.
+    if max(execute.num_threads * execute.tensor_parallel, execute.num_ranks) > num_cores:
         of_ranks = f" of {execute.num_ranks} ranks" if execute.num_ranks > 1 else ""
         parallel = "tensor_parallel" if execute.tensor_parallel > 1 else "pipeline_parallel"
         key, least = ("num_threads", "; 0 takes one per core") if execute.num_threads else (parallel, "")

@@ -148,7 +148,10 @@ def from_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
             if value is not False and str(value) not in refused.neutral:
                 raise ValueError(f"{name}: this argument of vLLM is not supported: {refused.advice}")
         elif (found := _value_of(name, flag, value)) is not None:
-            values[found[0]] = name, found[1]
+            key, chosen = found
+            other, before = values.setdefault(key, (name, chosen))
+            if before != chosen:
+                raise ValueError(f"{name}: gives {key} the value {chosen}, but {other} gives it {before}")
     return own, values
 
 

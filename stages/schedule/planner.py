@@ -73,12 +73,9 @@ class Planner:
         if run is None or not run.num_left > 0 or not run.is_valid:
             return None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
-        appended: AppendedBlocks | None = None
-        if len(full := run.full_rows()):
-            appended = self._kv_cache_manager.windows.append_all(full, self._rows.planned[full] + 1)
-            if appended is None:
-                return None
-        return self._builder.repeat(run, appended)
+        full = run.full_rows()
+        appended = self._kv_cache_manager.windows.append_all(full, self._rows.planned[full] + 1)
+        return None if appended is None else self._builder.repeat(run, appended)
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not

@@ -79,7 +79,7 @@ class StepBuilder:
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
         )
 
-    def repeat(self, run: DecodeRun, appended: AppendedBlocks | None) -> m.Step:
+    def repeat(self, run: DecodeRun, appended: AppendedBlocks) -> m.Step:
         """Build the message of a step that differs from the last one by a position of each row, and by the blocks
         `appended`."""
         num, starts, shape = run.num_rows, run.starts.tobytes(), None
@@ -95,8 +95,8 @@ class StepBuilder:
             step_id=step_id,
             drops=b"",
             adds=[],
-            block_rows=b"" if appended is None else self._put_list(appended.rows),
-            block_ids=b"" if appended is None else self._put_list(appended.blocks),
+            block_rows=self._put_list(appended.rows),
+            block_ids=self._put_list(appended.blocks),
             rows=run.row_ids,
             starts=starts,
             counts=run.counts,

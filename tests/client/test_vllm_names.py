@@ -69,6 +69,10 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"trust_remote_code": True}, "trust_remote_code: this argument of vLLM is not supported: leave it out"),
         ({"dtype": "float16"}, "dtype: float16 is not supported: use bfloat16 or float32"),
         ({"tensor_parallel_size": "two"}, "tensor_parallel_size: needs a number such as 4096 or 4K, got 'two'"),
+        (
+            {"tp": 1, "tensor_parallel_size": 2},
+            r"tensor_parallel_size: gives execute\.tensor_parallel the value 2, but tp",
+        ),
         ({"async_scheduling": 3}, "async_scheduling: needs True or False, got 3"),
         (
             {"max_num_seqs": 8, "schedule": {"max_num_seqs": 9}},
