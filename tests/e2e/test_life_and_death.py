@@ -377,11 +377,12 @@ def test_it_starts_fast_and_is_quiet_when_idle() -> None:
             threading.Event().wait(0.5)
         took_s = cpu_s() + prepare_s
         assert took_s < MAX_START_CPU_S, "warm; docs/performance.md has the time on a quiet machine"
-        before, started = cpu_s(), time.monotonic()
-        server.process.poll()
-        threading.Event().wait(5.0)  # the measured idle time
-        share = (cpu_s() - before) / (time.monotonic() - started)
-        assert share < 0.02, f"an idle server takes {share:.1%} of a core"
+        shares: list[float] = []
+        while not shares or (shares[-1] >= 0.02 and len(shares) < 4):  # a first use of a library may come late
+            before, started = cpu_s(), time.monotonic()
+            threading.Event().wait(5.0)  # the measured idle time
+            shares.append((cpu_s() - before) / (time.monotonic() - started))
+        assert shares[-1] < 0.02, f"an idle server takes {min(shares):.1%} of a core and more, four times in a row"
 
 
 def test_a_server_of_killed_tests_is_killed_too(tmp_path: Path) -> None:
