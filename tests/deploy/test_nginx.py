@@ -81,10 +81,16 @@ async def replicas() -> AsyncIterator[list[FakeReplica]]:
 async def test_a_session_stays_at_one_server_until_that_dies(tmp_path: Path, replicas: list[FakeReplica]) -> None:
     async with nginx(tmp_path, replicas) as client:
         sessions = [f"s{number}" for number in range(SESSIONS)]
-        for session in sessions * 2:
-            assert tokens_of(await in_session(client, session)) == list(range(20))
+        servers: list[set[int]] = []
+        for session in sessions:
+            servers.append(set())
+            for _ in range(3):
+                before = len(replicas[0].seen)
+                assert tokens_of(await in_session(client, session)) == list(range(20))
+                servers[-1].add(0 if len(replicas[0].seen) > before else 1)
+        assert all(len(places) == 1 for places in servers), "each session stays at its server"
         counts = [len(replica.seen) for replica in replicas]
-        assert sum(counts) == 2 * SESSIONS and all(count and count % 2 == 0 for count in counts), "both have whole ones"
+        assert sum(counts) == 3 * SESSIONS and all(counts), "both servers have sessions"
         await replicas[0].stop()
         for session in sessions:
             assert tokens_of(await in_session(client, session)) == list(range(20))

@@ -378,7 +378,7 @@ def test_it_starts_fast_and_is_quiet_when_idle() -> None:
         took_s = cpu_s() + prepare_s
         assert took_s < MAX_START_CPU_S, "warm; docs/performance.md has the time on a quiet machine"
         shares: list[float] = []
-        while not shares or (shares[-1] >= 0.02 and len(shares) < 4):  # a first use of a library may come late
+        while not shares or (shares[-1] >= 0.02 and len(shares) < 4):  # a process may end its start late
             before, started = cpu_s(), time.monotonic()
             threading.Event().wait(5.0)  # the measured idle time
             shares.append((cpu_s() - before) / (time.monotonic() - started))
