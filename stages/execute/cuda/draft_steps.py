@@ -73,11 +73,12 @@ class DraftSteps:
             shape = self._shapes.decode(len(rows))
         else:
             shape = self._shapes.mix(batch.num_tokens, len(rows), len(batch.sampled))
-        kind = CapturedStepKind.SAMPLE_FILTERED if self._rows.filtered else CapturedStepKind.SAMPLE
         # The rows don't get the sampled ids: they are only proposed.
-        captured = self._graphs.get(
-            replace(shape, verifies=True), CapturedStepKind.FORWARD_ONLY if is_forward_only else kind
-        )
+        shape = replace(shape, verifies=True)
+        if is_forward_only:
+            captured = self._graphs.get(shape, CapturedStepKind.FORWARD_ONLY)
+        else:
+            captured = self._graphs.with_sampling(shape, filtered=bool(self._rows.filtered))
         num_drafts = (starts + counts + self._id_shift - self._table.num_ids[rows]).clip(0).astype(np.int64)
         # A row that samples nothing reads known ids. On the GPU it may have more of them than in the table.
         self._rows.propose(rows, num_drafts * samples)

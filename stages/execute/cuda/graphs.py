@@ -1,10 +1,15 @@
 """Captures steps as CUDA graphs: one call makes all launches of a step.
 
+    SAMPLE           [ forward pass · sample · finish ]                      one graph: the common step
+    others           [ forward pass ] ──► [ masks, logits processors · sample · finish ]
+
 The kernels read the step from memory at fixed addresses: the host's words, rows, weights. So one graph serves every
-step of its shape.
+step of its shape. What samples in another way than the common step has a graph of its own, which depends only on the
+number of samples: so the forward pass of a shape is captured twice, not once for each way.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -24,10 +29,29 @@ class CapturedStepKind(Enum):
 
     SAMPLE = "sample"
     """Sampling over the whole vocabulary."""
-    SAMPLE_FILTERED = "sample_filtered"
-    """Sampling from the ids that top_k, top_p and min_p leave."""
     FORWARD_ONLY = "forward_only"
     """Nothing: sampling is launched separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerKind:
+    """How a captured sampler samples."""
+
+    num_samples: int
+    """With padding."""
+    filtered: bool
+    """From the ids that top_k, top_p and min_p leave."""
+    verifies: bool = False
+    """The host verifies the ids before they are appended to their rows."""
+    has_processors: bool = False
+    """After the rows' logits processors."""
+    has_masks: bool = False
+    """After the rows' grammar masks. Requires `has_processors`, which applies both."""
+
+
+ApplyProcessors = Callable[[StepArrays, bool], None]
+"""Applies the logits processors of a step's rows to the model's logits and, if the second argument says so, the
+grammar masks on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +100,14 @@ class StepGraphs:
         self.sampled_ids = ints(max_num_samples)
         self._result = ints(ends.STAMP_WORDS + 2 * max_num_samples)
         self.scratch = sample.SamplingScratch(max_num_samples, model.logits.shape[1], where)
+        self.apply_processors: ApplyProcessors | None = None
+        """None where nothing is sampled: on all ranks but the first."""
         self._captured: dict[tuple[PaddedStepShape, CapturedStepKind], CapturedStep] = {}
+        self._samplers: dict[SamplerKind, Calls] = {}
 
     @property
     def num_captured(self) -> int:
-        return len(self._captured)
+        return len(self._captured) + len(self._samplers)
 
     def has(self, shape: PaddedStepShape, kind: CapturedStepKind) -> bool:
         return (shape, kind) in self._captured
@@ -98,6 +125,40 @@ class StepGraphs:
         captured = CapturedStep(self._device.graph(calls), step, shape, self._result_of(step))
         self._captured[shape, kind] = captured
         return captured
+
+    def has_sampler(self, kind: SamplerKind) -> bool:
+        return kind in self._samplers
+
+    def sampler(self, kind: SamplerKind) -> Calls:
+        """What samples after the forward pass of any step with so many samples. A new one first runs once on padding,
+        which overwrites the step's samples: get it before the step is launched."""
+        sampler = self._samplers.get(kind)
+        if sampler is None:
+            step = self._step(PaddedStepShape(1, 1, kind.num_samples, one_each=True))
+            step.sample_rows.fill_(len(self._rows.params) - 1)
+            step.num_known.zero_()
+            sampler = self._samplers[kind] = self._device.graph(lambda: self.sample_as(kind, step))
+        return sampler
+
+    def with_sampling(self, shape: PaddedStepShape, *, filtered: bool) -> CapturedStep:
+        """The captured step of a shape with its sampling, without logits processors."""
+        if not filtered:
+            return self.get(shape, CapturedStepKind.SAMPLE)
+        forward = self.get(shape, CapturedStepKind.FORWARD_ONLY)
+        sampler = self.sampler(SamplerKind(shape.num_samples, filtered=True, verifies=shape.verifies))
+
+        def launch() -> None:
+            forward.launch()
+            sampler()
+
+        return replace(forward, launch=launch)
+
+    def sample_as(self, kind: SamplerKind, step: StepArrays) -> None:
+        """Launch sampling after the forward pass, without a graph. Of several ranks, only the first one samples."""
+        if kind.has_processors and self.apply_processors is not None:
+            self.apply_processors(step, kind.has_masks)
+        self.sample(self._model.logits[: step.num_samples], step, filtered=kind.filtered)
+        self.finish(step, verifies=kind.verifies)
 
     def hidden_states(self, shape: PaddedStepShape) -> HiddenStates:
         """The hidden states of the last launched step, which must have this shape."""
@@ -140,11 +201,8 @@ class StepGraphs:
             arrays = step, self._rows, self._words, self._stamps
             ends.prepare(*arrays, self._max_num_rows, shape.one_each, self._id_shift)
             self._model.forward(step, decodes=shape.one_each)
-            if kind is not CapturedStepKind.FORWARD_ONLY:
-                self.sample(
-                    self._model.logits[: step.num_samples], step, filtered=kind is CapturedStepKind.SAMPLE_FILTERED
-                )
-                self.finish(step, verifies=shape.verifies)
+            if kind is CapturedStepKind.SAMPLE:
+                self.sample_as(SamplerKind(step.num_samples, filtered=False, verifies=shape.verifies), step)
 
         return calls
 

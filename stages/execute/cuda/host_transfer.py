@@ -73,6 +73,14 @@ class BlockCopier:
         self._begins: HostTransfer | None = None
         """The transfer of the current step, until its first copy over the bus."""
 
+    def warm(self) -> None:
+        """Compile the kernels, by copying the first block to a place of its own and back. Nothing may be in the KV
+        memory yet."""
+        first, packed = self._sent([0]), self._buffers[0].packed
+        copy.gather(packed, self._memory, first)
+        copy.scatter(self._memory, first, packed)
+        copy.fork(self._memory, first, first)
+
     def enqueue(self, sources: IntArray, targets: IntArray) -> HostTransfer | None:
         """Enqueue copies in order. Ids from the number of KV blocks on are slots of swap space.
 

@@ -1,5 +1,7 @@
 """A launched step: what the host keeps until its result is collected."""
 
+import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +108,11 @@ class LaunchedStep:
     def is_over(self) -> bool:
         return self.slot.done.query() and (self.host_transfer is None or self.host_transfer.ended.query())
 
-    def wait(self) -> None:
-        """Block until the step is complete. Any thread may call it."""
+    def wait(self, spin_s: float = 0.0) -> None:
+        """Block until the step is complete, for the first `spin_s` without sleeping. Any thread may call it."""
+        end_s = time.monotonic() + spin_s
+        while spin_s and not self.is_over and time.monotonic() < end_s:
+            os.sched_yield()
         self.slot.done.synchronize()
         if self.host_transfer is not None:
             self.host_transfer.ended.synchronize()

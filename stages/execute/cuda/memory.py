@@ -23,10 +23,10 @@ def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     table_words = num_groups * (max_model_len // BLOCK_SIZE)
     row_words = max_model_len + table_words + NUM_FIELDS + settings.limits.max_stop_token_ids
     rows_bytes = 4 * (settings.schedule.max_num_seqs + 1) * row_words
-    # Copies of the logits for logprobs, and token counts for penalties.
+    # Copies of the logits for logprobs, token counts for penalties, and grammar masks.
     max_num_seqs = settings.schedule.max_num_seqs
     max_num_samples = max_num_seqs + max_num_drafts(settings.speculative, max_num_seqs)
-    sampling_extras_bytes = 2 * 4 * max_num_samples * config.vocab_size
+    sampling_extras_bytes = max_num_samples * (2 * 4 * config.vocab_size + config.vocab_size // 8)
     # Hidden states for the proposer, of the steps in flight and of rows that wait for proposals.
     num_states = NUM_SLOTS * settings.schedule.max_step_tokens + MAX_SHARED * MAX_PENDING * max_num_seqs
     proposer_bytes = 4 * num_states * config.hidden_size if settings.speculative.method == "eagle" else 0

@@ -11,8 +11,7 @@ verifies what such a step samples, and sends the kept ids to the rows with the n
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,11 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, check_plan
+from pipeline.stages.execute.cuda.captures import Captures
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.eagle import DeviceEagleHead, HeadWeights
-from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep, ProposerStates, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
@@ -38,7 +38,7 @@ from pipeline.stages.execute.cuda.ranks import Join, busy
 from pipeline.stages.execute.cuda.results import ResultReader
 from pipeline.stages.execute.cuda.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.sampling_extras import DeviceMasks, SamplingExtras
+from pipeline.stages.execute.cuda.sampling_extras import SamplingExtras
 from pipeline.stages.execute.cuda.staging import Run, Staging
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.draft_model import draft_block_bytes
@@ -64,8 +64,11 @@ SEPARATE_SAMPLING = (
 )
 """Features whose sampling is launched separately from the captured step."""
 
-NUM_FIRST_VERIFYING = 3
-"""Shapes of steps that verify proposed ids to capture before the server is ready: those for one row."""
+PROCESSORS = SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK
+"""Features that change logits before an id is sampled."""
+
+SPIN_S = 1e-3
+"""For so long, a wait for ids that masks need does not sleep: waking up takes 60 µs."""
 
 
 class CudaRunner:
@@ -174,18 +177,18 @@ class CudaRunner:
         self.failed = self._changes.failed
         speculates = self._device_rows, self.speculator
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
-        first, others = self.shapes.first(), self.shapes.others()
-        mixed = list(dict.fromkeys((*self.shapes.mixes(1), *self.shapes.mixes(max_num_seqs))))
-        self._to_capture = [
-            *((shape, CapturedStepKind.SAMPLE) for shape in (*first, *others, *mixed, *self.shapes.verifying())),
-            *((shape, CapturedStepKind.SAMPLE_FILTERED) for shape in (*first, *others, *mixed)),
-            *((shape, CapturedStepKind.FORWARD_ONLY) for shape in first),
-        ]
-        if lora is not None:
-            shapes = (*first, *others, *mixed)
-            self._to_capture += [(shape.with_adapters(), CapturedStepKind.SAMPLE) for shape in shapes]
-        self._warming: Iterator[None] | None = None
-        """Compiles the sampling extras, once started."""
+        self._extras: SamplingExtras | None = None
+        """None on ranks that don't sample."""
+        if ranks is None or ranks.is_first:
+            self._extras = SamplingExtras(
+                *(device, self.model, self.step_graphs, self._device_rows),
+                *(self.masks, max_num_samples, settings.limits.max_logprobs),
+            )
+        self._captures = Captures(
+            *(device, self.shapes, self.step_graphs, self._block_copier, self._extras, ranks, max_num_seqs),
+            has_adapters=lora is not None,
+        )
+        self.capture_graphs, self.capture_more = self._captures.capture_first, self._captures.capture_more
         self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
@@ -194,61 +197,6 @@ class CudaRunner:
     @property
     def name(self) -> str:
         return f"triton, {self.device.name}"
-
-    @cached_property
-    def sampling_extras(self) -> SamplingExtras:
-        """Allocates its memory when it is created, before the server is ready."""
-        limits = self._settings.limits
-        return SamplingExtras(
-            *(self.device, self.model, self.step_graphs, self._device_rows, self._max_num_samples, limits.max_logprobs)
-        )
-
-    def capture_graphs(self) -> None:
-        """Capture the graphs that first requests need: some decode sizes, and the smallest and the largest step with a
-        prompt, which together compile nearly all kernels."""
-        prompts = (self.shapes.mix(size, 1, 1) for size in {self.shapes.mixed[0]: 0, self.shapes.mixed[-1]: 0})
-        verifying = self.shapes.verifying()[:NUM_FIRST_VERIFYING]
-        for shape in (*self.shapes.first(), *prompts, *verifying):
-            self.step_graphs.get(shape, CapturedStepKind.SAMPLE)
-        if self._samples:
-            _ = self.sampling_extras  # allocate its memory now, not in the middle of a request
-        if self.ranks is not None:  # they have no time of their own later, see `capture_more`
-            self._capture_all()
-            self.ranks.board.agree([])
-            self.ranks.board.loaded()
-        self.device.synchronize()
-
-    @property
-    def _samples(self) -> bool:
-        return self.ranks is None or self.ranks.is_first
-
-    def _capture_all(self) -> None:
-        """Capture what `capture_more` would. All ranks do, in the same order: captured steps run once."""
-        if self.device.captures_graphs:
-            for shape, kind in self._to_capture:
-                self.step_graphs.get(shape, kind)
-            if self._samples:
-                first = self.step_graphs.get(self.shapes.decode(1), CapturedStepKind.FORWARD_ONLY)
-                for _ in self.sampling_extras.warm(first.step):
-                    pass
-
-    def capture_more(self) -> bool:
-        """Capture one more graph, or compile one more variant of the sampling extras, while the stage is idle.
-
-        Returns False if nothing is left. With ranks, nothing is: a capture runs the step's collective operations, and
-        the other ranks may be busy.
-        """
-        if not self.device.captures_graphs or self.ranks is not None:
-            return False
-        for shape, kind in self._to_capture:
-            if not self.step_graphs.has(shape, kind):
-                self.step_graphs.get(shape, kind)
-                return True
-        if self._warming is None:
-            self._warming = self.sampling_extras.warm(
-                self.step_graphs.get(self.shapes.decode(1), CapturedStepKind.FORWARD_ONLY).step
-            )
-        return next(self._warming, self) is None
 
     def logits(self) -> LogitArray:
         """Logits of the last launched step, [max_num_samples, V] float32. Waits for it."""
@@ -371,9 +319,8 @@ class CudaRunner:
         elif requested_features & SEPARATE_SAMPLING:
             shape = self._launch_separate_sampling(launched_step, batch, runs, pooled)
         else:
-            kind = CapturedStepKind.SAMPLE_FILTERED if self._device_rows.filtered else CapturedStepKind.SAMPLE
             shape = self._shape(batch, verifies=num_drafts is not None)
-            captured = self.step_graphs.get(shape, kind)
+            captured = self.step_graphs.with_sampling(shape, filtered=bool(self._device_rows.filtered))
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
             captured.launch()
             self._fetch(launched_step, captured)
@@ -402,43 +349,39 @@ class CudaRunner:
         self, launched_step: LaunchedStep, batch: Batch, runs: list[Run], pooled: BoolArray | None
     ) -> PaddedStepShape:
         """Launch a step in which a row needs more than an id: the model's graph, then sampling. Returns its shape."""
-        verifies = launched_step.num_drafts is not None
-        shape = self._shape(batch, verifies=verifies)
+        shape = self._shape(batch, verifies=launched_step.num_drafts is not None)
+        requested_features, sampled = self.rows.requested_features, self.rows.features[batch.sample_rows]
+        kind = SamplerKind(
+            shape.num_samples,
+            filtered=bool(self._device_rows.filtered),
+            verifies=shape.verifies,
+            has_processors=bool(requested_features & PROCESSORS),
+            has_masks=bool((sampled & SamplingFeature.GRAMMAR_MASK).any()),
+        )
+        has_logprobs = bool((sampled & SamplingFeature.LOGPROBS).any())
+        # All ranks do the same, because a new sampler runs once.
+        sampler = None if has_logprobs else self.step_graphs.sampler(kind)
         captured = self.step_graphs.get(shape, CapturedStepKind.FORWARD_ONLY)
         self._staging.fill(launched_step.slot, batch, runs, one_each=shape.one_each)
         captured.launch()
-        requested_features = self.rows.requested_features
-        masked: DeviceMasks | None = None
-        if (
-            self._samples
-            and requested_features & SamplingFeature.GRAMMAR_MASK
-            and (self.rows.features[batch.sample_rows] & SamplingFeature.GRAMMAR_MASK).any()
-        ):
-            self.drain()
-            has_logits = slice(None) if launched_step.pooled is None else ~launched_step.pooled
-            rows, num_drafts = launched_step.rows[has_logits], launched_step.num_drafts
-            drafts = np.zeros(len(rows), np.int64) if num_drafts is None else num_drafts[has_logits]
-            with busy(self.ranks):
-                masked, failed = self.sampling_extras.mask(
-                    self.masks, rows, drafts, self.rows, captured.step.num_samples
-                )
-            self.failed |= failed
-        filtered = bool(self._device_rows.filtered)
-        if self._samples:
-            launched_step.logprobs = self.sampling_extras.sample(
-                batch.sample_rows, captured.step, self.rows, masked, filtered=filtered, verifies=verifies
+        if kind.has_masks and self._extras is not None:
+            self._send_masks(self._extras, launched_step, captured.step.num_samples)
+        if sampler is not None:
+            sampler()
+        elif self._extras is not None:
+            launched_step.logprobs = self._extras.sample_with_logprobs(
+                batch.sample_rows, captured.step, self.rows, kind
             )
         else:
-            self.step_graphs.sample(self.model.logits, captured.step, filtered=filtered)
-            self.step_graphs.finish(captured.step, verifies=verifies)
+            self.step_graphs.sample_as(kind, captured.step)
         self._fetch(launched_step, captured)
-        if requested_features & SamplingFeature.PROMPT_LOGPROBS and not self._samples:
+        if requested_features & SamplingFeature.PROMPT_LOGPROBS and self._extras is None:
             places = prompt_places(self.rows, batch.rows, batch.starts, batch.counts, batch.offsets)[0]
             for begin in range(0, len(places), self._max_num_samples):  # this rank's part of the logits
                 part = places[begin : begin + self._max_num_samples].astype(np.int32)
                 self.model.score(self.step_graphs.hidden_states(shape), self.device.send(part))
-        elif requested_features & SamplingFeature.PROMPT_LOGPROBS:
-            launched_step.prompt_logprobs = self.sampling_extras.score_prompts(
+        elif requested_features & SamplingFeature.PROMPT_LOGPROBS and self._extras is not None:
+            launched_step.prompt_logprobs = self._extras.score_prompts(
                 batch, self.rows, self.step_graphs.hidden_states(shape)
             )
         if pooled is not None:
@@ -448,13 +391,28 @@ class CudaRunner:
             )
         return shape
 
+    def _send_masks(self, extras: SamplingExtras, launched_step: LaunchedStep, num_samples: int) -> None:
+        """Send the grammar masks of a step to the device. They need the ids of the steps before it. Those are published
+        while the masks are computed."""
+        read = []
+        while self.launched_steps:
+            read.append(self._read_oldest(spin_s=SPIN_S))
+        has_logits = slice(None) if launched_step.pooled is None else ~launched_step.pooled
+        rows, num_drafts = launched_step.rows[has_logits], launched_step.num_drafts
+        drafts = np.zeros(len(rows), np.int64) if num_drafts is None else num_drafts[has_logits]
+        with busy(self.ranks):
+            request = extras.request_masks(self.masks, rows, drafts, self.rows)
+            for each in read:
+                self.publish(*each)
+            self.failed |= extras.send_masks(self.masks, request, num_samples)
+
     # ----------------------------------------------------------------------------------------------------- collecting
 
     def collect_done(self) -> list[Sampled]:
         """Collect and publish the steps that are over. Returns their results."""
         collected = []
         while self.launched_steps and self.launched_steps[0].is_over:
-            collected.append(self._collect())
+            collected.append(self.collect())
         return collected
 
     def drain(self) -> list[Sampled]:
@@ -466,12 +424,15 @@ class CudaRunner:
 
     def collect(self) -> Sampled:
         """Wait for the oldest step in flight, collect and publish it."""
+        launched_step, sampled = self._read_oldest()
+        self.publish(launched_step, sampled)
+        return sampled
+
+    def _read_oldest(self, *, spin_s: float = 0.0) -> tuple[LaunchedStep, Sampled]:
+        """Wait for the oldest step in flight and read its result."""
         if self.ranks is not None:
             self.ranks.wait_for(self.launched_steps[0])
-        self.launched_steps[0].wait()
-        return self._collect()
-
-    def _collect(self) -> Sampled:
+        self.launched_steps[0].wait(spin_s)
         launched_step = self.launched_steps.popleft()
         sampled = self._results.read(launched_step)
         if self._eagle is not None and launched_step.proposer_states is not None:
@@ -484,8 +445,7 @@ class CudaRunner:
         # there could disturb a graph capture.
         launched_step.logprobs, launched_step.prompt_logprobs, launched_step.hidden_states = None, [], []
         self._staging.give(launched_step.slot)
-        self.publish(launched_step, sampled)
-        return sampled
+        return launched_step, sampled
 
     def _observe(self, eagle: DeviceEagleHead, entries: ProposerStates, sampled: Sampled) -> None:
         """Let the proposer see the hidden states of what a step has computed and is kept."""

@@ -2,17 +2,21 @@
 
     logits ──► top logprobs ──► masks, logits processors ──► sample ──► logprobs of the ids
 
-These launches are not captured in a graph, because they differ from step to step.
+The launches for logprobs are not captured in a graph, because they differ from step to step. Without logprobs, masks,
+logits processors and sampling are one graph (graphs.py).
 """
 
+import logging
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.kernels.logits_processor_inputs import num_words
 from pipeline.kernels.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import StepArrays
@@ -21,29 +25,33 @@ from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorSc
 from pipeline.kernels.triton.sampling.logprobs import LogprobScratch
 from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import StepGraphs
+from pipeline.stages.execute.cuda.graphs import SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.launched_step import PendingLogprobs
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import SamplingFeature
 
 PADDING_ROW = -1
 """Stands for a row that needs no mask."""
+SPIN_S = 1e-3
+"""For so long, a wait for grammar masks does not sleep: waking up takes as long as the masks of a few rows. It yields
+its core to any process that wants it."""
 POLL_S = 50e-6
-"""Poll interval for grammar masks."""
+"""Poll interval for grammar masks that take longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMasks:
-    """Grammar masks on the device."""
+class MaskRequest:
+    """Masks that the mask process is computing."""
 
-    words: Tensor
-    """[samples, ceil(V / 32)] int32"""
-    flags: Tensor
-    """[samples with padding] int32; 1 for a row with a mask"""
+    rows: IntArray
+    """[N]; the rows that are sampled"""
+    entry: LongArray
+    """[S]; of each sample, its place in `rows`"""
+    samples: LongArray
+    """First samples of the rows that will have a mask."""
 
 
 class SamplingExtras:
@@ -55,35 +63,29 @@ class SamplingExtras:
         model: DeviceModel,
         steps: StepGraphs,
         rows: DeviceRows,
+        masks: Masks,
         max_num_samples: int,
         max_num_top: int,
     ) -> None:
         self._device, self._model, self._step_graphs, self._rows = device, model, steps, rows
         self._max_num_samples = max_num_samples
         vocab_size = model.logits.shape[1]
+        self._masks = torch.zeros(max_num_samples, num_words(vocab_size), dtype=torch.int32, device=device.where)
+        self._masked = torch.zeros(max_num_samples, dtype=torch.int32, device=device.where)
+        """1 for a sample with a mask."""
+        self._masked_on_host = device.pinned(max_num_samples, torch.int32)
+        if not device.lock(masks.words.view(np.uint8)):
+            logging.getLogger("pipeline").warning(
+                "grammar masks can't be pinned for the GPU: copying them blocks steps"
+            )
         self._logits_scratch = LogitsProcessorScratch(max_num_samples, vocab_size, device.where)
         self._logprob_scratch = LogprobScratch(max_num_samples, vocab_size, max_num_top, device.where)
         self._max_num_top = max_num_top
+        steps.apply_processors = self.apply_processors
 
-    def warm(self, step: StepArrays) -> Iterator[None]:
-        """Compile all kernels, one variant at each iteration, with padding samples. `step` are the arrays of a captured
-        step. No step may be in flight."""
-        logits, on_device = self._model.logits[:1], self._rows.on_device
-        num_words = -(-logits.shape[1] // 32)
-        masks = self._device.send(np.zeros((1, num_words), np.int32)), self._device.send(np.zeros(1, np.int32))
-        for words, flags in ((None, None), masks):
-            samples, known = step.sample_rows[:1].fill_(len(on_device.params) - 1), step.num_known[:1]
-            apply_logits_processors(
-                logits,
-                on_device.params,
-                self._rows.list_memory,
-                on_device.ids,
-                *(samples, known),
-                words,
-                flags,
-                self._logits_scratch,
-            )
-            yield
+    def warm(self) -> None:
+        """Compile the kernels for logprobs. No step may be in flight."""
+        logits = self._model.logits[:1]
         # Kernels are compiled for few of the likeliest, and for as many as there can be.
         variants: list[tuple[int, list[IntArray]]] = [(num_top, []) for num_top in sorted({0, self._max_num_top})]
         for num_top, given in [*variants, (1, [np.zeros(1, np.int32)])]:
@@ -91,71 +93,79 @@ class SamplingExtras:
                 builder = _LogprobBuilder(self._device, np.array([num_top], np.int32), self._logprob_scratch, given)
                 builder.note(logits, keep=keep)
                 builder.complete(self._logprob_scratch.kept if keep else logits, self._step_graphs.sampled_ids[:1], 1)
-                yield
 
-    def mask(
-        self, masks: Masks, rows: IntArray, num_drafts: LongArray, table: RowTable, num_samples: int
-    ) -> tuple[DeviceMasks, dict[int, str]]:
-        """Masks for sampling `rows`, each also after each of its `num_drafts` proposed ids; and the errors of rows
-        whose mask can't be computed: no id is sampled for those. `num_samples` includes padding.
+    def apply_processors(self, step: StepArrays, has_masks: bool) -> None:
+        """Apply the rows' logits processors, and the masks on the device, to the model's logits."""
+        num, on_device = step.num_samples, self._rows.on_device
+        apply_logits_processors(
+            self._model.logits[:num],
+            on_device.params,
+            self._rows.list_memory,
+            on_device.ids,
+            *(step.sample_rows, step.num_known),
+            self._masks[:num] if has_masks else None,
+            self._masked[:num] if has_masks else None,
+            self._logits_scratch,
+        )
+
+    def request_masks(self, masks: Masks, rows: IntArray, num_drafts: LongArray, table: RowTable) -> MaskRequest:
+        """Request masks for sampling `rows`, each also after each of its `num_drafts` proposed ids.
 
         The host must know all ids of the rows. The GPU computes their logits meanwhile.
         """
         # A row that has ended needs no mask, and may have ended because its mask can't be computed.
         running = np.where(table.ended[rows], PADDING_ROW, rows)
         drafts = num_drafts if num_drafts.any() else None
-        places = masks.request(running, table.ids, table.num_ids, drafts)
-        num_each = 1 + num_drafts
-        entry = np.repeat(np.arange(len(rows)), num_each)
-        end_s = time.monotonic() + LATE_MS / 1000
-        while not masks.is_done():
-            if time.monotonic() > end_s:
-                masks.wait()
-            else:
-                time.sleep(POLL_S)
-        failed = masks.take_failed()
-        words, flags = masks.words[: len(entry)].copy(), np.zeros(num_samples, np.int32)
-        flags[: len(entry)] = np.isin(entry, entry[places])
-        for place in failed:
-            its = np.flatnonzero(entry == entry[place])
-            words[its], flags[its] = 0, 1
-        masked = DeviceMasks(self._device.send(words.view(np.int32)), self._device.send(flags))
-        return masked, {int(rows[entry[place]]): why for place, why in failed.items()}
+        samples = masks.request(running, table.ids, table.num_ids, drafts)
+        return MaskRequest(rows, np.repeat(np.arange(len(rows)), 1 + num_drafts), samples)
 
-    def sample(
-        self,
-        rows: IntArray,
-        step: StepArrays,
-        table: RowTable,
-        masked: DeviceMasks | None,
-        *,
-        filtered: bool,
-        verifies: bool = False,
-    ) -> PendingLogprobs | None:
-        """Sample ids for `rows`, one for each sample, from the model's logits. Append them to the rows unless the host
-        `verifies` them. Returns logprobs, if requested."""
-        logits, requested_features = self._model.logits[: step.num_samples], table.requested_features
-        shapes = bool(requested_features & (SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK))
+    def send_masks(self, masks: Masks, request: MaskRequest, num_samples: int) -> dict[int, str]:
+        """Wait for the requested masks and enqueue their copies to the device, for `num_samples` with padding. Returns
+        the errors of rows whose mask can't be computed: no id is sampled for those.
+
+        The masks on the host are overwritten by the next request, and the flags by the next call. Both follow the end
+        of this step, because they need its ids.
+        """
+        spin_until_s = time.monotonic() + SPIN_S
+        end_s = spin_until_s + LATE_MS / 1000
+        while not masks.is_done():
+            now_s = time.monotonic()
+            if now_s > end_s:
+                masks.wait()
+            elif now_s > spin_until_s:
+                time.sleep(POLL_S)
+            else:
+                os.sched_yield()
+        entry, rows, words = request.entry, request.rows, masks.words[: len(request.entry)]
+        masked = self._masked_on_host.numpy()[:num_samples]
+        masked[:] = 0
+        if len(entry) == len(rows):
+            masked[request.samples] = 1
+        else:
+            masked[: len(entry)] = np.isin(entry, entry[request.samples])
+        errors: dict[int, str] = {}
+        for sample, why in masks.take_failed().items():
+            its = np.flatnonzero(entry == entry[sample])
+            words[its], masked[its] = 0, 1
+            errors[int(rows[entry[sample]])] = why
+        self._masks[: len(words)].copy_(torch.from_numpy(words.view(np.int32)), non_blocking=True)
+        self._masked[:num_samples].copy_(self._masked_on_host[:num_samples], non_blocking=True)
+        return errors
+
+    def sample_with_logprobs(
+        self, rows: IntArray, step: StepArrays, table: RowTable, kind: SamplerKind
+    ) -> PendingLogprobs:
+        """Sample ids for `rows`, one for each sample, from the model's logits, and append them to the rows as `kind`
+        says. Returns the requested logprobs. Steps without any have a captured sampler."""
+        logits = self._model.logits[: step.num_samples]
         num_top = np.full(step.num_samples, NO_LOGPROBS, np.int32)
         num_top[: len(rows)] = table.num_logprobs[rows]
-        builder: _LogprobBuilder | None = None
-        if requested_features & SamplingFeature.LOGPROBS and (num_top >= 0).any():
-            given = [table.logprob_token_ids[row] for row in rows.tolist()]
-            builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch, given)
-            builder.note(logits, keep=shapes)
-        if shapes:
-            on_device = self._rows.on_device
-            apply_logits_processors(
-                *(logits, on_device.params, self._rows.list_memory, on_device.ids, step.sample_rows, step.num_known),
-                *(None if masked is None else masked.words, None if masked is None else masked.flags),
-                self._logits_scratch,
-            )
-        self._step_graphs.sample(logits, step, filtered=filtered)
-        self._step_graphs.finish(step, verifies=verifies)
-        if builder is None:
-            return None
+        given = [table.logprob_token_ids[row] for row in rows.tolist()]
+        builder = _LogprobBuilder(self._device, num_top, self._logprob_scratch, given)
+        builder.note(logits, keep=kind.has_processors)
+        self._step_graphs.sample_as(kind, step)
         ids = self._step_graphs.sampled_ids[: step.num_samples]
-        return builder.complete(self._logprob_scratch.kept if shapes else logits, ids, len(rows))
+        return builder.complete(self._logprob_scratch.kept if kind.has_processors else logits, ids, len(rows))
 
     def score_prompts(self, batch: Batch, table: RowTable, hidden_states: HiddenStates) -> list[PendingLogprobs]:
         """Logprobs of the prompt ids that follow the step's tokens; see stages/execute/prompt_logprobs.py.

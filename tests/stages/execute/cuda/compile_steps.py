@@ -138,7 +138,7 @@ def main() -> None:
         for what, shape in all_shapes.items():
             if not what.startswith(args.only):
                 continue
-            for kind in (CapturedStepKind.SAMPLE, CapturedStepKind.SAMPLE_FILTERED, CapturedStepKind.FORWARD_ONLY):
+            for kind in CapturedStepKind:
                 launches.clear()
                 driver.compiled.clear()
                 begun = time.perf_counter()
