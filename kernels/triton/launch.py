@@ -1,8 +1,12 @@
 """Settings for all launches: where kernels run, and workarounds for Triton's interpreter."""
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -50,3 +54,28 @@ def _let_tensors_bound_loops() -> None:
 
 if INTERPRETED:
     _let_tensors_bound_loops()
+
+
+class _CompileAhead(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Keeps a kernel that is being compiled in Triton's cache, so that other launches of it cost no more than usual."""
+
+    def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)
+        return kernel
+
+
+@contextmanager
+def compiling(num_threads: int) -> Iterator[None]:
+    """Launches in this context run nothing. Their kernels are compiled in threads, and are ready when it ends."""
+    run = triton.JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(kernel, *args, **kwargs | {"warmup": True})
+
+    triton.JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(num_threads, "compile") as threads, _CompileAhead(threads):
+            yield
+    finally:
+        triton.JITFunction.run = run

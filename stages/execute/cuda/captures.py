@@ -10,6 +10,7 @@ graph, but not for a kernel.
 from collections.abc import Iterable, Iterator
 
 from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.draft_steps import DraftSteps
 from pipeline.stages.execute.cuda.graphs import CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier
 from pipeline.stages.execute.cuda.ranks import DeviceRanks
@@ -33,6 +34,7 @@ class Captures:
         graphs: StepGraphs,
         copier: BlockCopier,
         extras: SamplingExtras | None,
+        proposer_steps: DraftSteps | None,
         ranks: DeviceRanks | None,
         max_num_seqs: int,
         *,
@@ -40,21 +42,22 @@ class Captures:
     ) -> None:
         self._device, self._shapes, self._graphs, self._copier = device, shapes, graphs, copier
         self._extras, self._ranks, self._max_num_seqs = extras, ranks, max_num_seqs
-        self._has_adapters = has_adapters
+        self._proposer_steps, self._has_adapters = proposer_steps, has_adapters
         self._others: Iterator[None] | None = None
 
     def capture_first(self) -> None:
-        """Capture the graphs that first requests need: some decode sizes, and the smallest and the largest step with a
-        prompt, which together compile the kernels of all steps. Compile what samples and copies in other ways.
+        """Compile all kernels, and capture the graphs that first requests need: some decode sizes, and the smallest and
+        the largest step with a prompt, which together have the kernels of all steps.
 
         Ranks capture all: they have no time of their own later, see `capture_more`.
         """
-        shapes = self._shapes
-        prompts = [shapes.mix(size, 1, 1) for size in {shapes.mixed[0]: 0, shapes.mixed[-1]: 0}]
-        for shape in (*shapes.first(), *prompts, *shapes.verifying()[:NUM_FIRST_VERIFYING]):
-            self._graphs.get(shape, CapturedStepKind.SAMPLE)
         if self._device.captures_graphs:
-            self._warm()
+            with self._device.compiling():
+                self._compile()
+        for shape in self._first():
+            self._graphs.get(shape, CapturedStepKind.SAMPLE)
+        if self._proposer_steps is not None:
+            self._proposer_steps.capture_first()
         if self._ranks is not None:
             if self._device.captures_graphs:
                 for _ in self._capture_others():
@@ -72,16 +75,26 @@ class Captures:
             self._others = self._capture_others()
         return next(self._others, self) is None
 
-    def _warm(self) -> None:
-        """Compile the kernels that are not in the captured steps."""
-        for sampler in self._samplers([1]):
-            self._graphs.sampler(sampler)
-        if self._shapes.verifying():
-            for sampler in self._samplers([1], verifies=True):
-                self._graphs.sampler(sampler)
+    def _first(self) -> list[PaddedStepShape]:
+        shapes = self._shapes
+        prompts = [shapes.mix(size, 1, 1) for size in {shapes.mixed[0]: 0, shapes.mixed[-1]: 0}]
+        return [*shapes.first(), *prompts, *shapes.verifying()[:NUM_FIRST_VERIFYING]]
+
+    def _compile(self) -> None:
+        """Make the launches of steps of all kinds."""
+        for shape in (*self._shapes.compiled(), *self._shapes.verifying()):
+            self._graphs.compile(shape, CapturedStepKind.SAMPLE)
+            self._graphs.compile_scores(shape)
+            if self._has_adapters:
+                self._graphs.compile(shape.with_adapters(), CapturedStepKind.FORWARD_ONLY)
+        for verifies in (False, True) if self._shapes.verifying() else (False,):
+            for sampler in self._samplers([1], verifies=verifies):
+                self._graphs.compile_sampler(sampler)
         if self._extras is not None:
-            self._extras.warm()
-        self._copier.warm()
+            self._extras.compile()
+        if self._proposer_steps is not None:
+            self._proposer_steps.compile()
+        self._copier.compile()
 
     def _samplers(self, sizes: Iterable[int], *, verifies: bool = False) -> Iterator[SamplerKind]:
         for size in sizes:

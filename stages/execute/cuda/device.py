@@ -6,10 +6,11 @@ run the same code as on a GPU.
 
 import ctypes
 import gc
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.triton.launch import INTERPRETED
+from pipeline.kernels.triton.launch import INTERPRETED, compiling
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.kv import DeviceMemory
 
@@ -29,6 +30,9 @@ EARLY = (9, 0)
 
 LOCKED_BYTES = 64 * 1024**3
 """Host memory is pinned in pieces of about this size: some drivers fail to pin 512 GiB or more at once."""
+
+MAX_COMPILING = 16
+"""Threads that compile kernels. More hardly help, because a part of the work holds Python's lock."""
 
 Calls = Callable[[], None]
 
@@ -85,6 +89,10 @@ class Device(ABC):
 
         The launches also run once before the capture, so that nothing is compiled in it. Their inputs must be valid.
         """
+
+    @abstractmethod
+    def compiling(self) -> Any:
+        """A context in which launches only compile their kernels. All are compiled when it ends."""
 
     @abstractmethod
     def copying(self) -> Any:
@@ -158,6 +166,9 @@ class Gpu(Device):
                 gc.enable()
         self._graphs.append(graph)
         return graph.replay
+
+    def compiling(self) -> AbstractContextManager[None]:
+        return compiling(min(MAX_COMPILING, len(os.sched_getaffinity(0))))
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -243,9 +254,11 @@ class Interpreted(Device):
     def graph(self, calls: Calls) -> Calls:
         return calls
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        yield
+    def compiling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lock(self, memory: "np.ndarray[Any, Any]") -> bool:
         return True

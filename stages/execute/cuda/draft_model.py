@@ -68,8 +68,8 @@ class DeviceDraftModel(DraftModel):
         flush: Callable[[], None],
     ) -> None:
         max_num_tokens = MAX_CATCH_UP + settings.schedule.max_num_seqs
-        self._steps = DraftSteps(settings, device, weights.config, weights.model, table, rows, kv, max_num_tokens)
-        super().__init__(table, self._steps.max_len, table.vocab_size)
+        self.steps = DraftSteps(settings, device, weights.config, weights.model, table, rows, kv, max_num_tokens)
+        super().__init__(table, self.steps.max_len, table.vocab_size)
         self._hold, self._flush = weights.hold, flush
 
     def propose(self, rows: IntArray, most: IntArray, clock: Callable[[], float]) -> list[IntArray]:
@@ -82,4 +82,4 @@ class DeviceDraftModel(DraftModel):
             self._hold.close()
 
     def _run(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> IntArray:
-        return self._steps.ids_of(self._steps.launch(rows, starts, counts, samples))
+        return self.steps.ids_of(self.steps.launch(rows, starts, counts, samples))

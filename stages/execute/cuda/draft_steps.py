@@ -15,7 +15,7 @@ from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.batches import Batch, batch_of
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
 from pipeline.stages.execute.cuda.rows import DeviceRows
 from pipeline.stages.execute.cuda.staging import Slot, Staging
@@ -86,6 +86,19 @@ class DraftSteps:
         self._staging.fill(slot, batch, self._rows.take_runs(), one_each=shape.one_each)
         captured.launch()
         return DraftStep(batch, captured, slot)
+
+    def compile(self) -> None:
+        """Make the launches of steps of all kinds. For `Device.compiling`."""
+        for shape in self._shapes.compiled():
+            for kind in CapturedStepKind:
+                self._graphs.compile(replace(shape, verifies=True), kind)
+        self._graphs.compile_sampler(SamplerKind(1, filtered=True, verifies=True))
+
+    def capture_first(self) -> None:
+        """Capture the graphs that first requests need."""
+        prompts = (self._shapes.mix(size, 1, 1) for size in (self._shapes.mixed[0], self._shapes.mixed[-1]))
+        for shape in (*self._shapes.first(), *prompts):
+            self._graphs.get(replace(shape, verifies=True), CapturedStepKind.SAMPLE)
 
     def hidden_states(self, step: DraftStep) -> HiddenStates:
         """Those of the last launched step."""

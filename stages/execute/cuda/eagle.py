@@ -194,10 +194,10 @@ class DeviceEagleHead(EagleProposer[Tensor]):
         kv: KVPlan,
         flush: Callable[[], None],
     ) -> None:
-        self._steps = DraftSteps(
+        self.steps = DraftSteps(
             settings, device, weights.config, weights.model, table, rows, kv, weights.max_num_tokens, id_shift=1
         )
-        super().__init__(table, self._steps.max_len, PIECE)
+        super().__init__(table, self.steps.max_len, PIECE)
         self._hold, self._flush = weights.hold, flush
         self._device, self._model = device, weights.model
 
@@ -231,15 +231,15 @@ class DeviceEagleHead(EagleProposer[Tensor]):
         self._model.hidden[: len(hidden)].copy_(hidden)
         if not samples.any():
             self._flush()  # `propose` has done so; a step's changes may be many, if it waits for the steps before it
-            self._steps.release(self._steps.launch(rows, starts, counts, samples, is_forward_only=True))
+            self.steps.release(self.steps.launch(rows, starts, counts, samples, is_forward_only=True))
             return np.zeros(0, np.int32), hidden[:0]
-        step = self._steps.launch(rows, starts, counts, samples, is_forward_only=self._model.places is not None)
-        states = self._steps.hidden_states(step).of(0, len(hidden))
+        step = self.steps.launch(rows, starts, counts, samples, is_forward_only=self._model.places is not None)
+        states = self.steps.hidden_states(step).of(0, len(hidden))
         if len(hidden) > len(rows):
             states = states.index_select(0, self._device.send(step.batch.sampled.astype(np.int64)))
         if self._model.places is None:
-            return self._steps.ids_of(step), states
+            return self.steps.ids_of(step), states
         # Noise belongs to the model's ids, so the likeliest ones are proposed.
         ids: IntArray = self._model.likeliest(len(step.batch.sampled)).to("cpu", torch.int32).numpy()
-        self._steps.release(step)
+        self.steps.release(step)
         return ids, states

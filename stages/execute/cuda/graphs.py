@@ -21,7 +21,7 @@ from pipeline.kernels.triton.sampling import sample
 from pipeline.stages.execute.cuda.device import Calls, Device
 from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rank_link import RankLink
-from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape
+from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, decode_sizes
 
 
 class CapturedStepKind(Enum):
@@ -126,6 +126,22 @@ class StepGraphs:
         self._captured[shape, kind] = captured
         return captured
 
+    def compile(self, shape: PaddedStepShape, kind: CapturedStepKind) -> None:
+        """Make the launches of a step. For `Device.compiling`."""
+        self._calls(self._step(shape), shape, kind)()
+
+    def compile_scores(self, shape: PaddedStepShape) -> None:
+        """Make the launches for logprobs of prompts. For `Device.compiling`."""
+        for size in decode_sizes(self._max_num_samples):
+            self._model.score(self.hidden_states(shape), self._samples[0][:size])
+
+    def compile_sampler(self, kind: SamplerKind) -> None:
+        """Make the launches of a sampler. For `Device.compiling`."""
+        self.sample_as(kind, self._sampled_by(kind))
+
+    def _sampled_by(self, kind: SamplerKind) -> StepArrays:
+        return self._step(PaddedStepShape(1, 1, kind.num_samples, one_each=True))
+
     def has_sampler(self, kind: SamplerKind) -> bool:
         return kind in self._samplers
 
@@ -134,7 +150,7 @@ class StepGraphs:
         which overwrites the step's samples: get it before the step is launched."""
         sampler = self._samplers.get(kind)
         if sampler is None:
-            step = self._step(PaddedStepShape(1, 1, kind.num_samples, one_each=True))
+            step = self._sampled_by(kind)
             step.sample_rows.fill_(len(self._rows.params) - 1)
             step.num_known.zero_()
             sampler = self._samplers[kind] = self._device.graph(lambda: self.sample_as(kind, step))

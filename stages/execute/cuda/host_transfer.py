@@ -73,9 +73,8 @@ class BlockCopier:
         self._begins: HostTransfer | None = None
         """The transfer of the current step, until its first copy over the bus."""
 
-    def warm(self) -> None:
-        """Compile the kernels, by copying the first block to a place of its own and back. Nothing may be in the KV
-        memory yet."""
+    def compile(self) -> None:
+        """Make all launches. For `Device.compiling`."""
         first, packed = self._sent([0]), self._buffers[0].packed
         copy.gather(packed, self._memory, first)
         copy.scatter(self._memory, first, packed)

@@ -28,6 +28,7 @@ from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, che
 from pipeline.stages.execute.cuda.captures import Captures
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
+from pipeline.stages.execute.cuda.draft_steps import DraftSteps
 from pipeline.stages.execute.cuda.eagle import DeviceEagleHead, HeadWeights
 from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
@@ -161,12 +162,14 @@ class CudaRunner:
         bias = None if last.bias is None else np.asarray(last.bias)
         self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
         self.speculator: Speculator | None = None
+        proposer_steps: DraftSteps | None = None
         self._eagle: DeviceEagleHead | None = None
         if num_drafts:
             of_rows = self.rows, self._device_rows, kv, self._row_changes.flush
             if head is not None:
                 self._eagle = DeviceEagleHead(settings, head, device, *of_rows)
             proposer = self._eagle if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
+            proposer_steps = None if proposer is None else proposer.steps
             self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
         self.masks.forces = self.speculator is not None
         self._changes = RowChanges(
@@ -185,7 +188,8 @@ class CudaRunner:
                 *(self.masks, max_num_samples, settings.limits.max_logprobs),
             )
         self._captures = Captures(
-            *(device, self.shapes, self.step_graphs, self._block_copier, self._extras, ranks, max_num_seqs),
+            *(device, self.shapes, self.step_graphs, self._block_copier, self._extras, proposer_steps, ranks),
+            max_num_seqs,
             has_adapters=lora is not None,
         )
         self.capture_graphs, self.capture_more = self._captures.capture_first, self._captures.capture_more

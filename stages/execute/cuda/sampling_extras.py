@@ -83,8 +83,8 @@ class SamplingExtras:
         self._max_num_top = max_num_top
         steps.apply_processors = self.apply_processors
 
-    def warm(self) -> None:
-        """Compile the kernels for logprobs. No step may be in flight."""
+    def compile(self) -> None:
+        """Make all launches for logprobs. For `Device.compiling`."""
         logits = self._model.logits[:1]
         # Kernels are compiled for few of the likeliest, and for as many as there can be.
         variants: list[tuple[int, list[IntArray]]] = [(num_top, []) for num_top in sorted({0, self._max_num_top})]

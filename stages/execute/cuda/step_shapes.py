@@ -17,6 +17,9 @@ MAX_TOKENS = 4096
 FIRST_DECODES = (1, 2, 4, 8, 16)
 """Sizes to capture before the server is ready, besides the largest. Others are captured on first use or when idle."""
 
+MAX_TOKENS_OF_MATMULS = 128
+"""Up to so many tokens, the variant of a matmul's kernel depends on their number."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedStepShape:
@@ -88,6 +91,12 @@ class StepShapes:
 
     def _most_of(self, num: int) -> int:
         return min(FEW, self._max_num_rows) if num <= FEW else self._max_num_rows
+
+    def compiled(self) -> list[PaddedStepShape]:
+        """Shapes that together have the kernels of all steps without proposed ids."""
+        mixed = self.mixes(1)
+        few = [shape for shape in (*self._decodes, *mixed) if shape.num_tokens <= MAX_TOKENS_OF_MATMULS]
+        return list(dict.fromkeys((*few, self._decodes[-1], mixed[0], mixed[-1])))
 
     def first(self) -> list[PaddedStepShape]:
         """The shapes to capture before the server is ready, largest first, because they share memory."""

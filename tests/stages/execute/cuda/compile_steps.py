@@ -17,6 +17,7 @@ from pipeline.cli.profile.shapes import SHAPES as SMALL
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import Format, row_bytes
 from pipeline.kernels.triton.gemm import quantize
+from pipeline.kernels.triton.launch import compiling
 from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
 from pipeline.stages.execute.cpu.share import share_of
 from pipeline.stages.execute.cuda.collectives import Collectives
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--early", action="store_true", help="as with execute.programmatic_dependent_launch")
     parser.add_argument("--tp", type=int, default=1, help="compile the steps of the first rank of so many")
     parser.add_argument("--one-shot", action="store_true", help="as with execute.all_reduce = 'one_shot'")
+    parser.add_argument("--ahead", type=int, default=0, help="only compile all steps ahead, in so many threads")
     parser.add_argument("--only", default="", help="only steps whose name begins so, such as 'decode 1'")
     args = parser.parse_args()
     driver = pretend()
@@ -132,6 +134,14 @@ def main() -> None:
         rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
         steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS, MAX_ROWS, ranks=link)
         shapes = StepShapes(MAX_ROWS, MAX_TOKENS, MAX_ROWS)
+        if args.ahead:
+            begun = time.perf_counter()
+            with compiling(args.ahead):
+                for shape in shapes.compiled():
+                    steps.compile(shape, CapturedStepKind.SAMPLE)
+            took_s = time.perf_counter() - begun
+            print(f"{name}: compiled ahead in {took_s:.1f} s, {args.ahead} threads", flush=True)
+            continue
         all_shapes = {f"decode {num}": shapes.decode(num) for num in (1, 2, 4, 8, 16, 24, 32, 128, 256)}
         all_shapes |= {f"mixed {num}": shapes.mix(num, 8, 8) for num in (16, 64, 512, 2048)}
         all_shapes |= {f"verify {num}": shapes.verify(num, 8, num) for num in (8, 64)}
