@@ -10,6 +10,7 @@ Bound: at every number of streams, the median of structured / unstructured is at
 import argparse
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.cli import option_types as types
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         for num_streams in args.streams:
             for name, item in SCHEMAS.items():
                 title = f"{num_streams} streams, {name} schema"
-                compared = compare(ARMS, args.rounds, _measure(found, server.url, args, num_streams, item), found.tell)
+                measure = measuring(server.url, num_streams, args.seconds, args.seed, item, found.errors)
+                compared = compare(ARMS, args.rounds, measure, found.tell)
                 found.comparison(title, compared)
                 ratio = compared.ratio("output tok/s")
                 value = ratio.median if ratio else 0.0
@@ -68,17 +70,19 @@ def run(args: argparse.Namespace) -> int:
     return found.finish()
 
 
-def _measure(found: BenchmarkReport, url: str, args: argparse.Namespace, num_streams: int, item: dict[str, Any]) -> Any:
+def measuring(
+    url: str, num_streams: int, seconds: float, seed: int, item: dict[str, Any], errors: "Counter[str]"
+) -> Callable[[int, int], Reading]:
+    """What measures an arm in a round, for `compare`. Arrays of `item` are the structured output; requests that fail
+    are counted in `errors`."""
     schema = {"type": "array", "items": item, "minItems": 1000}
     structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}}
 
     def measure(arm: int, number: int) -> Reading:
         options = structured if arm == 1 else {}
-        load = BenchmarkLoad(
-            num_streams, TOKENS, TOKENS, args.seconds, f"{args.seed}/{num_streams}/{number}/{arm}", options
-        )
+        load = BenchmarkLoad(num_streams, TOKENS, TOKENS, seconds, f"{seed}/{num_streams}/{number}/{arm}", options)
         summary = asyncio.run(closed_loop(url, load))
-        found.errors += Counter(summary.errors)
+        errors.update(summary.errors)
         return {
             "output tok/s": summary.output_tokens_per_s,
             "requests/s": summary.requests_per_s,

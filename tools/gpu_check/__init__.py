@@ -14,6 +14,6 @@ kernels/      kernels against float64; checking.py compares, random_steps.py mak
 machine/      rates and latencies of the hardware
 speed/        executor steps (warm_up.py compiles their kernels), the kernels of a step by a profiler (breakdown.py),
               and GEMM candidates (tune.py; tune_compile.py compiles them)
-servers/      whole models against the CPU executor (texts.py), a server and its clients (http.py), transformers
-              (peers.py), and two GPUs (ranks.py)
+servers/      whole models against the CPU executor (texts.py, features.py), a server and its clients (http.py),
+              transformers (peers.py), and two GPUs (ranks.py)
 """

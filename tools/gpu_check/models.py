@@ -1,5 +1,6 @@
 """Synthetic models: random weights in a folder or directly in GPU memory."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -89,6 +90,90 @@ def write_checkpoint(folder: Path, config: ModelConfig, seed: int) -> None:
         dtype="bfloat16",
     ).save_pretrained(folder)
     synthetic_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
+
+
+def prepared_mixture(folder: Path, config: ModelConfig, seed: int) -> Path:
+    """A prepared folder of a Mixtral with 4 experts, 2 of which compute a token, and the sizes of `config`."""
+    import msgspec
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from pipeline.config.settings import Settings
+    from pipeline.stages.prepare.stage import prepare
+
+    source, vocab_size = folder / "source", max(256, config.vocab_size)
+    torch.manual_seed(seed)
+    sizes = MixtralConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.1,
+    )
+    MixtralForCausalLM(sizes).save_pretrained(source)
+    synthetic_tokenizer(vocab_size).save(str(source / "tokenizer.json"))
+    settings = msgspec.structs.replace(Settings(), model=str(source), cache_dir=str(folder / "cache"))
+    return prepare(settings)
+
+
+def write_adapter(folder: Path, config: ModelConfig, rank: int, seed: int) -> Path:
+    """Write a LoRA adapter of every matrix of a Llama's layers, in PEFT's format."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    targets: dict[str, None] = {}
+    for name, shape in tensors_of(config).items():
+        if name.endswith("proj.weight"):
+            module = name.removesuffix(".weight")
+            targets[module.rpartition(".")[2]] = None
+            # About a fifth of the weight's own numbers.
+            a = torch.randn(rank, shape[1], generator=generator) * shape[1] ** -0.5
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
+            b = torch.randn(shape[0], rank, generator=generator) * 0.1 * rank**-0.5
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config_of_peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config_of_peft))
+    return folder
+
+
+def write_eagle_head(folder: Path, config: ModelConfig, seed: int) -> None:
+    """Write a random EAGLE head for a Llama, as vLLM reads it."""
+    folder.mkdir(parents=True)
+    hidden = config.hidden_size
+    head = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(head))
+    generator = torch.Generator().manual_seed(seed)
+    begin = "model.layers.0."
+    shapes = {name.removeprefix("model."): shape for name, shape in tensors_of(config).items() if begin in name}
+    # The first layer's input is normed already.
+    del shapes["layers.0.input_layernorm.weight"]
+    tensors = {"fc.weight": torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5}
+    for name, shape in shapes.items():
+        numbers = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.1 * numbers if len(shape) == 1 else numbers * shape[1] ** -0.5
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def synthetic_tokenizer(size: int) -> Tokenizer:

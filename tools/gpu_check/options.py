@@ -46,10 +46,11 @@ class CheckSection(NamedTuple):
 SECTIONS = {
     "kernels": CheckSection("kernels.all", 130, "every kernel against float64, on random inputs", 10, False),
     "texts": CheckSection("servers.texts", 130, "a small model's outputs against the CPU executor", 5, False),
+    "features": CheckSection("servers.features", 100, "the same with LoRA, experts, drafts, 8-bit cache", 7, False),
     "machine": CheckSection("machine.rates", 40, "rates and latencies of the hardware"),
     "speed": CheckSection("speed.steps", 150, "executor steps at the shapes of 8B, 1B and 135M"),
     "breakdown": CheckSection("speed.breakdown", 45, "the kernels of a step, each with its time"),
-    "http": CheckSection("servers.http", 80, "a server of the 135M shape and 256 clients"),
+    "http": CheckSection("servers.http", 110, "a server of the 135M shape and 256 clients"),
     "peers": CheckSection("servers.peers", 70, "transformers on the same shapes"),
     "ranks": CheckSection("servers.ranks", 120, "tensor parallelism, if there are two GPUs"),
 }

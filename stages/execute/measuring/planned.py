@@ -31,8 +31,13 @@ def row_add(row: int, ids: Sequence[int], blocks: Sequence[int], options: m.Gene
     )
 
 
-def step(entries: Sequence[Entry] = (), adds: Sequence[m.RowAdd] = (), drops: Sequence[int] = ()) -> m.Step:
-    """One step's message."""
+def step(
+    entries: Sequence[Entry] = (),
+    adds: Sequence[m.RowAdd] = (),
+    drops: Sequence[int] = (),
+    drafts: Sequence[int] = (),
+) -> m.Step:
+    """One step's message. `drafts`: for each entry, how many ids may be proposed for it; none without."""
     return m.Step(
         incarnation=1,
         step_id=0,
@@ -44,6 +49,7 @@ def step(entries: Sequence[Entry] = (), adds: Sequence[m.RowAdd] = (), drops: Se
         starts=i32([entry[1] for entry in entries]),
         counts=i32([entry[2] for entry in entries]),
         samples=np.array([entry[3] for entry in entries], np.uint8).tobytes(),
+        drafts=i32(drafts),
     )
 
 

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tools.benchmarks import structured
+from tools.benchmarks.pairs import compare
 from tools.benchmarks.served import ROOT, Served
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import write_checkpoint
@@ -24,6 +27,7 @@ NUM_BENCHES = 8
 STREAMS = 256
 PROMPT, OUTPUT = 448, 128
 """Average tokens of a sequence: 512 in the middle of its output."""
+STRUCTURED_STREAMS = 32
 MAX_MODEL_LEN, MAX_BATCHED_TOKENS = 2048, 2048
 PAUSE_S = 6.0
 """Idle time before the first request, in which the server captures graphs."""
@@ -66,6 +70,7 @@ def _serve(context: Context) -> Iterator[Reading]:
             streams = 2 if context.interpreted else STREAMS
             many = _bench(served.url, streams // num_benches, num_benches, context, Path(name))
             yield _reading(f"135M over HTTP, {streams} streams", many, 25e3, 50e3)
+            yield _structured(served, context)
             yield _of_the_executor(served)
 
 
@@ -113,6 +118,30 @@ def _reading(case: str, levels: Sequence[dict[str, Any]], must: float | None, go
         f"{ttft_ms:.0f} ms, ITL {itl_ms:.2f} ms (p99 {worst_ms:.1f})"
     )
     return Reading(case, per_s, "tok/s", must=must, goal=goal, note=note, numbers={"levels": list(levels)})
+
+
+def _structured(served: Served, context: Context) -> Reading:
+    """The rate of streams of JSON, against that of the same streams without a schema."""
+    streams = 2 if context.interpreted else STRUCTURED_STREAMS
+    num_rounds, seconds = (1, 1.0) if context.interpreted else (2, 3.0) if context.small else (4, 3.0)
+    errors = Counter[str]()
+    measure = structured.measuring(served.url, streams, seconds, 1, structured.PERSON, errors)
+    # The first requests prepare the grammar.
+    measure(1, -1)
+    found = compare(structured.ARMS, num_rounds, measure, context.say)
+    assert not errors, f"requests failed: {errors}"
+    ratio = found.ratio("output tok/s")
+    plain_ms, json_ms = (found.median(arm, "ITL p50 ms") for arm in range(2))
+    rates = " and ".join(f"{found.median(arm, 'output tok/s'):,.0f}" for arm in (1, 0))
+    return Reading(
+        f"135M over HTTP, {streams} streams: structured / unstructured",
+        100 * ratio.median if ratio else 0.0,
+        "%",
+        must=90,
+        goal=95,
+        note=f"{rates} tok/s, ITL {json_ms:.2f} and {plain_ms:.2f} ms, one client process, {num_rounds} rounds",
+        numbers={"readings": found.readings},
+    )
 
 
 def _of_the_executor(served: Served) -> Reading:

@@ -4,6 +4,7 @@ Weights are random. Where two outputs diverge, the float32 CPU executor measures
 gap is a rounding difference; a wrong kernel produces large gaps.
 """
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _small(context: Context, dtype: str, *, early: bool = False) -> Iterator[Rea
         lengths = (61, 50, 17, 1) if context.interpreted else (211, 90, 130, 64, 49, 33, 17, 16, 1)
         prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in lengths]
         num_new = 2 if context.interpreted else 24
-        yield from _compare(context, folder, config, dtype, prompts, num_new, early=early)
+        yield from compare(context, folder, config, dtype, prompts, num_new, early=early)
 
 
 def _given(context: Context) -> Iterator[Reading]:
@@ -113,10 +114,10 @@ def _given(context: Context) -> Iterator[Reading]:
     config = ModelConfig.load(folder)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in (120, 70, 33, 7)]
-    yield from _compare(context, folder, config, "bfloat16", prompts, num_new=24)
+    yield from compare(context, folder, config, "bfloat16", prompts, num_new=24)
 
 
-def _compare(
+def compare(
     context: Context,
     folder: Path,
     config: ModelConfig,
@@ -131,8 +132,8 @@ def _compare(
     # The first two prompts share a prefix.
     prompts[1] = prompts[0][:PREFIX] + prompts[1][PREFIX:]
     plan = Plan(prompts, num_new)
-    exact = Driver(make_cpu_runner(_settings(config, plan, "float32", "cpu"), folder), plan)
-    settings = _settings(config, plan, dtype, "cuda")
+    exact = Driver(make_cpu_runner(settings_of(config, plan, "float32", "cpu"), folder), plan)
+    settings = settings_of(config, plan, dtype, "cuda")
     execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early)
     ours = Driver(make_runner(msgspec.structs.replace(settings, execute=execute), folder), plan)
     what = f"{config.name} {dtype}{', early' * early}"
@@ -143,7 +144,7 @@ def _compare(
             expected = exact.of(SCHEDULES[0], options)
             for schedule in schedules if sampling_name == "greedy" else schedules[-1:]:
                 found = ours.of(schedule, options)
-                yield _judge(f"{what}, {sampling_name}, {schedule.name}", exact, options, expected, found, dtype)
+                yield judge(f"{what}, {sampling_name}, {schedule.name}", exact, options, expected, found, dtype)
         if not context.small or context.interpreted:
             yield _without_syncs(ours, what)
     finally:
@@ -151,10 +152,14 @@ def _compare(
         close(ours.runner)
 
 
-def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Settings:
-    """Settings with just enough KV memory for the plan."""
+def settings_of(
+    config: ModelConfig, plan: "Plan", dtype: str, device: str, *, num_bytes: int = 0, num_more: int = 0
+) -> Settings:
+    """Settings with just enough KV memory for the plan. `num_bytes` are those of a block, if it is no usual one, and
+    `num_more` those of one in a second cache."""
     element: torch.dtype = getattr(torch, dtype)
-    num_bytes = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element.itemsize)
+    num_bytes = num_bytes or block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, element.itemsize)
+    num_bytes += num_more
     num_blocks = sum(steps.num_blocks(length) for length in plan.lengths) + 2 * len(plan.lengths)
     return settings_for(
         device,
@@ -166,23 +171,25 @@ def _settings(config: ModelConfig, plan: "Plan", dtype: str, device: str) -> Set
     )
 
 
-def _judge(
+def judge(
     case: str,
     exact: "Driver",
-    options: m.GenerationOptions,
+    options: m.GenerationOptions | Sequence[m.GenerationOptions],
     expected: list[list[int]],
     found: list[list[int]],
     dtype: str,
 ) -> Reading:
-    """Count equal ids, and find the largest gap between two ids at a divergence."""
+    """Count equal ids, and find the largest gap between two ids at a divergence. `options` may be those of each
+    prompt."""
+    of_prompts = [options] * len(expected) if isinstance(options, m.GenerationOptions) else options
     same, worst = 0, 0.0
-    for prompt, right, ours in zip(exact.plan.prompts, expected, found, strict=True):
+    for prompt, own, right, ours in zip(exact.plan.prompts, of_prompts, expected, found, strict=True):
         assert len(right) == len(ours)
         parted = next((i for i, pair in enumerate(zip(right, ours, strict=True)) if pair[0] != pair[1]), None)
         same += len(right) if parted is None else parted
         if parted is not None:
             ids = [*prompt, *right[:parted]]
-            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], options))
+            worst = max(worst, exact.gap(ids, len(prompt), right[parted], ours[parted], own))
     num = sum(map(len, expected))
     note = f"{same} of {num} ids before outputs diverge; the value is the largest gap there, in standard deviations"
     return Reading(
@@ -228,23 +235,28 @@ class Driver:
         self.plan = plan
         self.strict = False
         """Raise an error if a launch waits for the GPU."""
+        self.num_drafts = 0
+        """Ids to propose for each row that decodes, if the runner does."""
+        self.num_accepted = 0
 
     def keep_logits(self) -> None:
         self.runner.program.keep_logits()
 
-    def of(self, schedule: Schedule, options: m.GenerationOptions) -> list[list[int]]:
-        """Generate from each prompt, with an empty KV cache."""
+    def of(self, schedule: Schedule, options: m.GenerationOptions | Sequence[m.GenerationOptions]) -> list[list[int]]:
+        """Generate from each prompt, with an empty KV cache. `options` may be those of each prompt."""
         prompts = self.plan.prompts
+        of_prompts = [options] * len(prompts) if isinstance(options, m.GenerationOptions) else options
         if schedule.is_batched:
             first = prompts[0][:PREFIX]
             shared = [PREFIX if schedule.shares and p[:PREFIX] == first and len(p) > PREFIX else 0 for p in prompts]
-            return self._texts(prompts, schedule, options, shared)
-        return [text for prompt in prompts for text in self._texts([prompt], schedule, options, [0])]
+            return self._texts(prompts, schedule, of_prompts, shared)
+        pairs = zip(prompts, of_prompts, strict=True)
+        return [text for prompt, own in pairs for text in self._texts([prompt], schedule, [own], [0])]
 
     def gap(self, ids: list[int], num_prompt: int, right: int, ours: int, options: m.GenerationOptions) -> float:
         """How far the score of id `ours` lies below that of `right` after `ids`, in standard deviations of the logits.
         `ids` begins with a prompt of `num_prompt` ids. For random sampling the scores include noise and filters."""
-        logits = self._logits(ids)
+        logits = self._logits(ids, options.adapter_id)
         spread = float(logits.std())
         logits_processors = logits_processors_of(options, np.array(ids, np.int32), num_prompt, [], len(logits))
         if logits_processors is not None:
@@ -265,15 +277,20 @@ class Driver:
         at_edge = min(abs(float(scaled[i] - floor)) for i in (right, ours)) / unit
         return min(float(race[right] - race[ours]) / unit, at_edge) if race[right] >= race[ours] else at_edge
 
-    def _logits(self, ids: list[int]) -> torch.Tensor:
-        add = steps.row_add(0, ids, range(steps.num_blocks(len(ids) + 1)))
+    def _logits(self, ids: list[int], adapter_id: str) -> torch.Tensor:
+        options = msgspec.structs.replace(steps.GREEDY, adapter_id=adapter_id)
+        add = steps.row_add(0, ids, range(steps.num_blocks(len(ids) + 1)), options)
         self._step([add], [(0, 0, len(ids), True)])
         logits = torch.from_numpy(self.runner.program.logits()[0].copy())
         self._step([], [], [0])
         return logits
 
     def _texts(
-        self, prompts: Sequence[list[int]], schedule: Schedule, options: m.GenerationOptions, shared: Sequence[int]
+        self,
+        prompts: Sequence[list[int]],
+        schedule: Schedule,
+        options: Sequence[m.GenerationOptions],
+        shared: Sequence[int],
     ) -> list[list[int]]:
         computed = list(shared)
         common = list(range(steps.num_blocks(max(computed))))
@@ -285,33 +302,46 @@ class Driver:
         for row, prompt in enumerate(prompts):
             theirs = common[: steps.num_blocks(computed[row])]
             own = steps.num_blocks(len(prompt) + self.plan.num_new) - len(theirs)
-            adds.append(steps.row_add(row, prompt, [*theirs, *range(next_block, next_block + own)], options))
+            adds.append(steps.row_add(row, prompt, [*theirs, *range(next_block, next_block + own)], options[row]))
             next_block += own
         known = [list(prompt) for prompt in prompts]
         wanted = [len(prompt) + self.plan.num_new for prompt in prompts]
         while any(len(ids) < num for ids, num in zip(known, wanted, strict=True)):
             left = schedule.budget
             entries: list[steps.Entry] = []
+            drafts = []
             for row, ids in enumerate(known):
                 count = min(len(ids) - computed[row], schedule.chunk or left, left)
                 if count and len(ids) < wanted[row]:
                     entries.append((row, computed[row], count, computed[row] + count == len(ids)))
                     computed[row] += count
                     left -= count
-            for row, token in self._step(adds, entries):
-                known[row].append(token)
+                    decodes = count == 1 and computed[row] > len(prompts[row])
+                    drafts.append(min(self.num_drafts, wanted[row] - len(ids) - 1) if decodes else 0)
+            for row, new in self._step(adds, entries, drafts=drafts if any(drafts) else ()):
+                known[row] += new
+                computed[row] += len(new) - 1
             adds = []
         self._step([], [], list(range(len(prompts))))
         return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
 
     def _step(
-        self, adds: Sequence[m.RowAdd], entries: Sequence[steps.Entry], drops: Sequence[int] = ()
-    ) -> list[tuple[int, int]]:
-        message = steps.step(entries, adds, drops)
+        self,
+        adds: Sequence[m.RowAdd],
+        entries: Sequence[steps.Entry],
+        drops: Sequence[int] = (),
+        drafts: Sequence[int] = (),
+    ) -> list[tuple[int, list[int]]]:
+        """Run a step. Returns the new ids of each row that has any."""
+        message = steps.step(entries, adds, drops, drafts)
         if self.strict:
             with gpu.no_syncs():
                 self.runner.launch(message, steps.take)
             sampled = self.runner.collect()
         else:
             sampled = self.runner.step(message, steps.take)
-        return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), strict=True))
+        rows, ids = sampled.rows.tolist(), sampled.ids.tolist()
+        num_ids = sampled.num_ids.tolist() or [1] * len(rows)
+        ends = list(itertools.accumulate(num_ids))
+        self.num_accepted += len(ids) - len(rows)
+        return [(row, ids[end - num : end]) for row, num, end in zip(rows, num_ids, ends, strict=True)]
