@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from pipeline.grammars.worker import Worker
 from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT, Finish
 from pipeline.stages.execute.grammar_masks import masks as masks_module
+from tests.stages.execute.hanging_masks import HANGS
 from tests.stages.execute.structured import EOS, Seq, Structured, ids_of, largest_id, lark, options, write
 
 SCHEMA = {
@@ -234,6 +236,35 @@ def test_a_grammar_that_never_terminates_ends_only_its_row(folder: Path, monkeyp
         structured.run(bad, good)
     assert bad.finish is Finish.ERROR and bad.error == f"{GRAMMAR_FAILED}: it took longer than 0.3 s"
     assert good.finish is Finish.STOP and re.fullmatch("[ab]{9}", good.text)
+
+
+def test_a_grammar_that_hangs_in_the_middle_of_its_output_ends_only_its_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs where the masks of all rows are computed together, and again where the next process computes them row
+    by row."""
+    assert ids_of("z") == [HANGS]
+    texts = "[ab]{9}", "[a-c]{12}"
+    with Structured(folder, dtype="bfloat16") as structured:
+        expected = [Seq(options(lark(text), seed=seed)) for seed, text in enumerate(texts)]
+        structured.run(*expected)
+    worker_of, names = Worker, list[str]()
+
+    def hanging(module: str, name: str, *args: Any) -> Any:
+        names.append(name)
+        return worker_of("tests.stages.execute.hanging_masks", name, *args)
+
+    monkeypatch.setattr(masks_module, "Worker", hanging)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    with Structured(folder, dtype="bfloat16") as structured:
+        monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.5)
+        bad = Seq(options(lark("abz[a-z]{9}")))
+        good = [Seq(options(lark(text), seed=seed)) for seed, text in enumerate(texts)]
+        structured.run(bad, *good)
+    assert bad.finish is Finish.ERROR and bad.error == f"{GRAMMAR_FAILED}: it took longer than 0.5 s"
+    assert bad.text == "abz"
+    assert [seq.output for seq in good] == [seq.output for seq in expected]
+    assert len(names) == 3, "the first process hangs with all rows, the second with one, and the third with none"
 
 
 class PausedClock:
