@@ -27,6 +27,9 @@ from pipeline.stages.execute.grammar_masks.rows import (
 POOL_S = 0.4e-3
 """Work that is worth the time for waking threads."""
 
+FIRST_WORDS = 64
+"""Words of a mask that are looked at first."""
+
 
 class NextMasks:
     """Writes masks to `words` [places, ceil(V / 32)]. The library's masks are for all of the tokenizer's ids; those
@@ -67,8 +70,7 @@ class NextMasks:
         # In the pool, a row may take more time than its part, but not less.
         self._row_s = row_s if pool is None else max(self._row_s, row_s)
 
-        has_text = (self._words[places] & self._texts).any(axis=1)
-        special = [i for i in np.flatnonzero(~has_text).tolist() if i not in failed]
+        special = [i for i in self._without_text(places) if i not in failed]
         for i in special:
             spell(self._engine, matchers[i], self._words[places[i]])
         self._end(rows, places)
@@ -76,6 +78,12 @@ class NextMasks:
             if not self._words[places[i]].any():
                 failed[i] = NO_TOKEN_LEFT
         return failed
+
+    def _without_text(self, places: IdArray) -> list[int]:
+        """Indices of the masks that allow only special tokens. Nearly all have one of the first ids, which vocabularies
+        give to bytes and short texts, so few masks are read as a whole."""
+        first = (self._words[places, :FIRST_WORDS] & self._texts[:FIRST_WORDS]).any(axis=1)
+        return [i for i in np.flatnonzero(~first).tolist() if not (self._words[places[i]] & self._texts).any()]
 
     def _compute(
         self, matchers: Sequence[LLMatcher], places: IdArray, failed: dict[int, str], pool: LLExecutor | None
