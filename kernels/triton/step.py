@@ -41,6 +41,8 @@ class Head(IntEnum):
     RUNS_AT = 4
     TOKENS_AT = 5
     """Offset of the tokens' entries; unused if each entry has one token."""
+    RESULT_AT = 6
+    """Offset of the step's result among the results; 0 while a step is captured."""
 
 
 RUN_WORDS = 3
@@ -59,9 +61,15 @@ _HEADER = tl.constexpr(HEADER)
 _NUM_TOKENS, _NUM_ENTRIES = tl.constexpr(Head.NUM_TOKENS.value), tl.constexpr(Head.NUM_ENTRIES.value)
 _NUM_SAMPLES, _NUM_RUNS = tl.constexpr(Head.NUM_SAMPLES.value), tl.constexpr(Head.NUM_RUNS.value)
 _RUNS_AT, _TOKENS_AT = tl.constexpr(Head.RUNS_AT.value), tl.constexpr(Head.TOKENS_AT.value)
+_RESULT_AT = tl.constexpr(Head.RESULT_AT.value)
 _NUM_IDS, _ENDED = tl.constexpr(Field.NUM_IDS.value), tl.constexpr(Field.ENDED.value)
 _NUM_STOPS, _ADAPTER = tl.constexpr(Field.NUM_STOPS.value), tl.constexpr(Field.ADAPTER.value)
 _DEAD, _BLOCK_SIZE = tl.constexpr(DEAD), tl.constexpr(BLOCK_SIZE)
+
+
+def result_words(max_num_samples: int) -> int:
+    """Number of words of a result."""
+    return STAMP_WORDS + 2 * max_num_samples
 
 
 def words_of(max_num_rows: int, max_num_samples: int) -> int:
@@ -111,7 +119,7 @@ def prepare(
 
 
 def finish(
-    result: Tensor,
+    results: Tensor,
     drawn: Tensor,
     step: StepArrays,
     rows: RowState,
@@ -123,11 +131,12 @@ def finish(
     """Append the sampled ids, `drawn` [S] int32, to their rows, and end the rows that stop or have no id. Without
     `appends` the rows stay as they are: the host verifies the ids, and sends what it keeps with the next step.
 
-    `result` [STAMP_WORDS + 2S] int32 gets the stamps, the ids (`DEAD` if the row had ended before, NO_ID if there is
-    none) and whether each id stops its row; 0 without `appends`."""
+    The result is [STAMP_WORDS + 2S] int32 in `results`, where the words say: the stamps, the ids (`DEAD` if the row had
+    ended before, NO_ID if there is none) and whether each id stops its row; 0 without `appends`. `results` may be the
+    host's pinned memory: then no copy has to follow the step."""
     num_samples = step.num_samples
     _finish[(triton.cdiv(num_samples, BLOCK),)](
-        *(result, drawn, words, rows.params, rows.ids, rows.stops, stamps, step.sample_rows, num_samples),
+        *(results, drawn, words, rows.params, rows.ids, rows.stops, stamps, step.sample_rows, num_samples),
         rows.params.shape[1],
         rows.ids.shape[1],
         rows.stops.shape[1],
@@ -253,7 +262,7 @@ def _prepare(
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _finish(
-    result,
+    results,
     drawn,
     words,
     row_params,
@@ -288,6 +297,7 @@ def _finish(
             i += 1
         stopped = tl.where(grows, stopped, 0)
         tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
+    result = results + tl.load(words + _RESULT_AT)
     inside = places < num_samples
     tl.store(result + 4 + places, token, mask=inside)
     tl.store(result + 4 + num_samples + places, stopped, mask=inside)

@@ -59,7 +59,8 @@ class DraftSteps:
         model.use(allocate_kv(config, kv.num_blocks, kv_type, device.where), self.max_len, undivided(config.num_layers))
         sizes = settings.schedule.max_num_seqs, max_num_tokens, settings.schedule.max_num_seqs
         self._staging, self._shapes = Staging(device, *sizes), StepShapes(*sizes)
-        self._graphs = StepGraphs(device, model, rows.on_device, self._staging.words, *sizes, id_shift=id_shift)
+        words, results = self._staging.words, self._staging.results
+        self._graphs = StepGraphs(device, model, rows.on_device, words, results, *sizes, id_shift=id_shift)
         self._busy: deque[Slot] = deque()
         """Slots of steps that no one waits for, oldest first."""
 
@@ -106,8 +107,7 @@ class DraftSteps:
 
     def ids_of(self, step: DraftStep) -> IntArray:
         """Wait for a step. Returns the sampled ids."""
-        slot, captured = step.slot, step.captured
-        slot.result_of(captured.step.num_samples).copy_(captured.result, non_blocking=True)
+        slot = step.slot
         slot.done.record()
         slot.done.synchronize()
         ids: IntArray = slot.result_array[STAMP_WORDS : STAMP_WORDS + len(step.batch.sampled)].copy()

@@ -61,8 +61,6 @@ class CapturedStep:
     launch: Calls
     step: StepArrays
     shape: PaddedStepShape
-    result: Tensor
-    """Where `finish` writes the result."""
 
 
 class StepGraphs:
@@ -74,6 +72,7 @@ class StepGraphs:
         model: DeviceModel,
         rows: RowState,
         words: Tensor,
+        results: Tensor,
         max_num_rows: int,
         max_num_tokens: int,
         max_num_samples: int,
@@ -81,8 +80,9 @@ class StepGraphs:
         ranks: RankLink | None = None,
         id_shift: int = 0,
     ) -> None:
-        """`id_shift` is that of `pipeline.kernels.triton.step.prepare`."""
+        """`results` are those of `pipeline.kernels.triton.step.finish`, and `id_shift` is that of `prepare`."""
         self._device, self._model, self._rows, self._words = device, model, rows, words
+        self._results = results
         self._ranks, self._id_shift = ranks, id_shift
         self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
         where = device.where
@@ -98,7 +98,6 @@ class StepGraphs:
         self._samples = [ints(max_num_samples) for _ in range(3)]
         self._stamps = ints(ends.STAMP_WORDS)
         self.sampled_ids = ints(max_num_samples)
-        self._result = ints(ends.STAMP_WORDS + 2 * max_num_samples)
         self.scratch = sample.SamplingScratch(max_num_samples, model.logits.shape[1], where)
         self.apply_processors: ApplyProcessors | None = None
         """None where nothing is sampled: on all ranks but the first."""
@@ -120,9 +119,9 @@ class StepGraphs:
         step = self._step(shape)
         calls = self._calls(step, shape, kind)
         if not shape.is_captured:
-            return CapturedStep(calls, step, shape, self._result_of(step))
-        self._words[: ends.words_of(self._max_num_rows, self._max_num_samples)].zero_()
-        captured = CapturedStep(self._device.graph(calls), step, shape, self._result_of(step))
+            return CapturedStep(calls, step, shape)
+        self._clear_words()
+        captured = CapturedStep(self._device.graph(calls), step, shape)
         self._captured[shape, kind] = captured
         return captured
 
@@ -147,10 +146,11 @@ class StepGraphs:
 
     def sampler(self, kind: SamplerKind) -> Calls:
         """What samples after the forward pass of any step with so many samples. A new one first runs once on padding,
-        which overwrites the step's samples: get it before the step is launched."""
+        which overwrites the words: get it before the step's words are sent."""
         sampler = self._samplers.get(kind)
         if sampler is None:
             step = self._sampled_by(kind)
+            self._clear_words()
             step.sample_rows.fill_(len(self._rows.params) - 1)
             step.num_known.zero_()
             sampler = self._samplers[kind] = self._device.graph(lambda: self.sample_as(kind, step))
@@ -180,13 +180,14 @@ class StepGraphs:
         """The hidden states of the last launched step, which must have this shape."""
         return self._model.hidden_states(shape.num_tokens, decodes=shape.one_each, has_adapters=shape.has_adapters)
 
-    def _result_of(self, step: StepArrays) -> Tensor:
-        return self._result[: ends.STAMP_WORDS + 2 * step.num_samples]
+    def _clear_words(self) -> None:
+        """Make the words those of a step without rows, whose result is no slot's."""
+        self._words[: ends.words_of(self._max_num_rows, self._max_num_samples)].zero_()
 
     def finish(self, step: StepArrays, *, verifies: bool) -> None:
         """Write the sampled ids to the result and, unless the host verifies them first, to the rows."""
         ends.finish(
-            self._result_of(step),
+            self._results,
             self.sampled_ids[: step.num_samples],
             step,
             self._rows,

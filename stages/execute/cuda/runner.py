@@ -1,6 +1,6 @@
 """Runs steps on a GPU: launches a step when its message arrives, and collects its result when it is over.
 
-    launch    row changes · copies · words of the step ──► graph ──► copy of the result, event
+    launch    row changes · copies · words of the step ──► graph, which writes the result to the host ──► event
     collect   ids, stops and logprobs of the oldest step in flight
 
 A step is launched before the host knows the previous step's ids: they are in the rows on the GPU. Grammar masks need
@@ -30,7 +30,7 @@ from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.draft_steps import DraftSteps
 from pipeline.stages.execute.cuda.eagle import DeviceEagleHead, HeadWeights
-from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs import CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep, ProposerStates, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
@@ -151,7 +151,7 @@ class CudaRunner:
         self._staging = Staging(device, max_num_seqs, max_num_tokens, max_num_samples)
         self.shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_samples)
         self.step_graphs = StepGraphs(
-            *(device, self.model, self._device_rows.on_device, self._staging.words),
+            *(device, self.model, self._device_rows.on_device, self._staging.words, self._staging.results),
             *(max_num_seqs, max_num_tokens, max_num_samples, num_groups),
             ranks=None if ranks is None else ranks.link,
         )
@@ -327,12 +327,13 @@ class CudaRunner:
             captured = self.step_graphs.with_sampling(shape, filtered=bool(self._device_rows.filtered))
             self._staging.fill(slot, batch, runs, one_each=shape.one_each)
             captured.launch()
-            self._fetch(launched_step, captured)
         if self._eagle is not None and shape is not None:
             states = self._eagle.states_of(self.step_graphs.hidden_states(shape), batch.num_tokens)
             launched_step.proposer_states = ProposerStates(
                 rows, self.rows.generations[rows], starts, counts, batch.offsets, samples, states
             )
+        if shape is not None:
+            launched_step.num_samples = shape.num_samples
         slot.done.record()
         return launched_step
 
@@ -343,11 +344,6 @@ class CudaRunner:
             shape = self.shapes.of(batch.num_tokens, len(batch.rows), len(batch.sampled))
         has_adapters = self.adapters is not None and bool((self.rows.adapters[batch.rows] >= 0).any())
         return shape.with_adapters() if has_adapters else shape
-
-    def _fetch(self, launched_step: LaunchedStep, captured: CapturedStep) -> None:
-        """Enqueue the copy of the result to the host."""
-        launched_step.num_samples = captured.step.num_samples
-        launched_step.slot.result_of(launched_step.num_samples).copy_(captured.result, non_blocking=True)
 
     def _launch_separate_sampling(
         self, launched_step: LaunchedStep, batch: Batch, runs: list[Run], pooled: BoolArray | None
@@ -378,7 +374,6 @@ class CudaRunner:
             )
         else:
             self.step_graphs.sample_as(kind, captured.step)
-        self._fetch(launched_step, captured)
         if requested_features & SamplingFeature.PROMPT_LOGPROBS and self._extras is None:
             places = prompt_places(self.rows, batch.rows, batch.starts, batch.counts, batch.offsets)[0]
             for begin in range(0, len(places), self._max_num_samples):  # this rank's part of the logits

@@ -2,11 +2,12 @@
 
     free ──fill──► sent ──event complete, result read──► free
 
-A slot is reused only when the result of its step has been read: then the copy to the GPU is complete too.
+A slot is reused only when the result of its step has been read: then the copy to the GPU is complete too. The last
+kernel of a step writes the result to the slot in host memory, so that no copy lies between a step and the next one.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, words_of
+from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, result_words, words_of
 from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device, StreamEvent
 
@@ -26,35 +27,33 @@ Run = tuple[int, "np.ndarray[Any, np.dtype[np.int32]]"]
 
 
 _HEAD = slice(Head.NUM_TOKENS, Head.RUNS_AT + 1)
-_TOKENS_AT = int(Head.TOKENS_AT)
+_TOKENS_AT, _RESULT_AT = int(Head.TOKENS_AT), int(Head.RESULT_AT)
+
+
+RESULT_ALIGNMENT = 32
+"""Words; 128 bytes, so that the results of two steps share no cache line."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """`words` [capacity] and `result` as kernels/triton/step.py has them, each as tensor and as array."""
+    """`words` [capacity] as kernels/triton/step.py has them, as tensor and as array."""
 
     words: Tensor
     words_array: IntArray
-    result: Tensor
+    result_at: int
+    """Offset of its result in `Staging.results`."""
     result_array: IntArray
+    """The result, as kernels/triton/step.py has it; complete when `done` is."""
     times: "np.ndarray[Any, np.dtype[np.int64]]"
     """Begin and end of the step, by the GPU's clock in nanoseconds; 0 if kernels are interpreted."""
     done: StreamEvent
     fixed: Tensor
     """The words that every step has."""
-    _results: dict[int, Tensor] = field(default_factory=dict)
-    """Cached views: making one takes as long as launching a copy, and there are few sizes."""
-
-    def result_of(self, num_samples: int) -> Tensor:
-        """The part of `result` for `num_samples` samples, with padding."""
-        view = self._results.get(num_samples)
-        if view is None:
-            view = self._results[num_samples] = self.result[: STAMP_WORDS + 2 * num_samples]
-        return view
 
 
 class Staging:
-    """Owns the slots, and the words on the device."""
+    """Owns the slots, and the words on the device. `results` are those of all slots, behind one that no slot has: the
+    result of a step that is captured."""
 
     def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int, max_num_samples: int) -> None:
         self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
@@ -63,13 +62,15 @@ class Staging:
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
         self.words = torch.zeros(self.capacity, dtype=torch.int32, device=device.where)
         self._fixed_words = self.words[: self._fixed]
-        self._free = deque(self._slot(device) for _ in range(NUM_SLOTS))
+        self._result_words = -(-result_words(max_num_samples) // RESULT_ALIGNMENT) * RESULT_ALIGNMENT
+        self.results = device.pinned((1 + NUM_SLOTS) * self._result_words, torch.int32)
+        self._free = deque(self._slot(device, (1 + i) * self._result_words) for i in range(NUM_SLOTS))
 
-    def _slot(self, device: Device) -> Slot:
+    def _slot(self, device: Device, result_at: int) -> Slot:
         words = device.pinned(self.capacity, torch.int32)
-        result = device.pinned(STAMP_WORDS + 2 * self._max_num_samples, torch.int32)
-        times = result.numpy()[:STAMP_WORDS].view(np.int64)
-        return Slot(words, words.numpy(), result, result.numpy(), times, device.event(), words[: self._fixed])
+        result = self.results.numpy()[result_at : result_at + self._result_words]
+        times = result[:STAMP_WORDS].view(np.int64)
+        return Slot(words, words.numpy(), result_at, result, times, device.event(), words[: self._fixed])
 
     @property
     def has_free(self) -> bool:
@@ -95,6 +96,7 @@ class Staging:
         words, most = slot.words_array, self._max_num_rows
         num, at = len(batch.rows), self._fixed
         words[_HEAD] = batch.num_tokens, num, len(batch.sampled), len(runs), at
+        words[_RESULT_AT] = slot.result_at
         for i, array in enumerate((batch.rows, batch.starts, batch.counts, batch.offsets, batch.sampled)):
             begin = HEADER + i * most
             words[begin : begin + len(array)] = array

@@ -14,6 +14,7 @@ MAX_ROWS, MAX_LEN, NUM_BLOCKS, MAX_STOPS = 9, 48, 3, 5
 MAX_SAMPLES = 30
 PADDING_ROW = MAX_ROWS
 POISON = 77
+RESULT_AT = 32
 
 
 class Machine:
@@ -68,7 +69,7 @@ class Machine:
             words[at : at + 3] = target, len(numbers), payload
             words[payload : payload + len(numbers)] = numbers
             at, payload = at + 3, payload + len(numbers)
-        words[ends.Head.TOKENS_AT] = payload
+        words[ends.Head.TOKENS_AT], words[ends.Head.RESULT_AT] = payload, RESULT_AT
         words[payload : payload + sum(counts)] = np.repeat(np.arange(len(entries)), counts)
 
 
@@ -161,8 +162,9 @@ def test_finish_appends_ids_and_ends_rows(seed: int) -> None:
     sampled_ids[0] = int(machine.stops[rows[0], 4])
     sampled_ids[1] = -1
     params, ids = machine.params.copy(), machine.ids.copy()
-    result = torch.full((ends.STAMP_WORDS + 16,), POISON, dtype=torch.int32)
-    ends.finish(result, sampled_ids, step, machine.rows, machine.words, machine.stamps)
+    results = torch.full((RESULT_AT + ends.result_words(8) + 4,), POISON, dtype=torch.int32)
+    ends.finish(results, sampled_ids, step, machine.rows, machine.words, machine.stamps)
+    result = results[RESULT_AT:]
     given, stopped = result[4:12].tolist(), result[12:20].tolist()
     for i, row in enumerate(rows):
         if params[row, Field.ENDED]:
@@ -178,6 +180,7 @@ def test_finish_appends_ids_and_ends_rows(seed: int) -> None:
     assert given[7] == ends.DEAD and not stopped[7]
     np.testing.assert_array_equal(machine.params, params)
     np.testing.assert_array_equal(machine.ids, ids)
+    assert (results[:RESULT_AT] == POISON).all() and (result[20:] == POISON).all(), "other results are not written"
     assert ends.times_of(result[: ends.STAMP_WORDS].zero_()) == (0, 0)
 
 
@@ -189,8 +192,9 @@ def test_finish_leaves_the_rows_to_the_host_if_it_verifies() -> None:
     step = machine.step(8, 4, 8)
     ends.prepare(step, machine.rows, machine.words, machine.stamps, MAX_ROWS, one_each=False)
     before = machine.rows.state.clone()
-    result = torch.full((ends.STAMP_WORDS + 16,), POISON, dtype=torch.int32)
+    results = torch.full((RESULT_AT + ends.result_words(8),), POISON, dtype=torch.int32)
     sampled_ids = torch.tensor([int(machine.stops[row, 0]), 8, -1, 9, 9, 9, 9, 9], dtype=torch.int32)
-    ends.finish(result, sampled_ids, step, machine.rows, machine.words, machine.stamps, appends=False)
+    ends.finish(results, sampled_ids, step, machine.rows, machine.words, machine.stamps, appends=False)
+    result = results[RESULT_AT:]
     assert result[4:12].tolist() == [*sampled_ids[:3].tolist(), *[ends.DEAD] * 5]
     assert not result[12:20].any() and torch.equal(machine.rows.state, before)

@@ -24,6 +24,8 @@ from tools.gpu_check.readings import Reading
 MAX_STOPS = 5
 VOCAB = 1000
 NO_ID = -1
+RESULT_AT = 32
+"""Offset of the step's result among others."""
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -59,7 +61,7 @@ class DeviceRows:
         at = ends.words_of(most, most)
         words = np.full(at + num_tokens, 10**8, np.int32)
         head = {"NUM_TOKENS": num_tokens, "NUM_ENTRIES": len(rows), "NUM_SAMPLES": len(sampled), "NUM_RUNS": 0}
-        for name, number in {**head, "RUNS_AT": at, "TOKENS_AT": at}.items():
+        for name, number in {**head, "RUNS_AT": at, "TOKENS_AT": at, "RESULT_AT": RESULT_AT}.items():
             words[ends.Head[name]] = number
         offsets = np.cumsum(counts) - counts
         tokens = (offsets + counts - 1)[sampled]
@@ -140,8 +142,12 @@ def _check_step(
 
     drawn = device_rows.random.integers(0, VOCAB // 10, num).astype(np.int32)
     drawn[device_rows.random.random(num) < 0.1] = NO_ID
-    result = torch.full((ends.STAMP_WORDS + 2 * num,), 10**8, dtype=torch.int32, device=gpu.device())
-    ends.finish(result, _send(drawn), step, device_rows.rows, words, stamps)
+    # In host memory, as in a server.
+    results = gpu.pinned(RESULT_AT + ends.result_words(num), torch.int32).fill_(10**8)
+    ends.finish(results, _send(drawn), step, device_rows.rows, words, stamps)
+    gpu.synchronize()
+    yield check_exact(f"no other result is written, {case}", bool((results[:RESULT_AT] == 10**8).all()))
+    result = results[RESULT_AT:]
     tokens, stops = np.full(len(sampled), ends.DEAD, np.int32), np.zeros(len(sampled), np.int32)
     for i, row in enumerate(rows[sampled].tolist()):
         if device_rows.params[row, Field.ENDED]:

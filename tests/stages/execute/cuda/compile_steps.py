@@ -132,7 +132,9 @@ def main() -> None:
             return torch.zeros(shape, dtype=torch.int32, device="meta")
 
         rows = RowState(ints(10**7), ints(257, NUM_FIELDS), ints(257, MAX_LEN), ints(257, 256), ints(257, 130))
-        steps = StepGraphs(device, model, rows, ints(1 << 16), MAX_ROWS, MAX_TOKENS, MAX_ROWS, ranks=link)
+        steps = StepGraphs(
+            device, model, rows, ints(1 << 16), ints(1 << 14), MAX_ROWS, MAX_TOKENS, MAX_ROWS, ranks=link
+        )
         shapes = StepShapes(MAX_ROWS, MAX_TOKENS, MAX_ROWS)
         if args.ahead:
             begun = time.perf_counter()
