@@ -72,6 +72,11 @@ class Device(ABC):
         """Pinned host memory for asynchronous copies. Zeros, [num]."""
 
     @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Enqueue a copy. One side may be pinned memory of the host: leave it alone until an event recorded after this
+        is over."""
+
+    @abstractmethod
     def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
         """An asynchronous copy in new device memory; complete before the next launch reads it."""
 
@@ -135,6 +140,9 @@ class Gpu(Device):
 
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num, dtype=dtype, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
     def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(array).pin_memory().to(self.where, non_blocking=True)
@@ -241,6 +249,9 @@ class Interpreted(Device):
 
     def pinned(self, num: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num, dtype=dtype)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
     def send(self, array: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(array.copy())

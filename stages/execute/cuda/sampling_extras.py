@@ -148,8 +148,8 @@ class SamplingExtras:
             its = np.flatnonzero(entry == entry[sample])
             words[its], masked[its] = 0, 1
             errors[int(rows[entry[sample]])] = why
-        self._masks[: len(words)].copy_(torch.from_numpy(words.view(np.int32)), non_blocking=True)
-        self._masked[:num_samples].copy_(self._masked_on_host[:num_samples], non_blocking=True)
+        self._device.copy(self._masks[: len(words)], torch.from_numpy(words.view(np.int32)))
+        self._device.copy(self._masked[:num_samples], self._masked_on_host[:num_samples])
         return errors
 
     def sample_with_logprobs(

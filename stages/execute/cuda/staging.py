@@ -56,7 +56,7 @@ class Staging:
     result of a step that is captured."""
 
     def __init__(self, device: Device, max_num_rows: int, max_num_tokens: int, max_num_samples: int) -> None:
-        self._max_num_rows, self._max_num_samples = max_num_rows, max_num_samples
+        self._device, self._max_num_rows = device, max_num_rows
         self._fixed = words_of(max_num_rows, max_num_samples)
         # Room for the tokens of the largest step, and as much for changes. Further changes are sent before the step.
         self.capacity = 1 << (self._fixed + 2 * max_num_tokens + 4096 - 1).bit_length()
@@ -120,9 +120,9 @@ class Staging:
 
     def _copy(self, slot: Slot, num: int) -> None:
         if num == self._fixed:
-            self._fixed_words.copy_(slot.fixed, non_blocking=True)
+            self._device.copy(self._fixed_words, slot.fixed)
         else:
-            self.words[:num].copy_(slot.words[:num], non_blocking=True)
+            self._device.copy(self.words[:num], slot.words[:num])
 
 
 def num_words(runs: list[Run]) -> int:
