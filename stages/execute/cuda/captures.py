@@ -3,8 +3,11 @@
     before    every kernel that a request can need, and the graphs of the first requests
     idle      the graphs of the other shapes, most useful first
 
-A kernel takes more than a second to compile, a graph a few milliseconds to capture. So a request may have to wait for a
-graph, but not for a kernel.
+A kernel takes a fifth of a second or more to compile, a graph some milliseconds to capture. So a request may have to
+wait for a graph, but not for a kernel.
+
+All ranks do the same in the same order, because collective operations come with the launches, also where these only
+compile.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,7 +50,7 @@ class Captures:
 
     def capture_first(self) -> None:
         """Compile all kernels, and capture the graphs that first requests need: some decode sizes, and the smallest and
-        the largest step with a prompt, which together have the kernels of all steps.
+        the largest step with a prompt.
 
         Ranks capture all: they have no time of their own later, see `capture_more`.
         """
@@ -77,8 +80,7 @@ class Captures:
 
     def _first(self) -> list[PaddedStepShape]:
         shapes = self._shapes
-        prompts = [shapes.mix(size, 1, 1) for size in {shapes.mixed[0]: 0, shapes.mixed[-1]: 0}]
-        return [*shapes.first(), *prompts, *shapes.verifying()[:NUM_FIRST_VERIFYING]]
+        return [*shapes.first(), *shapes.first_mixes(), *shapes.verifying()[:NUM_FIRST_VERIFYING]]
 
     def _compile(self) -> None:
         """Make the launches of steps of all kinds."""

@@ -73,8 +73,8 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy. One side may be pinned memory of the host: leave it alone until an event recorded after this
-        is over."""
+        """Enqueue a copy in the current stream. One side may be pinned memory of the host: leave it alone until an
+        event that is recorded after this is over."""
 
     @abstractmethod
     def send(self, array: "np.ndarray[Any, Any]") -> Tensor:

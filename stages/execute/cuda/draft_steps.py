@@ -97,8 +97,7 @@ class DraftSteps:
 
     def capture_first(self) -> None:
         """Capture the graphs that first requests need."""
-        prompts = (self._shapes.mix(size, 1, 1) for size in (self._shapes.mixed[0], self._shapes.mixed[-1]))
-        for shape in (*self._shapes.first(), *prompts):
+        for shape in (*self._shapes.first(), *self._shapes.first_mixes()):
             self._graphs.get(replace(shape, verifies=True), CapturedStepKind.SAMPLE)
 
     def hidden_states(self, step: DraftStep) -> HiddenStates:

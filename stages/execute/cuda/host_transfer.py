@@ -151,7 +151,7 @@ class BlockCopier:
             buffer.computed.wait()
             self._begin()
             for begin, end, place in self._ranges(slots):
-                self._swap[place : place + end - begin].copy_(buffer.packed[begin:end], non_blocking=True)
+                self._device.copy(self._swap[place : place + end - begin], buffer.packed[begin:end])
             buffer.copied.record()
 
     def _in(self, slots: list[int], blocks: list[int]) -> None:
@@ -161,7 +161,7 @@ class BlockCopier:
             buffer.computed.wait()
             self._begin()
             for begin, end, place in self._ranges(slots):
-                buffer.packed[begin:end].copy_(self._swap[place : place + end - begin], non_blocking=True)
+                self._device.copy(buffer.packed[begin:end], self._swap[place : place + end - begin])
             buffer.copied.record()
         buffer.copied.wait()
         copy.scatter(self._memory, self._sent(blocks), buffer.packed)

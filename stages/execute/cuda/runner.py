@@ -192,7 +192,6 @@ class CudaRunner:
             max_num_seqs,
             has_adapters=lora is not None,
         )
-        self.capture_graphs, self.capture_more = self._captures.capture_first, self._captures.capture_more
         self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
@@ -201,6 +200,14 @@ class CudaRunner:
     @property
     def name(self) -> str:
         return f"triton, {self.device.name}"
+
+    def capture_graphs(self) -> None:
+        """Compile all kernels and capture the first graphs, before the server is ready."""
+        self._captures.capture_first()
+
+    def capture_more(self) -> bool:
+        """Capture one more graph, while the stage is idle. Returns False if nothing is left."""
+        return self._captures.capture_more()
 
     def logits(self) -> LogitArray:
         """Logits of the last launched step, [max_num_samples, V] float32. Waits for it."""

@@ -94,9 +94,12 @@ class StepShapes:
 
     def compiled(self) -> list[PaddedStepShape]:
         """Shapes that together have the kernels of all steps without proposed ids."""
-        mixed = self.mixes(1)
-        few = [shape for shape in (*self._decodes, *mixed) if shape.num_tokens <= MAX_TOKENS_OF_MATMULS]
-        return list(dict.fromkeys((*few, self._decodes[-1], mixed[0], mixed[-1])))
+        few = [shape for shape in (*self._decodes, *self.mixes(1)) if shape.num_tokens <= MAX_TOKENS_OF_MATMULS]
+        return list(dict.fromkeys((*few, self._decodes[-1], *self.first_mixes())))
+
+    def first_mixes(self) -> list[PaddedStepShape]:
+        """The smallest and the largest shape of a step with few prompts."""
+        return [self.mix(size, 1, 1) for size in (self.mixed[0], self.mixed[-1])]
 
     def first(self) -> list[PaddedStepShape]:
         """The shapes to capture before the server is ready, largest first, because they share memory."""

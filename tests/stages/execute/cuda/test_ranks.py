@@ -17,6 +17,7 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.rank_group import RankLateError, RankPlace
 from pipeline.stages.execute.cuda import rank_link, ranks
+from pipeline.stages.execute.cuda.device import Calls, Device, Interpreted
 from pipeline.stages.execute.cuda.rank_board import RankBoard
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.stages.execute import checkpoints, tiny_architectures
@@ -109,6 +110,32 @@ def test_long_steps_and_what_rank_0_samples_alone(tmp_path: Path, monkeypatch: p
                 np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
         # Graphs are captured by steps only, never by a rank alone.
         assert ours.runner.ranks[1].capture_more() is False
+    finally:
+        ours.runner.close()
+
+
+def test_all_ranks_capture_the_same_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches run once when they are captured, with their collective operations, as on a GPU. A rank that did others
+    would wait in vain."""
+    folder, config = _folder(tmp_path, num_heads=4), on_device(max_num_seqs=4, tokens=8)
+    expected, ours = CudaDriver(folder, config), CudaRankDriver(folder, config, 2)
+    captured: list[Device] = []
+
+    def graph(device: Interpreted, calls: Calls) -> Calls:
+        captured.append(device)
+        calls()
+        return calls
+
+    monkeypatch.setattr(Interpreted, "graph", graph)
+    monkeypatch.setattr(Interpreted, "captures_graphs", True)
+    try:
+        ours.runner.on_all(CudaRunner.capture_graphs)
+        nums = [captured.count(rank.device) for rank in ours.runner.ranks]
+        assert nums[0] == nums[1] > 10
+        options = m.GenerationOptions(temperature=0.9, top_k=50, seed=1, repetition_penalty=1.2, ignore_eos=True)
+        assert ours.generate(PROMPTS, 2, options=options) == expected.generate(PROMPTS, 2, options=options)
+        assert ours.generate(PROMPTS, 2) == expected.generate(PROMPTS, 2)
+        assert [captured.count(rank.device) for rank in ours.runner.ranks] == nums, "the steps have captured nothing"
     finally:
         ours.runner.close()
 
