@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -66,29 +67,33 @@ def write_prepared(folder: Path, config: ModelConfig, seed: int) -> ModelConfig:
     return config
 
 
+def transformers_sizes(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a transformers config for these sizes."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 def write_checkpoint(folder: Path, config: ModelConfig, seed: int) -> None:
     """Write a folder like those on the Hugging Face hub, for a server to prepare."""
     from transformers import LlamaConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, config, seed)
-    LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_embeddings,
-        bos_token_id=1,
-        eos_token_id=2,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    ).save_pretrained(folder)
+    more = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    LlamaConfig(**transformers_sizes(config), **more).save_pretrained(folder)
     synthetic_tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
 
 
@@ -100,25 +105,12 @@ def prepared_mixture(folder: Path, config: ModelConfig, seed: int) -> Path:
     from pipeline.config.settings import Settings
     from pipeline.stages.prepare.stage import prepare
 
-    source, vocab_size = folder / "source", max(256, config.vocab_size)
+    source = folder / "source"
+    config = msgspec.structs.replace(config, vocab_size=max(256, config.vocab_size))  # the tokenizer has all bytes
     torch.manual_seed(seed)
-    sizes = MixtralConfig(
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.1,
-    )
-    MixtralForCausalLM(sizes).save_pretrained(source)
-    synthetic_tokenizer(vocab_size).save(str(source / "tokenizer.json"))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1}
+    MixtralForCausalLM(MixtralConfig(**transformers_sizes(config), **experts)).save_pretrained(source)
+    synthetic_tokenizer(config.vocab_size).save(str(source / "tokenizer.json"))
     settings = msgspec.structs.replace(Settings(), model=str(source), cache_dir=str(folder / "cache"))
     return prepare(settings)
 
@@ -148,21 +140,8 @@ def write_eagle_head(folder: Path, config: ModelConfig, seed: int) -> None:
     """Write a random EAGLE head for a Llama, as vLLM reads it."""
     folder.mkdir(parents=True)
     hidden = config.hidden_size
-    head = {
-        "architectures": ["EagleLlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
+    kind = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}
+    head = {**transformers_sizes(config), **kind, "num_hidden_layers": 1, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(head))
     generator = torch.Generator().manual_seed(seed)
     begin = "model.layers.0."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -94,3 +95,11 @@ def pretend() -> PretendDriver:
     driver = PretendDriver()
     triton.runtime.driver.set_active(driver)
     return driver
+
+
+def pretend_h100() -> None:
+    """From now on, torch says that its GPU is an H100."""
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment, misc]
+        multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
+    )
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)

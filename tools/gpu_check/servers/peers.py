@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from pipeline.runtime.model_folder import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
+from tools.gpu_check.models import transformers_sizes
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, TINY
 
@@ -61,23 +63,8 @@ def _make(config: ModelConfig, num_positions: int) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    shape = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=max(2048, num_positions),
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_embeddings,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        attn_implementation="sdpa",
-    )
+    config = msgspec.structs.replace(config, max_position=max(2048, num_positions))
+    shape = LlamaConfig(**transformers_sizes(config), pad_token_id=0, attn_implementation="sdpa")
     with gpu.device():
         return AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
 

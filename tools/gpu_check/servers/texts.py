@@ -103,7 +103,7 @@ def _small(context: Context, dtype: str, *, early: bool = False) -> Iterator[Rea
         lengths = (61, 50, 17, 1) if context.interpreted else (211, 90, 130, 64, 49, 33, 17, 16, 1)
         prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in lengths]
         num_new = 2 if context.interpreted else 24
-        yield from compare(context, folder, config, dtype, prompts, num_new, early=early)
+        yield from _compare(context, folder, config, dtype, prompts, num_new, early=early)
 
 
 def _given(context: Context) -> Iterator[Reading]:
@@ -114,10 +114,10 @@ def _given(context: Context) -> Iterator[Reading]:
     config = ModelConfig.load(folder)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, config.vocab_size, length).tolist() for length in (120, 70, 33, 7)]
-    yield from compare(context, folder, config, "bfloat16", prompts, num_new=24)
+    yield from _compare(context, folder, config, "bfloat16", prompts, num_new=24)
 
 
-def compare(
+def _compare(
     context: Context,
     folder: Path,
     config: ModelConfig,

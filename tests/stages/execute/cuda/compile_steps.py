@@ -8,7 +8,6 @@ Run this without TRITON_INTERPRET. Tensors have no memory, so a model may have a
 import argparse
 import time
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.rank_link import OneShot, RankLink
 from pipeline.stages.execute.cuda.step_shapes import StepShapes
 from pipeline.stages.execute.models.registry import build_program
-from tests.kernels.triton.pretending import pretend
+from tests.kernels.triton.pretending import pretend, pretend_h100
 from tools.gpu_check.shapes import LLAMA_1B, LLAMA_8B
 
 SHAPES = SMALL | {"llama-1b": LLAMA_1B, "llama-8b": LLAMA_8B}
@@ -107,10 +106,7 @@ def main() -> None:
     driver = pretend()
     launches: Counter[str] = Counter()
     driver.launched = launches.update
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment, misc]
-        multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
-    )
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    pretend_h100()
     # There are no values to check.
     quantize._half = lambda numbers: numbers.half()
     for name in args.shapes:

@@ -29,7 +29,7 @@ from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from tests.kernels.triton.pretending import pretend
+from tests.kernels.triton.pretending import pretend, pretend_h100
 from tests.lora.random_adapters import write_adapter
 from tests.stages.execute import checkpoints, test_eagle, test_eagle3, tiny_architectures
 from tests.stages.execute.cuda.test_eagle import settings_of as eagle_settings
@@ -88,10 +88,7 @@ class Variants:
     def __init__(self) -> None:
         self.names: list[str] = []
         pretend()
-        torch.cuda.get_device_properties = lambda device: SimpleNamespace(  # type: ignore[assignment, misc]
-            multi_processor_count=132, major=9, minor=0, name="NVIDIA H100"
-        )
-        torch.cuda.get_device_capability = lambda device=None: (9, 0)
+        pretend_h100()
         self._caches: list[dict[Any, Any]] = []
         triton.JITFunction._do_compile = self._note_of()
 

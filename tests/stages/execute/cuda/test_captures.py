@@ -14,6 +14,7 @@ from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.driver import make_step, row_add, take
+from tools.gpu_check.servers.in_flight import FakeMasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
@@ -44,19 +45,12 @@ class Capturing(Interpreted):
         return calls
 
 
-class StepMasks:
-    """Replaces `Runner.masks`: row r may only sample ids that are r modulo 3, and each step other ones."""
+class StepMasks(FakeMasks):
+    """Row r may only sample ids that are r modulo 3, and each step other ones."""
 
-    def __init__(self, runner: Any) -> None:
-        self.words = np.zeros_like(runner.masks.words)
+    def __init__(self, words: "np.ndarray[Any, np.dtype[np.uint32]]") -> None:
+        super().__init__(words)
         self.num_requests = 0
-        self.close = runner.masks.close
-
-    def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
-        pass
-
-    def drop(self, rows: Any) -> None:
-        pass
 
     def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
         self.num_requests += 1
@@ -67,18 +61,13 @@ class StepMasks:
         self.words[: len(rows)] = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
         return np.flatnonzero(rows >= 0)
 
-    def is_done(self) -> bool:
-        return True
-
-    def take_failed(self) -> dict[int, str]:
-        return {}
-
 
 def results_of(settings: Settings, folder: Path, device: Interpreted, options: dict[str, Any]) -> list[Any]:
     """Ids and logprobs of rows with these options, after one without, two steps in flight. Rows come one by one, so
     that new sizes and kinds of samplers are captured while rows are there."""
     runner: Any = CudaRunner(settings, folder, device=device)
-    masks = StepMasks(runner)
+    masks: Any = StepMasks(runner.masks.words)
+    runner.masks.close()
     runner.masks = runner._changes._masks = masks
     done: list[Any] = []
     runner.publish = lambda launched_step, sampled: done.append((sampled.ids.tolist(), bytes(sampled.token_outputs)))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.driver import make_step, row_add, take
+from tools.gpu_check.servers.in_flight import FakeMasks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
@@ -32,8 +32,8 @@ WAYS: list[dict[str, Any]] = [
     {"stop_token_ids": list(range(3, 300, 7))},
     {"temperature": 0.9, "top_k": 40, "min_p": 0.01},
     {"temperature": 0.8, "repetition_penalty": 1.5, "bias_ids": [17], "bias_values": [3.0]},
-    {"compiled_grammar": "of LastIdMasks"},
-    {"compiled_grammar": "of LastIdMasks", "temperature": 1.2, "top_p": 0.9},
+    {"compiled_grammar": "of FakeMasks"},
+    {"compiled_grammar": "of FakeMasks", "temperature": 1.2, "top_p": 0.9},
 ]
 
 
@@ -101,36 +101,12 @@ class Queued(Interpreted):
         self.run_until(self.num_enqueued)
 
 
-class LastIdMasks:
-    """Replaces `Masks`. A row's mask depends on its last id, and is written to the same memory at each request."""
-
-    forces = False
-
-    def __init__(self, runner: Any) -> None:
-        self.words = runner.masks.words
-        self.close = runner.masks.close
-        self._rows: set[int] = set()
-
-    def add(self, row: int, options: m.GenerationOptions, num_prompt: int) -> None:
-        self._rows.add(row)
-
-    def drop(self, rows: Any) -> None:
-        self._rows -= set(rows.tolist())
+class OverwritingMasks(FakeMasks):
+    """A row's mask depends on its last id. Each request overwrites all masks of the one before."""
 
     def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
-        self.words[:] = np.random.default_rng(1).integers(0, 2**32, self.words.shape, np.uint32)
-        places = [place for place, row in enumerate(rows.tolist()) if row in self._rows]
-        for place in places:
-            last = int(ids[rows[place], num_ids[rows[place]] - 1])
-            chance = np.random.default_rng(last)
-            self.words[place] = chance.integers(0, 2**32, self.words.shape[1], np.uint32) | (1 << last % 32)
-        return np.array(places, np.int64)
-
-    def is_done(self) -> bool:
-        return True
-
-    def take_failed(self) -> dict[int, str]:
-        return {}
+        self.words[:] = 1
+        return super().request(rows, ids, num_ids, num_drafts)
 
 
 def plan(seed: int) -> list[m.Step]:
@@ -183,7 +159,9 @@ def run(runner: Any, steps: list[m.Step], depth: int) -> list[Any]:
 def test_steps_in_flight_return_what_each_alone_does(slight_dir: Path, seed: int) -> None:
     device = Queued(seed)
     runner: Any = CudaRunner(on_device(max_num_seqs=NUM_ROWS, tokens=BUDGET), slight_dir, device=device)
-    runner.masks = runner._changes._masks = LastIdMasks(runner)
+    masks: Any = OverwritingMasks(runner.masks.words)
+    runner.masks.close()
+    runner.masks = runner._changes._masks = masks
     runner._captures._compile = lambda: None  # kernels are interpreted
     runner.capture_graphs()
     while runner.capture_more():
