@@ -116,7 +116,7 @@ def test_long_steps_and_what_rank_0_samples_alone(tmp_path: Path, monkeypatch: p
 
 def test_all_ranks_capture_the_same_in_the_same_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches run once when they are captured, with their collective operations, as on a GPU. A rank that did others
-    would wait in vain."""
+    would wait until a timeout."""
     folder, config = _folder(tmp_path, num_heads=4), on_device(max_num_seqs=4, tokens=8)
     expected, ours = CudaDriver(folder, config), CudaRankDriver(folder, config, 2)
     captured: list[Device] = []
