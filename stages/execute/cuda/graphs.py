@@ -100,7 +100,7 @@ class StepGraphs:
         self.sampled_ids = ints(max_num_samples)
         self.scratch = sample.SamplingScratch(max_num_samples, model.logits.shape[1], where)
         self.apply_processors: ApplyProcessors | None = None
-        """None where nothing is sampled: on all ranks but the first."""
+        """None where they do not apply: on all ranks but the first, and to proposed ids."""
         self._captured: dict[tuple[PaddedStepShape, CapturedStepKind], CapturedStep] = {}
         self._samplers: dict[SamplerKind, Calls] = {}
 

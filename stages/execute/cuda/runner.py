@@ -39,7 +39,7 @@ from pipeline.stages.execute.cuda.ranks import Join, busy
 from pipeline.stages.execute.cuda.results import ResultReader
 from pipeline.stages.execute.cuda.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.sampling_extras import SamplingExtras
+from pipeline.stages.execute.cuda.sampling_extras import SPIN_S, SamplingExtras
 from pipeline.stages.execute.cuda.staging import Run, Staging
 from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.draft_model import draft_block_bytes
@@ -67,9 +67,6 @@ SEPARATE_SAMPLING = (
 
 PROCESSORS = SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK
 """Features that change logits before an id is sampled."""
-
-SPIN_S = 1e-3
-"""For so long, a wait for ids that masks need does not sleep: waking up takes 60 µs."""
 
 
 class CudaRunner:

@@ -36,8 +36,8 @@ from pipeline.stages.execute.rows import RowTable
 PADDING_ROW = -1
 """Stands for a row that needs no mask."""
 SPIN_S = 1e-3
-"""For so long, a wait for grammar masks does not sleep: waking up takes as long as the masks of a few rows. It yields
-its core to any process that wants it."""
+"""For so long, the waits for grammar masks and for the ids that they need do not sleep, because waking up takes 60 µs.
+They yield their core to any process that wants it."""
 POLL_S = 50e-6
 """Poll interval for grammar masks that take longer."""
 
