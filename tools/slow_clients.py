@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.stages.gateway.http import descriptors  # noqa: E402
+from pipeline.http_server import descriptors  # noqa: E402
 from tests.stages.gateway.crowd import open_gate, serve_crowd  # noqa: E402
 
 

@@ -1,104 +1,24 @@
-"""Errors as clients see them: in OpenAI's shape, with readable messages for the decoder's errors."""
+"""Errors as clients see them, with readable messages for the decoder's errors."""
 
 import functools
 import math
 import re
 from collections.abc import Iterator
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from msgspec import inspect as types
 
-RETRY_AFTER_S = 1
-"""Retry-After of a 503 without an estimate."""
-MAX_SHOWN_CHARS = 200
-"""Longest client text that an error repeats."""
+from pipeline.http_server.errors import MAX_SHOWN_CHARS as MAX_SHOWN_CHARS
+from pipeline.http_server.errors import ApiError as ApiError
+from pipeline.http_server.errors import ErrorBody as ErrorBody
+from pipeline.http_server.errors import invalid as invalid
+from pipeline.http_server.errors import overloaded as overloaded
+from pipeline.http_server.errors import shown as shown
+from pipeline.http_server.errors import unsupported as unsupported
+
 MAX_SEARCHED_VALUES = 100_000
 """Values of an invalid body that are searched for the wrong one. The search blocks the event loop."""
-
-
-def shown(text: str) -> str:
-    """Truncate client text for an error message."""
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
-
-
-class ErrorFields(msgspec.Struct, frozen=True):
-    """The error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """Every error has this shape."""
-
-    error: ErrorFields
-
-
-class ApiError(Exception):
-    """An error reply. `param` is the path of the invalid field, such as `messages[0].content`."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int = RETRY_AFTER_S,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-
-    @property
-    def text(self) -> str:
-        """The message, for shapes without `param`: it names the field."""
-        is_named = self.param is None or f"'{self.param}" in self.message
-        return self.message if is_named else f"{self.param}: {self.message}"
-
-    def json(self) -> bytes:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, kind, self.param, self.code)))
-
-
-def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400 for an invalid field."""
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
-
-
-def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """503"""
-    message = f"the server is overloaded: {why}"
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded", retry_after_s=retry_after_s)
-
-
-ENCODINGS = ("identity", "gzip", "deflate")
-"""Supported values of Content-Encoding."""
-
-
-def unsupported_encoding(encoding: str) -> ApiError:
-    """415"""
-    what = f"the Content-Encoding '{shown(encoding)}'" if encoding else "this Content-Encoding"
-    message = f"{what} is not supported: use {', '.join(ENCODINGS)}"
-    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding")
-
-
-def unsupported(param: str, what: str = "") -> ApiError:
-    """400 for a field of the OpenAI API that this server does not support: it is never silently ignored."""
-    return invalid(param, f"'{param}' is not supported by this server{': ' + what if what else ''}", "unsupported")
-
-
-# -------------------------------------------------------------------------------------------------- decoder errors
 
 _TYPES = {
     "int": "an integer",

@@ -6,18 +6,20 @@ client ◄──SSE─── response_writer ◄──wake── ResultHandler �
 
 import asyncio
 import contextlib
-import logging
 import socket
 import time
 from http import HTTPStatus
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 import uvloop
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.client.connection.zmq_address import address_of
+from pipeline.http_server import descriptors
+from pipeline.http_server.guard import OPEN_PATHS
+from pipeline.http_server.listener import HttpListener
+from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rules import ListenerRules
 from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
@@ -31,12 +33,7 @@ from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import descriptors
 from pipeline.stages.gateway.http.app import Api
-from pipeline.stages.gateway.http.guard import OPEN_PATHS, require_allowed_origin, require_key
-from pipeline.stages.gateway.http.listener import MAX_HEADERS, HttpListener
-from pipeline.stages.gateway.http.origins import OriginPolicy
-from pipeline.stages.gateway.http.refusal_log import RefusalLog
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
@@ -51,10 +48,6 @@ FAIL_S = 1.5
 LINGER_S = 1.0
 """A gateway that leaves accepts connections for this long: the kernel gives new ones to others, and these are those
 whose handshake had begun."""
-CLOSE_S = 1.0
-"""Time for responses to end after `Stop`."""
-IDLE_CONNECTION_S = 300.0
-"""Keep-alive time of idle connections."""
 
 
 def run(launch: m.Launch) -> None:
@@ -111,7 +104,8 @@ class GatewayStage:
         self._refusal_log = RefusalLog(stage.log)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
-        self._site: HttpListener
+        self._http: list[HttpListener] = []
+        """That for clients, then the admin listener."""
         fd = stage.launch.keys_fd
         self._keys = Keys.inherited(fd) if fd >= 0 else None
         self._zmq_server: ZmqServer | None = None
@@ -124,37 +118,11 @@ class GatewayStage:
         """Listen, report that the stage is ready, and handle messages until `Stop`."""
         if self._stage.launch.facts is not None:  # it replaces a gateway, and connections wait
             self._take_requests(self._stage.launch.facts)
-        options: dict[str, Any] = {"access_log": None, "logger": _http_log(), "keepalive_timeout": IDLE_CONNECTION_S}
-        max_header_bytes = self._stage.settings.limits.max_header_bytes
-        options |= {"max_line_size": max_header_bytes, "max_field_size": max_header_bytes, "max_headers": MAX_HEADERS}
-        has_admin = self._stage.launch.admin_fd >= 0
-        runner = await self._runner(self._api.app(has_admin_routes=not has_admin), options)
-        admin = await self._runner(self._api.admin_app(), options)
-        assert runner.server is not None and admin.server is not None
-        is_replaying = self._stage.replay_context.is_replaying
-        # A replay has no listener, and the machine that replays may not have the files.
-        tls = None if is_replaying else server_context(self._stage.settings.gateway)
-        handle, cors = runner.server.request_handler, self._api.cors
-        if self._keys is not None:
-            page_paths = files.paths() if self._stage.settings.gateway.page else ()
-            open_paths = frozenset((*(() if has_admin else OPEN_PATHS), *page_paths))
-            runner.server.request_handler = cors.wrap(require_key(handle, self._keys, open_paths))
-        else:
-            gateway = self._stage.settings.gateway
-            policy = OriginPolicy(gateway, "http" if tls is None else "https")
-            runner.server.request_handler = cors.wrap(require_allowed_origin(handle, policy), policy.check)
-            admin.server.request_handler = require_allowed_origin(admin.server.request_handler, OriginPolicy(gateway))
-        for server in (runner.server, admin.server):
-            server.request_handler = self._refusal_log.wrap(server.request_handler)
-        if is_replaying:
+        if self._stage.replay_context.is_replaying:  # no client connects
             ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
         else:
-            listener = socket.socket(fileno=self._stage.launch.listen_fd)
-            self._http_port = listener.getsockname()[1]
-            self._site = HttpListener(runner, listener, options, tls)
-            await self._site.start()
-            if has_admin:
-                await HttpListener(admin, socket.socket(fileno=self._stage.launch.admin_fd), options).start()
+            for listener in self._listeners():
+                await listener.start()
         inbox: AsyncInbox[m.GatewayInbox] = AsyncInbox(self._stage.inbox)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -171,16 +139,37 @@ class GatewayStage:
             await self._api.responses.wait_closed()
             if self._zmq_server is not None:
                 self._zmq_server.close()
-            await runner.cleanup()
-            await admin.cleanup()
+            for listener in self._http:
+                await listener.cleanup()
             if self._zmq_server is not None:
                 await self._zmq_server.wait_closed()
             inbox.close()
 
-    async def _runner(self, app: web.Application, options: dict[str, Any]) -> web.AppRunner:
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **options)
-        await runner.setup()
-        return runner
+    def _listeners(self) -> list[HttpListener]:
+        """The HTTP listeners: the one for clients, and the admin listener if there is one."""
+        launch, settings = self._stage.launch, self._stage.settings
+        gateway = settings.gateway
+        has_admin = launch.admin_fd >= 0
+        tls = server_context(gateway)
+        page_paths = files.paths() if gateway.page else ()
+        rules = ListenerRules.main(
+            gateway,
+            self._refusal_log,
+            keys=self._keys,
+            open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
+            cors=self._api.cors,
+            scheme="http" if tls is None else "https",
+        )
+        max_header_bytes = settings.limits.max_header_bytes
+        sock = socket.socket(fileno=launch.listen_fd)
+        self._http_port = sock.getsockname()[1]
+        app = self._api.app(has_admin_routes=not has_admin)
+        self._http.append(HttpListener(app, sock, rules, max_header_bytes=max_header_bytes, tls=tls))
+        if has_admin:
+            sock = socket.socket(fileno=launch.admin_fd)
+            rules = ListenerRules.admin(gateway, self._refusal_log)
+            self._http.append(HttpListener(self._api.admin_app(), sock, rules, max_header_bytes=max_header_bytes))
+        return self._http
 
     def _zmq_addresses(self) -> list[str]:
         """Of all gateways; empty if gateway.zmq is off."""
@@ -341,7 +330,7 @@ class GatewayStage:
             self._fail_zmq_requests(error)
             await self._idle_within(FAIL_S)
         if self._readiness.failure is None:  # else keep answering with the reason
-            await self._site.stop()
+            await self._http[0].stop()
         self._stage.supervisor.send(m.Drained())
 
     async def _idle_within(self, timeout_s: float) -> bool:
@@ -350,18 +339,3 @@ class GatewayStage:
                 await self._requests.idle()
                 return True
         return False
-
-
-class _IgnoreClientErrors(logging.Filter):
-    """Drops log records of requests that are not valid HTTP or can't be decompressed: their clients get an error."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
-
-
-def _http_log() -> logging.Logger:
-    log = logging.getLogger("pipeline.http")
-    if not log.filters:
-        log.addFilter(_IgnoreClientErrors())
-    return log

@@ -8,18 +8,17 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.http_server.anthropic_errors import MessagesErrorBody
+from pipeline.http_server.error_responses import is_anthropic
+from pipeline.http_server.ollama_errors import OllamaErrorBody, is_ollama
 from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.errors import ErrorBody
-from pipeline.stages.gateway.http.error_responses import is_anthropic
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.parsing import TAG
-from pipeline.stages.gateway.ollama.types import OllamaErrorBody
 from pipeline.stages.gateway.parsing.conversation import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
-from pipeline.stages.gateway.replies.anthropic.types import MessagesErrorBody
 from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
 from pipeline.version import VERSION
 

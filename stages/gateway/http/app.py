@@ -12,6 +12,13 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server import body_reader, request_ids
+from pipeline.http_server.body_reader import BodyReader, BodyTimeout
+from pipeline.http_server.cors import Cors
+from pipeline.http_server.error_responses import REQUEST_ID, error_response
+from pipeline.http_server.expect import answer_expect
+from pipeline.http_server.guard import current_scope
+from pipeline.http_server.ollama_errors import is_ollama
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.admin import health, pipeline_state
@@ -31,17 +38,12 @@ from pipeline.stages.gateway.admin.server_info import (
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import body_reader, middleware, response_writer
-from pipeline.stages.gateway.http.body_reader import BodyReader, BodyTimeout
-from pipeline.stages.gateway.http.cors import Cors
-from pipeline.stages.gateway.http.error_responses import REQUEST_ID, error_response
-from pipeline.stages.gateway.http.guard import current_scope
+from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama.errors import is_ollama
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.page import files
-from pipeline.stages.gateway.parsing import parse, request_ids, resumption
+from pipeline.stages.gateway.parsing import parse, resumption
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
@@ -132,7 +134,7 @@ class Api:
         return [self._def_of(route) for route in ROUTES if route.is_admin]
 
     def _def_of(self, route: Route) -> web.RouteDef:
-        expect = self._expect_call if route.opens_request else middleware.answer_expect
+        expect = self._expect_call if route.opens_request else answer_expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
         return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=expect, **options)
@@ -249,7 +251,7 @@ class Api:
             refusal = error_response(http_request, error)
             refusal.force_close()  # the client may send the body before it reads this
             return refusal
-        return await middleware.answer_expect(http_request)
+        return await answer_expect(http_request)
 
     async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
         """Read and parse the body within the server's deadline."""

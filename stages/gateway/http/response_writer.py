@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.runtime import suspension
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints

@@ -12,9 +12,9 @@ from typing import Any, assert_never
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from pipeline.http_server.ollama_errors import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.ollama.errors import error_json
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed
 from pipeline.stages.gateway.ollama.types import (

@@ -23,12 +23,6 @@ Thinking = Annotated[str, Meta(description="The reasoning before the content.")]
 Logprobs = Annotated[list[TokenLogprob], Meta(description="With logprobs: one entry for each token.")]
 
 
-class OllamaErrorBody(msgspec.Struct):
-    """Errors of Ollama's API have this shape."""
-
-    error: Annotated[str, Meta(description="It names the invalid field.")]
-
-
 class OllamaFunction(msgspec.Struct):
     index: Annotated[int, Meta(description="Index of the call in the message.")]
     name: str

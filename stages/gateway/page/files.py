@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from pipeline.http_server.guard import PAGE, PAGE_PREFIX
+
 FOLDER = Path(__file__).parent / "static"
 INDEX = "index.html"
-PREFIX = "/page/"
-"""Where the files besides the index are."""
 
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
@@ -53,8 +53,8 @@ class PageFile(msgspec.Struct, frozen=True):
 @functools.cache
 def paths() -> dict[str, Path]:
     """The files by their paths on the server."""
-    found = {PREFIX + path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
-    found["/"] = Path(found.pop(PREFIX + INDEX))
+    found = {PAGE_PREFIX + path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
+    found[PAGE] = Path(found.pop(PAGE_PREFIX + INDEX))
     return found
 
 

@@ -6,9 +6,9 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid
-from pipeline.stages.gateway.parsing import request_ids
 from pipeline.stages.gateway.parsing.bodies import TruncationSide, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parse import check_model, priority_of

@@ -10,9 +10,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing import request_ids
 from pipeline.stages.gateway.parsing.beam_search import check_grammar, with_beam_search
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,

@@ -5,10 +5,11 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid
-from pipeline.stages.gateway.parsing import request_ids, zmq_fields
+from pipeline.stages.gateway.parsing import zmq_fields
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.bodies import ParamsBody, Prediction
 from pipeline.stages.gateway.parsing.conversation import calls_grammar

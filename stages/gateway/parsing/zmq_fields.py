@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.conversation import (
@@ -20,7 +21,6 @@ from pipeline.stages.gateway.parsing.conversation import (
     ToolCallParam,
     chat_prompt,
 )
-from pipeline.stages.gateway.parsing.json_depth import check_depth
 from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputsParam
 
 NULL = Raw(b"null")

@@ -10,11 +10,11 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.error_responses import REQUEST_ID
+from pipeline.http_server.guard import current_scope
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
-from pipeline.stages.gateway.http.error_responses import REQUEST_ID
-from pipeline.stages.gateway.http.guard import current_scope
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request

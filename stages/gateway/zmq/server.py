@@ -19,12 +19,12 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.http_server.guard import unauthorized
 from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.guard import unauthorized
 from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

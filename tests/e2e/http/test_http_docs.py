@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from pipeline.config.settings import Settings
+from pipeline.http_server.guard import PAGE_PREFIX
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, GenerateSamplingParams
 from pipeline.stages.gateway.readiness import Readiness
@@ -144,7 +144,7 @@ def test_every_route_is_documented() -> None:
     for route in app.router.routes():
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""
-            if path.startswith(files.PREFIX):
+            if path.startswith(PAGE_PREFIX):
                 continue  # parts of the web page
             heading = f"## {route.method} {path}".removesuffix("/{model}")
             assert heading in TEXT, f"docs/http.md does not describe {heading}"

@@ -12,9 +12,9 @@ from typing import assert_never
 
 import msgspec
 
+from pipeline.http_server.anthropic_errors import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.anthropic.errors import error_json
 from pipeline.stages.gateway.replies.anthropic.messages import NO_INPUT, MessageReader, usage_of
 from pipeline.stages.gateway.replies.anthropic.types import (
     ContentBlock,

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import Meta, Raw
 
 from pipeline.stages.gateway.replies.types import Assistant
 
@@ -66,34 +66,6 @@ class CountTokensReply(msgspec.Struct):
     """POST /v1/messages/count_tokens"""
 
     input_tokens: int
-
-
-# ----------------------------------------------------------------------------------------------------------- errors
-
-
-class MessagesErrorDetails(msgspec.Struct):
-    """What a client needs to repeat the request in another way."""
-
-    error_code: str
-    unsupported: list[str]
-
-
-class MessagesErrorFields(msgspec.Struct):
-    """The error."""
-
-    type: str
-    message: Annotated[str, Meta(description="It names the invalid field.")]
-    details: (
-        Annotated[MessagesErrorDetails, Meta(description="Only of requests with thread, which is not supported.")]
-        | UnsetType
-    ) = UNSET
-
-
-class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
-    """Errors of Anthropic's API have this shape."""
-
-    error: MessagesErrorFields
-    request_id: str
 
 
 # ----------------------------------------------------------------------------------------------------------- events

@@ -111,7 +111,7 @@ def test_a_body_of_tiny_chunks_is_refused_early(gate: Gate) -> None:
 
 @pytest.mark.parametrize("begin", [b"", b"G", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "])
 def test_incomplete_headers_end_the_connection(tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.stages.gateway.http.listener.HEAD_S", 0.2)
+    monkeypatch.setattr("pipeline.http_server.listener.HEAD_S", 0.2)
     with Gate(tmp_path) as gate, socket.create_connection(gate.address, timeout=10) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" if begin else b"")
         if begin:

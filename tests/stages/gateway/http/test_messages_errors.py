@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.http_server.anthropic_errors import type_of
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.replies.anthropic.errors import type_of
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked, raw
 

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from pipeline.http_server.error_responses import error_response
+from pipeline.http_server.refusal_log import MAX_LINES, RefusalLog
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.error_responses import error_response
-from pipeline.stages.gateway.http.refusal_log import MAX_LINES, RefusalLog
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate
 
 MORE = "rejected more requests"

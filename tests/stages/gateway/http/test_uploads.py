@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pipeline.http_server import upload_budget
+from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import upload_budget
-from pipeline.stages.gateway.http.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
 from tests.stages.gateway.test_metrics import counts_of
@@ -142,7 +142,7 @@ class TestSlowSenders:
 
     def test_the_slowest_are_given_up_and_only_as_many_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now_s = 0.0
-        monkeypatch.setattr("pipeline.stages.gateway.http.upload_budget.time.monotonic", lambda: now_s)
+        monkeypatch.setattr("pipeline.http_server.upload_budget.time.monotonic", lambda: now_s)
         stopped: list[int] = []
         room = UploadBudget(MAX_BODY)
         uploads = [room.upload(functools.partial(stopped.append, place)) for place in range(NUM_BODIES)]
@@ -192,7 +192,7 @@ class TestBudgetIsReleased:
 
     def test_when_uploads_time_out(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, ExitStack() as stack:
-            patch.setattr("pipeline.stages.gateway.http.body_reader.BODY_TIMEOUT_S", 0.5)
+            patch.setattr("pipeline.http_server.body_reader.BODY_TIMEOUT_S", 0.5)
             for connection in [stack.enter_context(stuck(gate)) for _ in range(NUM_BODIES)]:
                 assert read_until(connection, b"}}").startswith(b"HTTP/1.1 408 ")
         assert_budget_is_free(gate)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.http_server.guard import PAGE_PREFIX
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.page import files
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.test_guard import RIGHT, assert_refused, locked
 
-NAMES = {path.removeprefix(files.PREFIX) for path in files.paths()}
+NAMES = {path.removeprefix(PAGE_PREFIX) for path in files.paths()}
 SOURCES = {path: path.read_text("utf-8") for path in files.paths().values()}
 SCRIPTS = {path: text for path, text in SOURCES.items() if path.suffix == ".js"}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.http_server.json_depth import check_depth, depth_of
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.json_depth import check_depth, depth_of
 
 LEAVES = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(alphabet='"\\[]{}aé\n', max_size=8)
 VALUES: st.SearchStrategy[Any] = st.recursive(

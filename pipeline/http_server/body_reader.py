@@ -9,10 +9,10 @@ from typing import TypeVar
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pipeline.stages.gateway.errors import ENCODINGS, ApiError, shown, unsupported_encoding
-from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
-from pipeline.stages.gateway.http.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
-from pipeline.stages.gateway.parsing.json_depth import check_depth
+from pipeline.http_server.errors import ENCODINGS, ApiError, shown, unsupported_encoding
+from pipeline.http_server.json_depth import check_depth
+from pipeline.http_server.large_body_lock import LargeBodyLock
+from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
 
 BODY_TIMEOUT_S = 60.0
 """Time for a client to send the body."""

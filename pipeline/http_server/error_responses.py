@@ -4,10 +4,10 @@ import secrets
 
 from aiohttp import web
 
-from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.ollama import errors as ollama
-from pipeline.stages.gateway.parsing import request_ids
-from pipeline.stages.gateway.replies.anthropic.errors import error_json
+from pipeline.http_server import ollama_errors as ollama
+from pipeline.http_server import request_ids
+from pipeline.http_server.anthropic_errors import error_json
+from pipeline.http_server.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
 REQUEST_ID = web.RequestKey("request_id", str)

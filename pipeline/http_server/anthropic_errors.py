@@ -2,16 +2,12 @@
 
 import re
 from http import HTTPStatus
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.anthropic.types import (
-    MessagesErrorBody,
-    MessagesErrorDetails,
-    MessagesErrorFields,
-)
+from pipeline.http_server.errors import ApiError
 
 OVERLOADED = 529
 """Anthropic's own status; this server sends 503."""
@@ -33,6 +29,31 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _PROMPT = re.compile(r"maximum context length is (\d+) tokens, and the prompt has ((?:more than )?\d+)")
 _WITH_MAX_TOKENS = re.compile(r"maximum context length is (\d+) tokens; .*: (\d+) in the prompt and (\d+) to generate")
 """The server's own messages, by which Anthropic's are chosen."""
+
+
+class MessagesErrorDetails(msgspec.Struct):
+    """What a client needs to repeat the request in another way."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+class MessagesErrorFields(msgspec.Struct):
+    """The error."""
+
+    type: str
+    message: Annotated[str, Meta(description="It names the invalid field.")]
+    details: (
+        Annotated[MessagesErrorDetails, Meta(description="Only of requests with thread, which is not supported.")]
+        | UnsetType
+    ) = UNSET
+
+
+class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
+    """Errors of Anthropic's API have this shape."""
+
+    error: MessagesErrorFields
+    request_id: str
 
 
 def type_of(status: int) -> str:

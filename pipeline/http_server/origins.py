@@ -1,4 +1,4 @@
-"""Protects a server without API keys against web pages of other sites.
+"""Protects a listener without API keys against web pages of other sites.
 
 A page can make the browser send requests to any address that it reaches, including a server on loopback. Two headers,
 which a page can't forge, are checked:
@@ -27,8 +27,8 @@ from pipeline.config.browsers import (
     parse_origin,
 )
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.stages.gateway.errors import ApiError, shown
-from pipeline.stages.gateway.ollama.errors import is_ollama
+from pipeline.http_server.errors import ApiError, shown
+from pipeline.http_server.ollama_errors import is_ollama
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _JSON = re.compile(r"application/(?:json|[!#$&^_.+a-z0-9-]+\+json)", re.ASCII)
@@ -44,8 +44,10 @@ _BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")
 class OriginPolicy:
     """Which hosts and origins are allowed."""
 
-    def __init__(self, settings: GatewaySettings, scheme: str = "http") -> None:
-        """`scheme` is that of the listener's own origin."""
+    def __init__(self, settings: GatewaySettings, scheme: str = "http", *, is_admin: bool = False) -> None:
+        """`scheme` is that of the listener's own origin. `is_admin` is for the words of errors."""
+        self._who = "the admin listener, which needs no API key" if is_admin else "this server, which has no API keys"
+        self._other_way = "" if is_admin else ", or give the server API keys"
         self._scheme, self._default_port = scheme, {"http": 80, "https": 443}[scheme]
         own = [found.host for name in (settings.host, settings.admin_host) if (found := parse_authority(name))]
         listed = [host for entry in settings.allowed_hosts if (host := normalized_host(entry)) is not None]
@@ -77,9 +79,9 @@ class OriginPolicy:
         is_local = host == "localhost" or host.endswith(".localhost")
         if not (authority.is_ip or is_local or is_listed(host, self._hosts)):
             message = (
-                f"the Host '{shown(host)}' is not an allowed name of this server, which has no API keys: add it to "
-                f"the server's gateway.allowed_hosts, as by --set gateway.allowed_hosts={shown(host)}, or use the "
-                "server's IP address, or give the server API keys"
+                f"the Host '{shown(host)}' is not an allowed name of {self._who}: add it to the server's "
+                f"gateway.allowed_hosts, as by --set gateway.allowed_hosts={shown(host)}, or use the server's IP "
+                f"address{self._other_way}"
             )
             raise _forbidden("host_not_allowed", message)
         return authority
@@ -90,20 +92,19 @@ class OriginPolicy:
         origins = request.headers.getall("Origin", [])
         if not origins and request.method not in _READING:
             if request.headers.get("Sec-Fetch-Site", "").lower() in _OTHER_SITES:
-                raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {_ORIGIN_HINT}")
+                raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {self._hint}")
             return
         own = {Origin(self._scheme, host.host, host.port or self._default_port) for host in hosts}
         for text in origins:
             origin = parse_origin(text)
             if origin is None or not (origin in self._origins or own == {origin}):
-                message = f"the Origin '{shown(text)}' is not an allowed origin of this server, which has no API keys: "
-                raise _forbidden("origin_not_allowed", message + _ORIGIN_HINT)
+                message = f"the Origin '{shown(text)}' is not an allowed origin of {self._who}: {self._hint}"
+                raise _forbidden("origin_not_allowed", message)
 
-
-_ORIGIN_HINT = (
-    "add it to the server's gateway.allowed_origins, as by --set gateway.allowed_origins=https://chat.example.com, or "
-    "give the server API keys"
-)
+    @property
+    def _hint(self) -> str:
+        example = "--set gateway.allowed_origins=https://chat.example.com"
+        return f"add it to the server's gateway.allowed_origins, as by {example}{self._other_way}"
 
 
 def check_content_type(request: web.BaseRequest) -> None:

@@ -1,17 +1,23 @@
-"""The HTTP listener, and errors for requests that aiohttp can't parse."""
+"""The HTTP listener, and errors for requests that aiohttp can't parse.
+
+Nothing else in this project may accept HTTP connections, and a listener can't be made without its rules.
+"""
 
 import asyncio
+import logging
 import socket
 import ssl
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
-from pipeline.stages.gateway.errors import ApiError, shown, unsupported_encoding
-from pipeline.stages.gateway.http.error_responses import error_parts
-from pipeline.stages.gateway.http.server_header import set_server
+from pipeline.http_server.error_responses import error_parts
+from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
+from pipeline.http_server.rules import ListenerRules
+from pipeline.http_server.server_header import set_server
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
@@ -19,6 +25,10 @@ MAX_HEADERS = 128
 """Headers of a request."""
 MAX_CHUNKS = 8192
 """Buffered chunks of a body. aiohttp stops reading at 16,384."""
+IDLE_CONNECTION_S = 300.0
+"""Keep-alive time of idle connections."""
+CLOSE_S = 1.0
+"""Time for responses to end at `cleanup`."""
 HEAD_S = 30.0
 """Time for the head of a request to arrive, from its first byte; for the first request, from the connection's start. A
 client that sends a byte now and then would keep a descriptor for ever."""
@@ -128,31 +138,110 @@ def _error_of(status: int, exc: BaseException | None) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")
 
 
-class HttpListener(web.SockSite):
-    """Serves HTTP, or HTTPS with `tls`, on an open socket. `options` are those of `web.AppRunner`."""
+class HttpListener:
+    """Serves an application on an open socket, behind the rules of the listener: HTTP, or HTTPS with `tls`.
+
+    It owns the application from `start` to `cleanup`, and the socket.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        listener: socket.socket,
+        rules: ListenerRules,
+        *,
+        max_header_bytes: int,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+    ) -> None:
+        """`max_header_bytes` bounds each line of a request's head. A connection beyond `max_connections` is closed at
+        once; None is no limit."""
+        self._rules = rules
+        self._listener = listener
+        self._tls = tls
+        self._max_connections = max_connections
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "logger": _http_log(),
+            "keepalive_timeout": IDLE_CONNECTION_S,
+            "max_line_size": max_header_bytes,
+            "max_field_size": max_header_bytes,
+            "max_headers": MAX_HEADERS,
+        }
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **self._options)
+        self._site: _Site | None = None
+
+    async def start(self) -> None:
+        """Start to accept connections."""
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        server.request_handler = self._rules.wrap(server.request_handler)
+        self._site = _Site(self._runner, self._listener, self._connection, self._tls)
+        await self._site.start()
+
+    async def stop(self) -> None:
+        """Accept no more connections. Those that are open go on."""
+        if self._site is not None:
+            await self._site.stop()
+
+    async def cleanup(self) -> None:
+        """Close all connections, and the application. Idempotent."""
+        await self._runner.cleanup()
+
+    @property
+    def num_connections(self) -> int:
+        return 0 if self._runner.server is None else len(self._runner.server.connections)
+
+    def _connection(self) -> asyncio.Protocol:
+        server = self._runner.server
+        assert server is not None
+        if self._max_connections is not None and self.num_connections >= self._max_connections:
+            return _Refused()
+        return HttpConnection(server, loop=asyncio.get_running_loop(), **self._options)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection that is closed at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.abort()  # type: ignore[attr-defined] # uvloop's has another base class
+
+
+class _Site(web.SockSite):
+    """Like SockSite, but with connections of our own."""
 
     def __init__(
         self,
         runner: web.AppRunner,
         listener: socket.socket,
-        options: dict[str, Any],
-        tls: ssl.SSLContext | None = None,
+        connection: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(runner, listener, backlog=BACKLOG, ssl_context=tls)
-        self._tls = tls
-        self._listener = listener
-        self._options = options
+        self._listener, self._connection, self._tls = listener, connection, tls
 
     async def start(self) -> None:
-        """Start accepting connections: like SockSite, but with HttpConnection."""
         await web.BaseSite.start(self)
-        loop = asyncio.get_running_loop()
-        server = self._runner.server
-        assert server is not None
-        self._server = await loop.create_server(
-            lambda: HttpConnection(server, loop=loop, **self._options),
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connection,
             sock=self._listener,
             backlog=BACKLOG,
             ssl=self._tls,
             ssl_handshake_timeout=HEAD_S if self._tls is not None else None,
         )
+
+
+class _IgnoreClientErrors(logging.Filter):
+    """Drops log records of requests that are not valid HTTP or can't be decompressed: their clients get an error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+def _http_log() -> logging.Logger:
+    log = logging.getLogger("pipeline.http")
+    if not log.filters:
+        log.addFilter(_IgnoreClientErrors())
+    return log

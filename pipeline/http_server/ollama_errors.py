@@ -1,13 +1,21 @@
 """Errors in the shape of Ollama's API. Pure."""
 
-import msgspec
+from typing import Annotated
 
-from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.ollama.types import OllamaErrorBody
+import msgspec
+from msgspec import Meta
+
+from pipeline.http_server.errors import ApiError
 
 PREFIX = "/api/"
 MANAGEMENT = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
 """Routes of Ollama's API that download or change models."""
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """Errors of Ollama's API have this shape."""
+
+    error: Annotated[str, Meta(description="It names the invalid field.")]
 
 
 def is_ollama(path: str) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.client.protocol import MAX_NAME_CHARS
-from pipeline.stages.gateway.errors import invalid
+from pipeline.http_server.errors import invalid
 
 HEADER = "X-Request-Id"
 _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")

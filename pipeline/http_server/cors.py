@@ -14,10 +14,10 @@ from aiohttp import web
 
 from pipeline.config.browsers import ANY, parse_origin
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.stages.gateway.errors import ApiError, shown
-from pipeline.stages.gateway.http.error_responses import error_response
-from pipeline.stages.gateway.http.guard import Handle
-from pipeline.stages.gateway.http.server_header import set_server
+from pipeline.http_server.error_responses import error_response
+from pipeline.http_server.errors import ApiError, shown
+from pipeline.http_server.guard import Handle
+from pipeline.http_server.server_header import set_server
 
 MAX_AGE_S = 600
 """How long a browser may use the answer to a preflight."""

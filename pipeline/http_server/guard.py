@@ -5,18 +5,18 @@ requested. A server with API keys requires one of them. A server without keys re
 another site may have sent (see origins.py). Both refuse a body whose declared type is not JSON.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Container
 from contextvars import ContextVar
 from http import HTTPStatus
 
 from aiohttp import web
 
+from pipeline.http_server import request_ids
+from pipeline.http_server.error_responses import error_response
+from pipeline.http_server.errors import ApiError
+from pipeline.http_server.origins import OriginPolicy, check_content_type
+from pipeline.http_server.server_header import set_server
 from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
-from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.error_responses import error_response
-from pipeline.stages.gateway.http.origins import OriginPolicy, check_content_type
-from pipeline.stages.gateway.http.server_header import set_server
-from pipeline.stages.gateway.parsing import request_ids
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -24,13 +24,22 @@ OPEN_PATHS = ("/health", "/live", "/metrics", "/ping")
 """Paths without a key, if there is no admin listener, besides those of the web page. They are compared exactly, not as
 a router would."""
 OPEN_METHODS = ("GET", "HEAD")
+PAGE, PAGE_PREFIX = "/", "/page/"
+"""Paths of the web page: its index, and where its other files are."""
 KEY_HEADER = "x-api-key"
 """Clients of Anthropic's API send their key in it. `Authorization` takes precedence."""
 _scope: ContextVar[str] = ContextVar("scope", default=NO_SCOPE)
 """Scope of the request in the current task; aiohttp has a task for each connection."""
 
 
-def require_key(handle: Handle, keys: Keys, open_paths: Collection[str]) -> Handle:
+class OpenPaths:
+    """OPEN_PATHS and those of the web page, for a server that does not know which files the page has."""
+
+    def __contains__(self, path: object) -> bool:
+        return path in OPEN_PATHS or path == PAGE or (isinstance(path, str) and path.startswith(PAGE_PREFIX))
+
+
+def require_key(handle: Handle, keys: Keys, open_paths: Container[str]) -> Handle:
     """Wrap `handle`: require one of the keys, except for GET and HEAD of `open_paths`."""
 
     async def guard(request: web.BaseRequest) -> web.StreamResponse:

@@ -13,9 +13,9 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from pipeline.stages.gateway.errors import ApiError, shown
-from pipeline.stages.gateway.http.error_responses import ANTHROPIC_ID_HEADER, ERROR, REQUEST_ID
-from pipeline.stages.gateway.parsing import request_ids
+from pipeline.http_server import request_ids
+from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER, ERROR, REQUEST_ID
+from pipeline.http_server.errors import ApiError, shown
 
 MAX_LINES = 20
 """Lines in one interval, besides the one with the number of the others."""

@@ -12,7 +12,7 @@ in C, without a Python loop: about 15 ms for 4 MiB of text, at most 60 ms for 4 
 
 import numpy as np
 
-from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.http_server.errors import ApiError, invalid
 
 _QUOTE = ord('"')
 _MARKS = b'"[]{}'

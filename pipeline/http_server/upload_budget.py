@@ -11,7 +11,7 @@ only as long as it sends fast, and then its bodies are soon complete.
 import time
 from collections.abc import Callable
 
-from pipeline.stages.gateway.errors import overloaded
+from pipeline.http_server.errors import overloaded
 
 NUM_BODIES = 16
 """Bodies of the largest size that may be received at once. Parsing is serial, so more would not be served sooner. At
