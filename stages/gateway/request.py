@@ -7,6 +7,7 @@ RequestTable creates and releases them, ResultHandler updates them, and the code
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -330,8 +331,12 @@ class Request:
             raise self.failure
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds. Raises ApiError as `change`."""
+        """Wait until `condition` holds. Raises ApiError as `change`, and if the request has finished without it: nothing
+        arrives any more, and no deadline applies to a finished request."""
         while self.failure is not None or not condition():
+            if self.is_finished and self.failure is None:
+                message = "the request has ended without what its response needs"
+                raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="output_lost")
             await self.change()
 
 

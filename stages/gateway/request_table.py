@@ -180,7 +180,7 @@ class RequestTable:
             timeout_s
             and parsed.received_s
             and not self._stage.replay_context.is_replaying
-            and begin_s >= parsed.received_s + timeout_s
+            and begin_s >= parsed.received_s - parsed.age_s + timeout_s
         ):
             raise self.timed_out(timeout_s)
         try:
@@ -236,19 +236,20 @@ class RequestTable:
             request_id=replay.randbits(63),
             attempt=FIRST_ATTEMPT,
             gateway=self._stage.replica,
-            arrival_s=replay.time() if parsed.resumption is None else parsed.resumption.arrival_s,
+            arrival_s=replay.time(),
             prompt=prompt,
             options=msgspec.structs.replace(parsed.options, seed=seed, cache_salt=cache_salt),
             outputs=list(parsed.outputs),
             prompt_options=parsed.prompt_options,
             gateway_incarnation=self._stage.launch.incarnation,
+            template_s=0.0 if parsed.resumption is None else parsed.resumption.arrival_s,
         )
 
     def _set_deadline(self, request: Request) -> None:
         timeout_s = request.timeout_s = request.parsed.timeout_s or self._timeout_s
         if timeout_s and not self._stage.replay_context.is_replaying:
             self._by_number[request.number] = request
-            self._deadlines.add(request.number, request.received_s + timeout_s)
+            self._deadlines.add(request.number, request.received_s - request.parsed.age_s + timeout_s)
 
     def _register(self, request: Request) -> None:
         if not request.parsed.is_lookup:

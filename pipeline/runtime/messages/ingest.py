@@ -23,6 +23,8 @@ class Submit(Message, frozen=True, tag="submit"):
     gateway_incarnation: int = 1
     num_schedule_deaths: int = 0
     """How often schedule has crashed while it ran this request, with few new output ids in between."""
+    template_s: float = 0.0
+    """Unix time for a chat template that writes it; 0: `arrival_s`. A client that continues a stream has chosen it."""
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

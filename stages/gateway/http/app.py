@@ -231,7 +231,7 @@ class Api:
         request_id = name or parsed.request_id
         parsed = msgspec.structs.replace(
             parsed,
-            received_s=received_s + parsed.received_s,
+            received_s=received_s,
             request_id=request_id,
             has_points=RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
             scope=current_scope(),
@@ -261,7 +261,11 @@ class Api:
 
         def parse_body(body: bytes) -> ParsedRequest:
             parsed = parser(body[num_point_bytes:], self._limits)
-            return resumption.with_points(parsed, body[:num_point_bytes], time.time()) if num_point_bytes else parsed
+            if not num_point_bytes:
+                return parsed
+            arrived_s = time.time() - (time.monotonic() - received_s)
+            max_ids = self._readiness.require_ready().max_model_len
+            return resumption.with_points(parsed, body[:num_point_bytes], arrived_s, max_ids)
 
         try:
             with self._count_overloaded():

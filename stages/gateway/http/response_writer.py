@@ -80,8 +80,9 @@ async def send_stream(
     if is_continued:
         continuation = Continuation(request)
         await request.until(lambda: request.is_accepted or request.is_finished)
-        continuation.check()
-        await request.until(lambda: continuation.can_begin)
+        continuation.check_prompt()
+        await request.until(lambda: continuation.is_decided)
+        continuation.check_text()
         continuation.run(events)
 
     def due(data: bytes = b"") -> bytes:

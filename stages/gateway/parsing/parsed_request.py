@@ -56,7 +56,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     arrival_s: float
-    """Unix time"""
+    """When the first server got the request, in Unix time: what its chat template took for the time."""
     salt: int
     prompt: str
     """Digest of the prompt's ids."""
@@ -64,6 +64,8 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """Characters of each sequence's text that its events were made of."""
     has_ended: list[bool]
     """Whether the client has the end of each sequence."""
+    age_s: float = 0.0
+    """From the arrival at the first server to that at this one: its deadline is nearer by this."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +102,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     received_s: float = 0.0
     """When the request began to arrive, by time.monotonic(); 0 if unknown."""
     timeout_s: float | None = None
-    """From `received_s` to its end; None for the server's default."""
+    """From its arrival to its end; None for the server's default."""
     details: TokenDetailOptions = TokenDetailOptions()
     """Which token details the reply has."""
     hides_output: bool = False
@@ -132,6 +134,11 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of a stream that is continued."""
     has_points: bool = False
     """The stream has resume points."""
+
+    @property
+    def age_s(self) -> float:
+        """Its age at `received_s`, if it continues a stream: only its deadline counts it."""
+        return 0.0 if self.resumption is None else self.resumption.age_s
 
     @property
     def num_sequences(self) -> int:

@@ -1,15 +1,22 @@
 """Reads the resume points of a stream over HTTP that a client continues. Pure.
 
 pipeline/runtime/resume_points.py describes them; replies/resume_points.py writes them.
+
+Nothing in them is believed. Servers share no secret that could sign them: the one that continues a stream may be another
+one than the one that began it. So each field is bounded by what it can be, and none of them reaches another request: the
+scheduler orders by the arrival here, metrics count from it, and the client's text is compared with that of its ids
+(`Continuation`). The first arrival can only bring the deadline nearer.
 """
 
 import binascii
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import invalid
@@ -17,19 +24,21 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resump
 
 MAX_POINTS_BYTES = 16 * 1024 * 1024
 _LINE = re.compile(rb"([0-9]{1,4}) ([0-9]{1,10}) ([01]) ([A-Za-z0-9+/=]*)")
-_ID = re.compile(r"[!-~]{1,300}")
+MAX_UNIX_S = 2**32
+"""Far behind any clock, and small enough for every date."""
+Time = Annotated[float, Meta(ge=0, lt=MAX_UNIX_S)]
 
 
 class PointHead(msgspec.Struct, frozen=True):
     """What a stream keeps when it is continued."""
 
-    id: str
-    created: int
-    arrival_s: float
+    id: Annotated[str, Meta(pattern=r"\A[!-~]{1,300}\Z")]
+    created: Annotated[int, Meta(ge=0, lt=MAX_UNIX_S)]
+    arrival_s: Time
     """When the request arrived at the first server, in Unix time: its deadline counts from then."""
     seed: int
     salt: int
-    prompt: str
+    prompt: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     """Digest of the prompt's ids: a chat template may write the date, and then the prompt is another one."""
 
 
@@ -63,13 +72,15 @@ def num_point_bytes(headers: Mapping[str, str]) -> int:
     return int(text)
 
 
-def with_points(parsed: ParsedRequest, points: bytes, now_s: float) -> ParsedRequest:
-    """A request that continues behind its last point. `now_s` is the Unix time. Raises ApiError, 400."""
+def with_points(parsed: ParsedRequest, points: bytes, now_s: float, max_ids: int) -> ParsedRequest:
+    """A request that continues behind its last point. `now_s` is when it began to arrive, in Unix time; a sequence has
+    at most `max_ids`. Raises ApiError, 400."""
     if not is_resumable(parsed):
         raise invalid(RESUME, f"'{RESUME}': such a request has no resume points", "invalid_value")
     head: PointHead | None = None
     ids = [bytearray() for _ in range(parsed.n)]
     num_chars, has_ended = [0] * parsed.n, [False] * parsed.n
+    max_bytes = 4 * (max_ids if parsed.options.max_tokens is None else min(max_ids, parsed.options.max_tokens))
     for number, line in enumerate(points.split(b"\n"), 1):
         if not line:
             continue
@@ -77,9 +88,16 @@ def with_points(parsed: ParsedRequest, points: bytes, now_s: float) -> ParsedReq
         if content.startswith(b"{") and head is None:
             head = _head_of(content)
         elif (match := _LINE.fullmatch(content)) and head is not None and int(match[1]) < parsed.n:
-            index = int(match[1])
-            ids[index] += _ids_of(match[4], number)
-            num_chars[index], has_ended[index] = int(match[2]), match[3] == b"1"
+            index, ended = int(match[1]), match[3] == b"1"
+            new = _ids_of(match[4], number)
+            # As they are written: each point says something new, and an end is the last.
+            if has_ended[index] or not (new or ended) or int(match[2]) < num_chars[index]:
+                raise invalid(RESUME, f"'{RESUME}': line {number} does not follow the points before", "invalid_value")
+            ids[index] += new
+            if len(ids[index]) > max_bytes:
+                message = f"'{RESUME}': sequence {index} has more than {max_bytes // 4} ids, the most that it may have"
+                raise invalid(RESUME, message, "invalid_value")
+            num_chars[index], has_ended[index] = int(match[2]), ended
         else:
             raise invalid(RESUME, f"'{RESUME}': line {number} is not a resume point of this request", "invalid_value")
     if head is None:
@@ -90,10 +108,9 @@ def with_points(parsed: ParsedRequest, points: bytes, now_s: float) -> ParsedReq
         seed=head.seed,
         outputs=[bytes(each) for each in ids] if has_output else [],
         options=msgspec.structs.replace(parsed.options, repeats_received=has_output),
-        received_s=parsed.received_s - max(0.0, now_s - head.arrival_s),
         resumption=Resumption(
-            id=head.id, created=head.created, arrival_s=head.arrival_s, salt=head.salt, prompt=head.prompt,
-            num_chars=num_chars, has_ended=has_ended,
+            id=head.id, created=head.created, arrival_s=min(head.arrival_s, now_s), salt=head.salt, prompt=head.prompt,
+            num_chars=num_chars, has_ended=has_ended, age_s=max(0.0, now_s - head.arrival_s),
         ),
     )  # fmt: skip
 
@@ -103,7 +120,7 @@ def _head_of(data: bytes) -> PointHead:
         head = _heads.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(RESUME, f"'{RESUME}': the first point is invalid: {error}", "invalid_value") from error
-    if not _ID.fullmatch(head.id) or not 0 <= head.seed < 2**64 or not 0 <= head.salt < 2**64:
+    if not 0 <= head.seed < 2**64 or not 0 <= head.salt < 2**64:
         raise invalid(RESUME, f"'{RESUME}': the first point is invalid", "invalid_value")
     return head
 

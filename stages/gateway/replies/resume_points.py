@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import Resumption
 from pipeline.stages.gateway.parsing.resumption import PointHead, digest_of
 from pipeline.stages.gateway.request import ID_BYTES, Request, SequenceOutput
@@ -38,6 +38,9 @@ class ResumePoints:
         """The point behind `data`, events of all output so far unless the events have more. Nothing without events."""
         if not data or has_more or self._is_off:
             return b""
+        if self._request.prompt_requests[0].prompt_ids is None:  # aborted before it was tokenized
+            self._is_off = True
+            return OFF
         lines = [] if self._has_head else [self._head()]
         self._has_head = True
         for i, sequence in enumerate(self._request.sequences):
@@ -97,28 +100,42 @@ class Continuation:
         self._hidden: list[_Hidden] = []
 
     @property
-    def can_begin(self) -> bool:
-        """Whether the prompt's ids and the text that the client has are here."""
-        request, resumption = self._request, self._resumption
-        return request.is_accepted and all(
-            sequence.num_chars >= num_chars and (not has_ended or sequence.finish != m.Finish.NONE)
-            for sequence, num_chars, has_ended in zip(
-                request.sequences, resumption.num_chars, resumption.has_ended, strict=True
-            )
-        )
+    def is_decided(self) -> bool:
+        """Whether the text that the client has is here, or it is clear that it doesn't come."""
+        return self._wrong is not None or all(map(_is_here, *self._claims))
+
+    @property
+    def _claims(self) -> "tuple[list[SequenceOutput], list[int], list[bool]]":
+        """The sequences, and what the client says that it has of each: characters, and whether it has ended."""
+        return self._request.sequences, self._resumption.num_chars, self._resumption.has_ended
+
+    @property
+    def _wrong(self) -> int | None:
+        """The first sequence that has other output than the client says."""
+        return next((i for i, claim in enumerate(zip(*self._claims, strict=True)) if _is_wrong(*claim)), None)
 
     @property
     def _resumption(self) -> Resumption:
         assert self._request.parsed.resumption is not None
         return self._request.parsed.resumption
 
-    def check(self) -> None:
-        """Raises ApiError if it can't be continued exactly: the prompt has other ids."""
+    def check_prompt(self) -> None:
+        """Raises ApiError if it can't be continued exactly: the prompt has other ids. A request that was aborted before
+        its prompt was tokenized has none."""
         (prompt_request,) = self._request.prompt_requests
-        assert prompt_request.prompt_ids is not None
-        if digest_of(prompt_request.prompt_ids) != self._resumption.prompt:
+        if prompt_request.prompt_ids is not None and digest_of(prompt_request.prompt_ids) != self._resumption.prompt:
             message = f"'{RESUME}': the prompt has other ids than that of the stream, so it can't be continued"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, RESUME, "prompt_changed")
+
+    def check_text(self) -> None:
+        """Raises ApiError if the points don't describe the text of their ids."""
+        if (index := self._wrong) is not None:
+            num_chars = self._request.sequences[index].num_chars
+            message = (
+                f"'{RESUME}': the ids of sequence {index} have {num_chars} characters of text, and they don't end as the "
+                f"last point says, with {self._resumption.num_chars[index]} characters"
+            )
+            raise invalid(RESUME, message, "invalid_value")
 
     def run(self, events: Events) -> None:
         """All of it."""
@@ -148,6 +165,22 @@ class Continuation:
             sequence.pieces[:] = hidden.pieces
             sequence.finish = hidden.finish
         self._hidden.clear()
+
+
+def _is_here(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:  # noqa: FBT001
+    """Whether the output that the client has is here. An abort ends the wait for it: its stream ends with `abort`."""
+    return sequence.finish == m.Finish.ABORT or (
+        sequence.num_chars >= num_chars and (not has_ended or sequence.finish != m.Finish.NONE)
+    )
+
+
+def _is_wrong(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:  # noqa: FBT001
+    """Whether that output can't come any more. The first delta has all text of the ids that the client has, except what
+    the end of the sequence brings; and a sequence that has ended gets no new ids."""
+    if _is_here(sequence, num_chars, has_ended):
+        return False
+    has_new_ids, has_text = sequence.num_generated > 0, sequence.num_chars > 0
+    return sequence.finish != m.Finish.NONE or has_new_ids or (has_text and not has_ended)
 
 
 def _hide(sequence: SequenceOutput, num_chars: int, *, has_ended: bool) -> _Hidden:

@@ -164,7 +164,7 @@ def test_a_prompt_that_has_changed_is_refused(gate: Gate) -> None:
     assert response.result().json()["error"]["code"] == "prompt_changed"
 
 
-HEAD = ': point {"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":1,"salt":0,"prompt":""}\n'
+HEAD = ': point {"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":1,"salt":0,"prompt":"0123456789abcdef"}\n'
 
 
 @pytest.mark.parametrize(
