@@ -39,6 +39,23 @@ class LoraSettings(Frozen, frozen=True):
         ),
     ] = 0
 
+    max_adapter_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**40,
+            description="Largest file of weights of an adapter. It is read into memory while the adapter is loaded.",
+        ),
+    ] = 4 * 1024**3
+    allowed_folders: Annotated[
+        list[str],
+        Meta(
+            description="With lora.runtime_loading: the only folders, with all below them, that clients may load "
+            "adapters from. Empty: any folder that the server can read; then errors don't tell what is not an adapter "
+            "from what does not exist."
+        ),
+    ] = field(default_factory=list)
+
     @property
     def is_on(self) -> bool:
         """Whether requests may use adapters."""

@@ -10,6 +10,7 @@ has died finds the adapter again by the id in a request's options.
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -115,9 +116,10 @@ def write(path: Path, dtype: Dtype, pairs: list[Pair]) -> None:
         entries.append(Entry(pair.layer, pair.target, rank, num_inputs, len(pair.b), *places))
     header = msgspec.json.encode(Header(dtype, max((entry.rank for entry in entries), default=0), entries))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    partial.unlink(missing_ok=True)  # of a process that has died
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             file.write(MAGIC + LENGTH.pack(len(header)) + header)
             for array in arrays:
                 file.write(b"\0" * (-file.tell() % ALIGN))

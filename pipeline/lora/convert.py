@@ -6,6 +6,7 @@ Llama's: a module that stacks several projections becomes several pairs with the
 """
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import get_args
 
 import numpy as np
 
-from pipeline.config.settings import Settings
+from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, Target, path_of, write
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Part
 from pipeline.lora.peft_config import CONFIG, AdapterError, PeftConfig, read_config
@@ -33,20 +34,30 @@ Module = tuple[str, list[Part], FloatMatrix, FloatMatrix]
 """A module's name, the projections in it, A, and B with the scaling."""
 
 
-def convert(source: Path, model_dir: Path, dtype: Dtype, max_rank: int) -> str:
+def convert(
+    source: Path,
+    model_dir: Path,
+    dtype: Dtype,
+    max_rank: int,
+    max_bytes: int = LoraSettings().max_adapter_bytes,
+    deadline_s: float = math.inf,
+) -> str:
     """Convert the adapter in `source`, a PEFT folder or a .gguf file, for the prepared model in `model_dir`, unless
-    that was done before. Returns its id. Raises AdapterError if it can't be served, or can't be written."""
+    that was done before. Returns its id. Its files must be regular ones of at most `max_bytes`, and be read at
+    `deadline_s`, by time.monotonic(). Raises AdapterError if it can't be served or written, and NotAnAdapter if it can't
+    be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
     modules: Callable[[ModelConfig], Iterator[Module]]
     if source.suffix.lower() == SUFFIX:
-        file, ranks, weights = GgufAdapter(source), source, source
+        file, ranks, weights = GgufAdapter(source, max_bytes, deadline_s), source, source
         modules = file.modules
         digest.update(file.data)
     else:
         ranks, weights = source / CONFIG, source / WEIGHTS
-        config, tensors = read_config(source), AdapterTensors(weights)
+        config, config_bytes = read_config(source, deadline_s)
+        tensors = AdapterTensors(weights, max_bytes, deadline_s)
         modules = partial(_modules_of_peft, config, tensors)
-        digest.update(ranks.read_bytes())
+        digest.update(config_bytes)
         digest.update(tensors.data)
     adapter_id = digest.hexdigest()
     path = path_of(model_dir, adapter_id)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.lora.adapter_file import Target
 from pipeline.lora.gguf_file import SmallGguf
-from pipeline.lora.peft_config import AdapterError
+from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.lora.tensors import FloatMatrix
 from pipeline.runtime.model_folder import ModelConfig, Piece
 
@@ -47,14 +47,15 @@ Part = tuple[int, Target, Piece]
 
 
 class GgufAdapter:
-    """An adapter's file. Raises AdapterError if it can't be served."""
+    """An adapter's file. Raises AdapterError if it can't be served, NotAnAdapter if it is something else."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = SmallGguf(path)
+    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
+        self._file = SmallGguf(path, max_bytes, deadline_s)
         self.path, self.data, keys = path, self._file.data, self._file.keys
         for key, value in (("general.type", "adapter"), ("adapter.type", "lora")):
             if keys.get(key) != value:
-                raise AdapterError(f"{path}: {key} is {str(keys.get(key))[:40]!r}; supported is {value!r}")
+                kind = NotAnAdapter if key == "general.type" else AdapterError
+                raise kind(f"{path}: {key} is {str(keys.get(key))[:40]!r}; supported is {value!r}")
         if "adapter.alora.invocation_tokens" in keys:
             raise AdapterError(f"{path}: adapter.alora.invocation_tokens is set, which is not supported")
         self._architecture = keys.get("general.architecture")

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.lora.peft_config import AdapterError
-from pipeline.lora.tensors import FloatMatrix, bf16_to_float, map_file
+from pipeline.lora.peft_config import AdapterError, NotAnAdapter
+from pipeline.lora.tensors import FloatMatrix, bf16_to_float
+from pipeline.runtime.regular_files import read_regular
 
 MAX_COUNT = 1 << 16
 """Keys, tensors, and entries of an array."""
 MAX_TEXT_BYTES = 1 << 20
+MAX_HEADER_BYTES = 4 * 1024**2
+"""Before the tensors: they are read one by one, in Python."""
 VERSIONS = (2, 3)
 TEXT, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -35,11 +38,15 @@ class _Tensor(NamedTuple):
 
 
 class SmallGguf:
-    """The keys and tensors of a file. Raises AdapterError if it is not a complete one."""
+    """The keys and tensors of a file. Raises NotAnAdapter if it is not a complete one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
+        """See `read_regular`: the file may change while it is read."""
         self.path = path
-        self.data = map_file(path)
+        try:
+            self.data = read_regular(path, max_bytes, deadline_s)
+        except OSError as error:
+            raise NotAnAdapter(f"{path}: {error.strerror}") from error
         self._at = 4
         self.keys: dict[str, Any] = {}
         """Numbers and texts. Arrays are left out but for their names, which have None"""
@@ -47,7 +54,7 @@ class SmallGguf:
         try:
             self._read()
         except (struct.error, UnicodeDecodeError, ValueError) as error:
-            raise AdapterError(f"{path}: it is not a complete GGUF file: {error}") from error
+            raise NotAnAdapter(f"{path}: it is not a complete GGUF file: {error}") from error
 
     @property
     def names(self) -> list[str]:
@@ -111,6 +118,9 @@ class SmallGguf:
             entries, count = self._number("<I"), self._count("entries of an array")
             if entries == ARRAY:
                 raise ValueError("it has an array of arrays")
+            if entries in SCALARS:
+                self._skip(count * struct.calcsize(SCALARS[entries]))
+                return None
             for _ in range(count):
                 self._value(entries)
             return None
@@ -120,8 +130,13 @@ class SmallGguf:
 
     def _number(self, code: str) -> Any:
         (value,) = struct.unpack_from(code, self.data, self._at)
-        self._at += struct.calcsize(code)
+        self._skip(struct.calcsize(code))
         return value
+
+    def _skip(self, num_bytes: int) -> None:
+        self._at += num_bytes
+        if self._at > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
 
     def _count(self, what: str) -> int:
         count = int(self._number("<Q"))

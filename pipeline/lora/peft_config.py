@@ -12,10 +12,13 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import UserError
+from pipeline.runtime.regular_files import read_regular
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 * 1024**2
 MAX_RANK = 1024
+MAX_PATTERNS = 4096
+"""Keys of a pattern: each module is compared with all of them."""
 
 _LITERAL = re.compile(r"\^?[\w.-]+\Z")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -24,6 +27,10 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 class AdapterError(UserError):
     """An adapter that can't be used; the message names the file and the field."""
+
+
+class NotAnAdapter(AdapterError):
+    """There is no file at a path, it can't be read, or nothing in it says that it is an adapter."""
 
 
 class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,23 +66,29 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return int(_of_pattern(self.rank_pattern, module, self.r))
 
 
-def read_config(folder: Path) -> PeftConfig:
-    """Read and check the config in a folder. Raises AdapterError."""
+def read_config(folder: Path, deadline_s: float = math.inf) -> tuple[PeftConfig, bytes]:
+    """Read and check the config in a folder, and return its bytes too. Raises AdapterError, NotAnAdapter if there is
+    none."""
     path = folder / CONFIG
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
+        data = bytes(read_regular(path, MAX_CONFIG_BYTES, deadline_s))
     except OSError as error:
-        raise AdapterError(f"{path}: {error.strerror}; an adapter is a folder in PEFT's format") from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise AdapterError(f"{path}: it has more than {MAX_CONFIG_BYTES} bytes")
+        raise NotAnAdapter(f"{path}: {error.strerror}; an adapter is a folder in PEFT's format") from error
     try:
         config = msgspec.json.decode(data, type=PeftConfig)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise AdapterError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        kind = AdapterError if _has_peft_type(data) else NotAnAdapter
+        raise kind(f"{path}: {error}") from error
     if problem := _problem(config):
         raise AdapterError(f"{path}: {problem}")
-    return config
+    return config, data
+
+
+def _has_peft_type(data: bytes) -> bool:
+    try:
+        return "peft_type" in msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return False
 
 
 def _problem(config: PeftConfig) -> str | None:
@@ -101,6 +114,8 @@ def _problem(config: PeftConfig) -> str | None:
             "the adapter with PEFT (path_initial_model_for_weight_conversion)"
         )
     for field in ("rank_pattern", "alpha_pattern"):
+        if len(getattr(config, field) or {}) > MAX_PATTERNS:
+            return f"{field} has more than {MAX_PATTERNS} keys"
         for key, value in (getattr(config, field) or {}).items():
             if not _LITERAL.match(key):
                 return f"{field} has the key {key[:60]!r}; supported are names of modules, without other patterns"

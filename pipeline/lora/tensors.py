@@ -5,7 +5,6 @@ data (https://github.com/huggingface/safetensors#format).
 """
 
 import math
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 
 from pipeline.lora.peft_config import AdapterError
+from pipeline.runtime.regular_files import read_regular
 
 MAX_HEADER_BYTES = 16 * 1024**2
 FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
@@ -26,23 +26,16 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def map_file(path: Path, hint: str = "") -> mmap.mmap:
-    """The bytes of a file. Raises AdapterError if it is empty or can't be read; then `hint` tells what is expected."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise AdapterError(f"{path}: {error.strerror}{hint}") from error
-    except ValueError as error:
-        raise AdapterError(f"{path}: the file is empty") from error
-
-
 class AdapterTensors:
     """The tensors of a file. Raises AdapterError if it is not a complete safetensors file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
+        """See `read_regular`: the file may change while it is read."""
         self.path = path
-        self.data = map_file(path, "; weights must be in this safetensors file")
+        try:
+            self.data = read_regular(path, max_bytes, deadline_s)
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
         length = int.from_bytes(self.data[:8], "little")
         if length > min(MAX_HEADER_BYTES, len(self.data) - 8):
             raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")

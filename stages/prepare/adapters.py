@@ -27,7 +27,9 @@ def prepare(settings: Settings, model_dir: Path, model_name: str, progress: Prog
         folder = Path(path).expanduser().absolute()
         with progress.measure(f"adapter {name}"):
             try:
-                adapter_id = convert(folder, model_dir, dtype_of(settings), settings.lora.max_lora_rank)
+                adapter_id = convert(
+                    folder, model_dir, dtype_of(settings), settings.lora.max_lora_rank, settings.lora.max_adapter_bytes
+                )
             except AdapterError as error:
                 raise AdapterError(f"lora.adapters.{name}: {error}") from error
         adapters.append(Adapter(name, adapter_id, str(folder)))

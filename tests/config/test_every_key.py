@@ -102,6 +102,8 @@ EFFECTS = {
     "lora.runtime_loading": "tests/stages/gateway/test_adapters.py::test_loading_needs_the_setting",
     "lora.max_loras": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
     "lora.max_lora_rank": "tests/lora/test_convert.py::test_the_rank_is_limited",
+    "lora.max_adapter_bytes": "tests/stages/gateway/test_hostile_adapters.py::test_large_files_are_refused",
+    "lora.allowed_folders": "tests/stages/gateway/test_hostile_adapters.py::test_only_allowed_folders",
     "lora.max_cpu_loras": "tests/stages/execute/test_lora.py::test_more_adapters_than_slots_take_turns",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",

@@ -1,5 +1,6 @@
 """Adapters in llama.cpp's format are those in PEFT's format that they were made of."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.lora.convert import convert
 from pipeline.lora.gguf_adapter import PERMUTED, PLAIN
+from pipeline.lora.gguf_file import MAX_HEADER_BYTES
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
@@ -217,3 +219,10 @@ def test_a_model_without_a_gate(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "adapter.gguf", {"blk.0.ffn_gate.weight.lora_a": ONES})
     with pytest.raises(AdapterError, match=r"'blk.0.ffn_gate' is not a projection"):
         convert(path, tmp_path, "f32", 16)
+
+
+def test_a_header_that_would_take_long_to_read_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    texts = struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 8, 65536) + b"\0" * (8 * 65536)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 40) + texts * 40)
+    with pytest.raises(AdapterError, match=f"header has more than {MAX_HEADER_BYTES} bytes"):
+        convert(tmp_path / "a.gguf", model_dir, "f32", 16)

@@ -10,6 +10,8 @@ name its file.
 """
 
 import asyncio
+import os
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
@@ -17,18 +19,24 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pipeline.lora.convert import convert, dtype_of
-from pipeline.lora.peft_config import AdapterError
+from pipeline.config.settings import Settings
+from pipeline.lora.convert import WEIGHTS, convert, dtype_of
+from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.work_pool import PoolFull, WorkPool
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
 from pipeline.stages.gateway.errors import ApiError, invalid, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 
 TIMEOUT_S = 5.0
 """How long to wait for the supervisor."""
+LOAD_TIMEOUT_S = 120.0
+"""How long an adapter may wait for a thread, and its files for the disk."""
+MAX_THREADS = 2
+"""Loads at once. One that reads from a network share that has died keeps its thread; all others go on."""
 MAX_PENDING = 16
-"""Loads at once; each reads a file of some megabytes."""
+"""Loads that wait."""
 MAX_ADAPTERS = 4096
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -56,13 +64,38 @@ load_bodies = msgspec.json.Decoder(LoadAdapterBody)
 unload_bodies = msgspec.json.Decoder(UnloadAdapterBody)
 
 
+NO_ADAPTER = (
+    "'lora_path' is no adapter that the server may load: it must be a folder with adapter_config.json and "
+    "adapter_model.safetensors, or a .gguf adapter, readable for the server, no larger than lora.max_adapter_bytes, and in "
+    "lora.allowed_folders if that is set. The server's log says more"
+)
+
+
+def convert_allowed(source: Path, model_dir: Path, settings: Settings, deadline_s: float) -> str:
+    """Convert an adapter that a client has named; see `convert`. Raises NotAnAdapter, too, if it is not in an allowed
+    folder. In one, errors tell what is wrong."""
+    folders = [os.path.realpath(Path(one).expanduser()) for one in settings.lora.allowed_folders]
+    lora = settings.lora
+    if folders:
+        for path in (source, source / CONFIG, source / WEIGHTS):
+            real = Path(os.path.realpath(path))
+            if not any(real.is_relative_to(one) for one in folders):
+                raise NotAnAdapter(f"{path} is not in lora.allowed_folders")
+    try:
+        return convert(source, model_dir, dtype_of(settings), lora.max_lora_rank, lora.max_adapter_bytes, deadline_s)
+    except NotAnAdapter as error:
+        if folders:
+            raise AdapterError(str(error)) from error
+        raise
+
+
 class AdapterRegistry:
     """The adapters by name, as the supervisor tells them, and changes of them."""
 
     def __init__(self, stage: "Stage[m.GatewayInbox]", limits: RequestLimits) -> None:
         self._stage, self._limits = stage, limits
         self._pending: PendingReplies[bool] = PendingReplies(TIMEOUT_S)
-        self._num_loading = 0
+        self._pool = WorkPool("loading adapters", max_threads=MAX_THREADS, max_waiting=MAX_PENDING)
         self.update(stage.launch.adapters)
 
     def update(self, adapters: list[m.Adapter]) -> None:
@@ -81,20 +114,29 @@ class AdapterRegistry:
             raise invalid("lora_name", f"{MAX_ADAPTERS} adapters are loaded already", "invalid_value")
         if not folder.is_absolute():
             raise invalid("lora_path", "'lora_path' must be an absolute path", "invalid_value")
-        if self._num_loading >= MAX_PENDING:
-            raise overloaded(f"{MAX_PENDING} adapters are being loaded")
-        settings = self._stage.settings
-        self._num_loading += 1
-        try:
-            adapter_id = await asyncio.to_thread(
-                convert, folder, self._stage.model_dir, dtype_of(settings), settings.lora.max_lora_rank
-            )
-        except AdapterError as error:
-            raise invalid("lora_path", str(error), "invalid_value") from error
-        finally:
-            self._num_loading -= 1
+        adapter_id = await self._convert(folder)
         await self._set(m.Adapter(name, adapter_id, str(folder)))
         return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _convert(self, folder: Path) -> str:
+        """Make the file of an adapter. Returns its id. Raises ApiError."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                deadline_s = time.monotonic() + LOAD_TIMEOUT_S
+                return await self._pool.run(
+                    convert_allowed, folder, self._stage.model_dir, self._stage.settings, deadline_s
+                )
+        except PoolFull:
+            raise overloaded(f"{self._pool.num_busy} adapters are being loaded, and {MAX_PENDING} wait") from None
+        except TimeoutError:
+            message = f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "lora_path", "late") from None
+        except NotAnAdapter as error:
+            # Whoever may call this learns nothing about other files of the machine.
+            self._stage.log.warning("adapter not loaded", extra={"fields": {"why": str(error)}})
+            raise invalid("lora_path", NO_ADAPTER, "invalid_value") from error
+        except AdapterError as error:
+            raise invalid("lora_path", str(error), "invalid_value") from error
 
     async def unload(self, body: UnloadAdapterBody) -> str:
         """Let clients use an adapter no longer. Returns a message. Raises ApiError."""

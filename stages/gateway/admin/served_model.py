@@ -1,6 +1,5 @@
 """Facts of the served model, for the routes that describe it. Files are read at their first use."""
 
-import asyncio
 import hashlib
 from functools import cached_property
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.weight_headers import WeightFacts, weight_facts
+from pipeline.runtime.work_pool import WorkPool
 from pipeline.text.formats.chat_formats import ChatFormats
 
 
@@ -20,11 +20,12 @@ class ServedModel:
         self.formats = formats
         self._folder = folder
         self._facts: WeightFacts | None = None
+        self._pool = WorkPool("reading the headers of weight files")
 
     async def weight_facts(self) -> WeightFacts:
         """Read the headers of the weight files, in a thread."""
         if self._facts is None:
-            self._facts = await asyncio.to_thread(weight_facts, self.config.weight_paths(self._folder))
+            self._facts = await self._pool.run(weight_facts, self.config.weight_paths(self._folder))
         return self._facts
 
     @cached_property

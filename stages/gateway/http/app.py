@@ -1,6 +1,5 @@
 """The application: handlers of the routes in routes.py. docs/http.md describes each."""
 
-import asyncio
 import contextlib
 import functools
 import time
@@ -21,6 +20,7 @@ from pipeline.http_server.guard import current_scope
 from pipeline.http_server.ollama_errors import is_ollama
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
@@ -103,6 +103,7 @@ class Api:
         self._created = int(time.time())
         self._has_keys = has_keys
         self._model = model
+        self._describing = WorkPool("describing the API")
         self._has_page = settings.page
         self._has_admin_routes = True
         self.cors = Cors(settings)
@@ -381,11 +382,11 @@ class Api:
         return _json(await self._resetter.reset())
 
     async def openapi(self, http_request: web.Request) -> web.StreamResponse:
-        found = await asyncio.to_thread(lambda: self._description)
+        found = await self._describing.run(lambda: self._description)
         return web.Response(body=found.as_json, content_type="application/json")
 
     async def docs(self, http_request: web.Request) -> web.StreamResponse:
-        found = await asyncio.to_thread(lambda: self._description)  # its first use takes a third of a second
+        found = await self._describing.run(lambda: self._description)  # its first use takes a third of a second
         listener = http_request.get_extra_info("sockname") or self._listener
         html = found.as_html(address_of(http_request.headers.get("Host"), listener, http_request.scheme))
         return web.Response(body=html, content_type="text/html", charset="utf-8", headers=found.headers)

@@ -18,6 +18,7 @@ from aiohttp import web
 from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.runtime import suspension
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
 from pipeline.stages.gateway.replies import shapes
@@ -30,6 +31,9 @@ HIGH_BYTES = 16 * 1024
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
 error gets its own HTTP status; after that the client, and proxies, see that the request is alive."""
+
+_replies = WorkPool("building large replies", max_threads=2)
+"""Open requests bound what waits."""
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -58,7 +62,7 @@ async def send_whole(
 async def whole_body(request: Request) -> bytes:
     """The body of a finished request. Raises ApiError if there is none. Large bodies are built in a thread: a finished
     request does not change any more."""
-    return await asyncio.to_thread(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
+    return await _replies.run(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
 
 
 async def send_stream(

@@ -109,7 +109,7 @@ def test_loads_that_are_refused(gate: Gate, tmp_path: Path) -> None:
         ({"lora_name": "sql", "lora_path": str(folder)}, "the adapter 'sql' is loaded already"),
         ({"lora_name": MODEL, "lora_path": str(folder)}, "is the model itself"),
         ({"lora_name": "x", "lora_path": "relative"}, "must be an absolute path"),
-        ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, "No such file"),
+        ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, "is no adapter that the server may load"),
         ({"lora_name": "x", "lora_path": str(folder)}, "the rank is 9, but lora.max_lora_rank is 8"),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": "", "lora_path": str(folder)}, "lora_name"),

@@ -1,0 +1,162 @@
+"""Paths that clients name for adapters: no file blocks or kills the gateway, and errors tell nothing of other files."""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.config.settings import LoraSettings
+from pipeline.runtime import messages as m
+from pipeline.runtime import regular_files
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.gateway.admin import adapters
+from tests.lora.random_adapters import write_adapter
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import Gate
+from tests.stages.gateway.test_adapters import load
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
+        yield gate
+
+
+def adapter(tmp_path: Path, name: str = "peft") -> Path:
+    return write_adapter(tmp_path / name, ModelConfig.load(tmp_path), rank=2)
+
+
+def refused(gate: Gate, path: Path | str) -> str:
+    response = load(gate, lora_name="x", lora_path=str(path)).result()
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "lora_path"), response.text
+    return str(error["message"])
+
+
+def works(gate: Gate, folder: Path) -> None:
+    response = load(gate, lora_name="good", lora_path=str(folder))
+    asked = gate.rig.receive("supervisor", m.SetAdapter)
+    gate.rig.send(m.AdapterSet(asked.nonce), "supervisor.0")
+    assert response.result().status_code == 200
+
+
+def test_fifos_and_devices_block_nothing(gate: Gate, tmp_path: Path) -> None:
+    good = adapter(tmp_path)
+    os.mkfifo(fifo := tmp_path / "fifo.gguf")
+    folders = []
+    for name in (CONFIG, WEIGHTS):
+        folders.append(folder := adapter(tmp_path, f"fifo in {name}"))
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    (link := adapter(tmp_path, "zero") / WEIGHTS).unlink()
+    link.symlink_to("/dev/zero")
+    for path in (fifo, *folders, link.parent) * 3:
+        refused(gate, path)
+    assert gate.client.get("/openapi.json").status_code == 200
+    works(gate, good)
+
+
+def test_errors_are_the_same_for_all_that_is_no_adapter(gate: Gate, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / CONFIG).write_text('{"secret": 1}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / CONFIG).write_bytes(b"\xff{")
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / CONFIG).write_bytes(b" " * (5 << 20))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "file").write_text("hello")
+    os.mkfifo(tmp_path / "fifo.gguf")
+    names = ("none", "none/deeper", "empty", "other", "broken", "large", "file", "file/x", "none.gguf", "text.gguf")
+    names += ("model.gguf", "fifo.gguf", "nu\0l", "nu\0l.gguf", "a" * 300, "empty.gguf/../none.gguf")
+    messages = {refused(gate, tmp_path / name) for name in names}
+    assert messages == {adapters.NO_ADAPTER}
+    assert str(tmp_path) not in adapters.NO_ADAPTER
+
+
+def test_what_is_an_adapter_gets_an_error_that_helps(gate: Gate, tmp_path: Path) -> None:
+    folder = adapter(tmp_path)
+    (folder / CONFIG).write_text('{"peft_type": "LORA", "r": "8"}')
+    assert "$.r" in refused(gate, folder)
+
+
+def test_only_allowed_folders(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "allowed", tmp_path / "allowed too"
+    inside.mkdir()
+    outside.mkdir()
+    lora = LoraSettings(runtime_loading=True, allowed_folders=[str(inside), str(tmp_path / "none")])
+    with Gate(tmp_path, lora=lora) as gate:
+        good, other = (write_adapter(each / "peft", ModelConfig.load(tmp_path), rank=2) for each in (inside, outside))
+        (inside / "link").symlink_to(other)
+        (outside / "link").symlink_to(good)
+        mixed = write_adapter(inside / "mixed", ModelConfig.load(tmp_path), rank=2)
+        (mixed / WEIGHTS).unlink()
+        (mixed / WEIGHTS).symlink_to(other / WEIGHTS)
+        for path in (other, inside / ".." / "allowed too" / "peft", inside / "link", outside / "none", mixed):
+            assert refused(gate, path) == adapters.NO_ADAPTER
+        assert "No such file" in refused(gate, inside / "none"), "in an allowed folder, the error helps"
+        works(gate, outside / "link")
+        works(gate, good)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = adapter(tmp_path)
+    preadv = os.preadv
+
+    def truncating(fd: int, buffers: Any, place: int) -> int:
+        os.truncate(folder / WEIGHTS, 512)
+        return preadv(fd, buffers, place)
+
+    monkeypatch.setattr(os, "preadv", truncating)
+    monkeypatch.setattr(regular_files, "PART_BYTES", 4096)
+    message = refused(gate, folder)
+    assert "not in the file" in message or "incomplete" in message
+    assert gate.client.get("/version").status_code == 200
+
+
+def test_large_files_are_refused(tmp_path: Path) -> None:
+    with Gate(tmp_path, lora=LoraSettings(runtime_loading=True, max_adapter_bytes=1000)) as gate:
+        message = refused(gate, adapter(tmp_path))
+        assert "at most 1000 are allowed" in message and "safetensors" in message
+
+
+def test_reads_that_hang_stop_neither_other_work_nor_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a network share that has died."""
+    monkeypatch.setattr(adapters, "MAX_PENDING", 1)
+    with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
+        monkeypatch.setattr(adapters, "convert", lambda *_: time.sleep(3600))
+        loads = [gate.do(gate.client.post, "/v1/load_lora_adapter", json=body(i)) for i in range(4)]
+        done, hung = wait(loads, PATIENCE_S, FIRST_COMPLETED)  # two have threads, and one waits
+        (refused_one,) = done
+        assert refused_one.result().json()["error"]["code"] == "overloaded"
+        assert gate.client.get("/openapi.json").status_code == 200
+        assert gate.client.get("/version").status_code == 200
+        assert len(hung) == 3 and not any(one.done() for one in hung)
+        gate.rig.send(m.Stop())
+        for one in hung:
+            with pytest.raises(httpx.RemoteProtocolError):
+                one.result(PATIENCE_S)
+
+
+def test_a_load_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "LOAD_TIMEOUT_S", 0.05)
+    with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
+        monkeypatch.setattr(adapters, "convert", lambda *_: time.sleep(3600))
+        response = gate.client.post("/v1/load_lora_adapter", json=body(0))
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "late")
+
+
+def body(number: int) -> dict[str, str]:
+    return {"lora_name": f"x{number}", "lora_path": f"/adapters/{number}"}
