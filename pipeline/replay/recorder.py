@@ -21,6 +21,7 @@ from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.memories import Memories
+from pipeline.runtime.private_files import create_private
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.version import VERSION
 
@@ -48,7 +49,7 @@ class FileWriter:
     """Writes frames in a thread of its own. Raises OSError if the file can't be opened."""
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        self._fd = create_private(path)
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self.num_bytes = 0
         """Bytes passed to `put`."""

@@ -22,6 +22,7 @@ from pipeline.errors import UserError
 from pipeline.replay.signals import signals_as_interrupt
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
+from pipeline.runtime.private_files import create_private
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.supervisor.admin_client import Admin
 
@@ -41,9 +42,8 @@ class TraceFile:
         self._path = path
         self._max_bytes = max_bytes
         self._lines: list[tuple[float, bytes]] = []
-        self._file: BinaryIO = os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb"
-        )
+        self._file: BinaryIO = os.fdopen(fd := create_private(path), "wb")
+        os.set_blocking(fd, True)
         self.num_bytes = 0
         self.is_full = False
 
@@ -70,7 +70,7 @@ class TraceFile:
         if not self._path.is_file():
             return  # a pipe or a device has no order to change
         part = self._path.with_name(f"{self._path.name}.part")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with os.fdopen(create_private(part), "wb") as file:
             file.writelines(line for _, line in self._lines)
         part.replace(self._path)
 
