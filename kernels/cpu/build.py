@@ -19,6 +19,7 @@ import platform
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -67,6 +68,7 @@ VERSION_TIMEOUT_S = 20.0
 POLL_S = 0.05
 MAX_KEPT = 16
 SEAL_BYTES = 32
+_WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTIAL, LOCK = ".partial-", ".lock-"
 """How names of folders to compile in begin, and those of locks. The name of the library follows."""
 
@@ -131,11 +133,13 @@ def build(
         raise ValueError(f"ISA {isa} has nothing to emulate")
     compiler = find_compiler()
     options = compiler.options(isa, emulate)
-    folder = (default_cache_root() if cache_root is None else cache_root.absolute()) / "kernels"
-    library = folder / f"{_key(source, isa, compiler, options)}.so"
-    if _is_usable(library):
-        return library
+    root = default_cache_root() if cache_root is None else cache_root.absolute()
+    folder = root / "kernels"
     try:
+        folder = _own_folder(root, say)
+        library = folder / f"{_key(source, isa, compiler, options)}.so"
+        if _is_usable(library):
+            return library
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(library, what, say):
             if _is_usable(library):
@@ -212,10 +216,42 @@ def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -
     return f"{source.stem}-{isa}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 
 
+def _own_folder(root: Path, say: Callable[[str], None]) -> Path:
+    """The folder of libraries in the cache. Loading one runs its code, so no other user but root may be able to write
+    there: where one is, as in a cache that several users share, this user has a folder of its own beside it. Raises
+    OSError, and BuildError if that is not its own either."""
+    shared, own = root / "kernels", root / f"kernels-{os.geteuid()}"
+    for folder in (shared, own):
+        try:
+            infos = (folder.lstat(), folder.stat())
+        except FileNotFoundError:
+            if folder.is_symlink():
+                continue
+            return folder
+        if all(map(_is_trusted, infos)):
+            if (mode := stat.S_IMODE(infos[1].st_mode)) & _WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
+                folder.chmod(mode & ~_WRITE_OF_OTHERS)  # libraries that another user may have put there are not
+            if not folder.stat().st_mode & _WRITE_OF_OTHERS:
+                return folder
+        if folder == shared:
+            say(f"other users can write to {shared}: keeping compiled kernels in {own}")
+    raise BuildError(f"other users can write to {own}: remove it, or set cache_dir to a folder of your own")
+
+
+def _is_trusted(info: os.stat_result) -> bool:
+    """Whether a file belongs to this user, or to root, who needs no file to run code."""
+    return info.st_uid in (0, os.geteuid())
+
+
 def _is_usable(library: Path) -> bool:
-    """Whether a library exists, is complete and can be loaded. If so, updates its time of use; it stays loaded."""
+    """Whether a library exists, is complete and can be loaded, and no other user could change it. If so, updates its
+    time of use; it stays loaded."""
     try:
-        data = library.read_bytes()
+        with os.fdopen(os.open(library, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            info = os.fstat(file.fileno())
+            if not _is_trusted(info) or info.st_mode & _WRITE_OF_OTHERS or not stat.S_ISREG(info.st_mode):
+                return False
+            data = file.read()
         # Loading a truncated file would kill the process instead of failing.
         if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
             return False
@@ -248,6 +284,7 @@ def _compile(
             ctypes.CDLL(str(made))
         except OSError as error:
             raise CompileError(f"{source.name} was compiled for {isa}, but can't be loaded: {error}") from error
+        made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_WRITE_OF_OTHERS)
         made.replace(library)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""Libraries that another user could have written are not loaded: loading one runs its code."""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.kernels.cpu import build as build_module
+from pipeline.kernels.cpu.build import BuildError
+from tests.kernels.cpu.test_build import Bench, answer
+
+Give = Callable[[Path], None]
+OWN = f"kernels-{os.geteuid()}"
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
+    """Makes a file one of another user: only root could do so really."""
+    given: dict[int, int] = {}
+    is_trusted = build_module._is_trusted
+
+    def give(path: Path) -> None:
+        given[path.lstat().st_ino] = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # so that no other file gets its number
+
+    def trusted(info: os.stat_result) -> bool:
+        return is_trusted(info) and info.st_ino not in given
+
+    monkeypatch.setattr(build_module, "_is_trusted", trusted)
+    yield give
+    for fd in given.values():
+        os.close(fd)
+
+
+def test_files_of_this_user_and_of_root_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build_module._is_trusted(tmp_path.stat()) and build_module._is_trusted(Path("/").stat())
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert build_module._is_trusted(tmp_path.stat()) == (tmp_path.stat().st_uid == 0)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_folder_of_this_user_is_closed_to_others(bench: Bench, mode: int) -> None:
+    """As a umask of 002 or 000 leaves it. What is in it may be from others."""
+    library = bench.build()
+    library.chmod(0o775)
+    bench.kernels.chmod(mode)
+    assert bench.build() == library and bench.num_compiled == 2
+    assert not stat.S_IMODE(bench.kernels.stat().st_mode) & 0o022 and not library.stat().st_mode & 0o022
+    assert bench.build() == library and bench.num_compiled == 2
+
+
+def test_with_any_umask_it_is_compiled_once(bench: Bench) -> None:
+    before = os.umask(0)
+    try:
+        assert answer(bench.build()) == answer(bench.build()) == 42
+    finally:
+        os.umask(before)
+    assert bench.num_compiled == 1
+
+
+def test_a_link_in_place_of_a_library_is_not_followed(bench: Bench, tmp_path: Path) -> None:
+    library = bench.build()
+    library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(tmp_path / "elsewhere.so")
+    assert bench.build() == library and not library.is_symlink() and bench.num_compiled == 2
+
+
+def test_a_library_of_another_user_is_compiled_again(bench: Bench, give_away: Give) -> None:
+    library = bench.build()
+    give_away(library)
+    assert bench.build() == library and bench.num_compiled == 2
+
+
+def test_in_a_cache_of_another_user_this_one_has_a_folder_of_its_own(bench: Bench, give_away: Give) -> None:
+    library = bench.build()
+    give_away(bench.kernels)
+    for _ in range(2):
+        own = bench.build()
+        assert own.parent == bench.cache_root / OWN and own.name == library.name and bench.num_compiled == 2
+    assert any("other users can write to" in line for line in bench.log_lines)
+    give_away(own.parent)
+    with pytest.raises(BuildError, match="remove it, or set cache_dir"):
+        bench.build()
+
+
+@pytest.mark.parametrize("target", ["somewhere", "none"])
+def test_a_link_of_another_user_is_not_followed(bench: Bench, give_away: Give, tmp_path: Path, target: str) -> None:
+    (tmp_path / "somewhere").mkdir()
+    bench.cache_root.mkdir()
+    bench.kernels.symlink_to(tmp_path / target)
+    give_away(bench.kernels)
+    assert bench.build().parent == bench.cache_root / OWN
+    assert not list((tmp_path / "somewhere").iterdir())
+
+
+def test_a_link_of_this_user_to_its_folder_is_followed(bench: Bench, tmp_path: Path) -> None:
+    library = bench.build()
+    shutil.move(bench.kernels, tmp_path / "moved")
+    bench.kernels.symlink_to(tmp_path / "moved")
+    assert bench.build() == library and bench.num_compiled == 1
