@@ -4,7 +4,6 @@ prepare copies the model's own recommendations into the prepared folder, also th
 `generation_config` selects them, those in another folder, or none. What a request gives always takes precedence.
 """
 
-import stat
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from msgspec import Meta
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.runtime.regular_files import read_regular
 
 FILE = "generation_config.json"
 MAX_BYTES = 16 * 1024**2
@@ -90,10 +90,7 @@ def _in_folder(folder: str) -> Path:
 
 def _read(path: Path, shown: str) -> GenerationDefaults:
     try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_BYTES:
-            raise UserError(f"{shown} must be a regular file of at most {MAX_BYTES} bytes")
-        given = msgspec.json.decode(path.read_bytes(), type=_File)
+        given = msgspec.json.decode(read_regular(path, MAX_BYTES), type=_File)
     except OSError as error:
         raise UserError(f"{shown} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

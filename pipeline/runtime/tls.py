@@ -8,8 +8,12 @@ from pathlib import Path
 
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import GatewaySettings
+from pipeline.runtime.regular_files import read_regular
 
 CERTFILE, KEYFILE, CA_CERTS = "gateway.ssl_certfile", "gateway.ssl_keyfile", "gateway.ssl_ca_certs"
+
+MAX_FILE_BYTES = 16 * 1024**2
+"""A bundle of all public certificate authorities has a quarter of a megabyte."""
 
 
 class _NeedsPassword(Exception):
@@ -56,7 +60,7 @@ def _require_pem(key: str, path: Path, mark: str, what: str, advice: str = "") -
     """Raises ConfigError if a file can't be read or has no PEM block of its kind. The ssl module names neither the file
     nor the reason."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError([f"{key}: {path} can't be read: {error.strerror}"]) from error
     if mark.encode() not in data:

@@ -219,10 +219,15 @@ class RequestTable:
             self._table[prompt_request.id] = prompt_request
             self._idle.clear()
             if prompt_request.generates:
-                self.metrics.opened(parsed.num_sequences, parsed.n, parsed.options.max_tokens)
+                self.metrics.opened(parsed.num_sequences, parsed.n, self._max_tokens_of(parsed))
             self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
         self._set_deadline(request)
         return request
+
+    def _max_tokens_of(self, parsed: ParsedRequest) -> int | None:
+        """What the client asks for, for metrics: no more than the model can generate."""
+        given, most = parsed.options.max_tokens, self.admission.max_prompt_tokens
+        return given if given is None or most is None else min(given, most)
 
     def _submit(self, parsed: ParsedRequest, prompt: m.Prompt) -> m.Submit:
         replay = self._stage.replay_context

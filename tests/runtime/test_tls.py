@@ -1,5 +1,6 @@
 """The certificate files of the HTTP listener: each mistake is an error that names the setting."""
 
+import os
 import ssl
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,10 @@ def test_a_damaged_certificate_is_an_error(tmp_path: Path) -> None:
 def test_a_key_without_a_certificate_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.ssl_keyfile: needs the server's certificate"):
         load.load(sets=[f"gateway.ssl_keyfile={KEY}"])
+
+
+def test_a_fifo_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
+    """Each gateway that replaces another one reads the files again."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=r"ssl_certfile: .*a FIFO, not a regular file"):
+        server_context(GatewaySettings(ssl_certfile=str(tmp_path / "fifo")))

@@ -312,3 +312,12 @@ def test_the_longest_sequence_of_each_prompt_is_recorded_once(gate: Gate) -> Non
     reply.result()
     longest = counts_of(gate).longest_output_tokens
     assert (number(longest), longest.total) == (1, 5.0)
+
+
+def test_a_client_s_maximum_counts_as_what_the_model_can_generate(gate: Gate) -> None:
+    """One request must not move the sum of all."""
+    reply = gate.post(CHAT | {"max_tokens": 2**31 - 1})
+    submit = gate.submit()
+    gate.reject(submit, m.Failure(400, "too long"))
+    assert reply.result().status_code == 400
+    assert counts_of(gate).max_tokens.total == 512
