@@ -44,8 +44,8 @@ def convert(
 ) -> str:
     """Convert the adapter in `source`, a PEFT folder or a .gguf file, for the prepared model in `model_dir`, unless
     that was done before. Returns its id. Its files must be regular ones of at most `max_bytes`, and be read at
-    `deadline_s`, by time.monotonic(). Raises AdapterError if it can't be served or written, and NotAnAdapter if it can't
-    be read."""
+    `deadline_s`, by time.monotonic(). Raises AdapterError if it can't be served or written, and NotAnAdapter if it
+    can't be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
     modules: Callable[[ModelConfig], Iterator[Module]]
     if source.suffix.lower() == SUFFIX:

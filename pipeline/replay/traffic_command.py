@@ -22,8 +22,8 @@ from pipeline.errors import UserError
 from pipeline.replay.signals import signals_as_interrupt
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
-from pipeline.runtime.private_files import create_private
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.private_files import create_private
 from pipeline.supervisor.admin_client import Admin
 
 STAGE = "schedule"

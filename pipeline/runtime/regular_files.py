@@ -31,8 +31,8 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_regular(path: Path, max_bytes: int, deadline_s: float = float("inf")) -> bytearray:
-    """All bytes of a file. Raises OSError if it can't be read, is no regular file or has more than `max_bytes`, or if it
-    is not read at `deadline_s`, by time.monotonic()."""
+    """All bytes of a file. Raises OSError if it can't be read, is no regular file or has more than `max_bytes`, or if
+    it is not read at `deadline_s`, by time.monotonic()."""
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size

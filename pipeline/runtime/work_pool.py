@@ -1,7 +1,8 @@
 """Threads for one kind of blocking work beside an event loop.
 
 asyncio's default executor is one queue for everything: what blocks there, such as a read of a dead network share, stops
-all other work, and the process can't end before it does. Each kind has a pool of its own instead, with a bound and a name.
+all other work, and the process can't end before it does. Each kind has a pool of its own instead, with a bound and a
+name.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ class WorkPool:
         return self._num_threads - self._num_idle
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in a thread. Raises PoolFull. If this is cancelled, the call is dropped unless it has begun."""
+        """Call a function in a thread. Raises PoolFull, or what the call raises. If this is cancelled, the call is
+        dropped unless it has begun."""
         return await asyncio.wrap_future(self._submit(lambda: function(*args, **kwargs)))
 
     def _submit(self, call: Callable[[], T]) -> "Future[T]":
@@ -67,6 +69,6 @@ class WorkPool:
                 continue
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
             del future, call

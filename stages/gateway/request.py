@@ -331,8 +331,8 @@ class Request:
             raise self.failure
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds. Raises ApiError as `change`, and if the request has finished without it: nothing
-        arrives any more, and no deadline applies to a finished request."""
+        """Wait until `condition` holds. Raises ApiError as `change`, and if the request has finished without it:
+        nothing arrives any more, and no deadline applies to a finished request."""
         while self.failure is not None or not condition():
             if self.is_finished and self.failure is None:
                 message = "the request has ended without what its response needs"

@@ -249,7 +249,9 @@ class IngestStage:
         prompt, prompt_options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompt_processor.encode(prompt, prompt_options, submit.template_s or submit.arrival_s, is_short=is_short)
+            ids = self._prompt_processor.encode(
+                prompt, prompt_options, submit.template_s or submit.arrival_s, is_short=is_short
+            )
         ids = self._prompt_processor.cut(ids, submit)
         max_tokens = self._prompt_processor.max_tokens(ids, submit)
         tail = reply_grammar.tail(submit, ids, self._tokenizer)

@@ -25,7 +25,7 @@ def test_a_regular_file_is_read(tmp_path: Path, num_bytes: int, monkeypatch: pyt
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     for path, words in (
         (tmp_path / "fifo", "a FIFO, not a regular file"),
         (tmp_path, "a folder, not a regular file"),
@@ -38,7 +38,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         (tmp_path / "link").symlink_to("none")
         open_regular(tmp_path / "link", os.O_NOFOLLOW)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

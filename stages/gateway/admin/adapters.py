@@ -66,8 +66,8 @@ unload_bodies = msgspec.json.Decoder(UnloadAdapterBody)
 
 NO_ADAPTER = (
     "'lora_path' is no adapter that the server may load: it must be a folder with adapter_config.json and "
-    "adapter_model.safetensors, or a .gguf adapter, readable for the server, no larger than lora.max_adapter_bytes, and in "
-    "lora.allowed_folders if that is set. The server's log says more"
+    "adapter_model.safetensors, or a .gguf adapter, readable for the server, no larger than lora.max_adapter_bytes, "
+    "and in lora.allowed_folders if that is set. The server's log says more"
 )
 
 
@@ -132,7 +132,7 @@ class AdapterRegistry:
             message = f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "lora_path", "late") from None
         except NotAnAdapter as error:
-            # Whoever may call this learns nothing about other files of the machine.
+            # A client learns nothing about other files of the machine.
             self._stage.log.warning("adapter not loaded", extra={"fields": {"why": str(error)}})
             raise invalid("lora_path", NO_ADAPTER, "invalid_value") from error
         except AdapterError as error:

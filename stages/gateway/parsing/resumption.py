@@ -2,10 +2,10 @@
 
 pipeline/runtime/resume_points.py describes them; replies/resume_points.py writes them.
 
-Nothing in them is believed. Servers share no secret that could sign them: the one that continues a stream may be another
-one than the one that began it. So each field is bounded by what it can be, and none of them reaches another request: the
-scheduler orders by the arrival here, metrics count from it, and the client's text is compared with that of its ids
-(`Continuation`). The first arrival can only bring the deadline nearer.
+Nothing in them is believed. Servers share no secret that could sign them: the one that continues a stream may be
+another one than the one that began it. So each field is bounded by what it can be, and none of them reaches another
+request: the scheduler orders by the arrival here, metrics count from it, and the client's text is compared with that of
+its ids (`Continuation`). The first arrival can only bring the deadline nearer.
 """
 
 import binascii

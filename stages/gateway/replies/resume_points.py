@@ -130,10 +130,11 @@ class Continuation:
     def check_text(self) -> None:
         """Raises ApiError if the points don't describe the text of their ids."""
         if (index := self._wrong) is not None:
-            num_chars = self._request.sequences[index].num_chars
+            sequence, num_chars, has_ended = (each[index] for each in self._claims)
+            end = " and has ended" if has_ended else ""
             message = (
-                f"'{RESUME}': the ids of sequence {index} have {num_chars} characters of text, and they don't end as the "
-                f"last point says, with {self._resumption.num_chars[index]} characters"
+                f"'{RESUME}': at its last point, sequence {index} has {num_chars} characters{end}, but its token ids "
+                f"give {sequence.num_chars} characters{' and do not end it' if end else ''}"
             )
             raise invalid(RESUME, message, "invalid_value")
 
@@ -167,14 +168,14 @@ class Continuation:
         self._hidden.clear()
 
 
-def _is_here(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:  # noqa: FBT001
+def _is_here(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:
     """Whether the output that the client has is here. An abort ends the wait for it: its stream ends with `abort`."""
     return sequence.finish == m.Finish.ABORT or (
         sequence.num_chars >= num_chars and (not has_ended or sequence.finish != m.Finish.NONE)
     )
 
 
-def _is_wrong(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:  # noqa: FBT001
+def _is_wrong(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool:
     """Whether that output can't come any more. The first delta has all text of the ids that the client has, except what
     the end of the sequence brings; and a sequence that has ended gets no new ids."""
     if _is_here(sequence, num_chars, has_ended):

@@ -1,5 +1,5 @@
-"""No number of a client is believed: each field of each body, and of the ZeroMQ protocol, is given values that no client
-means. They are refused with a 400, or what is parsed fits the messages between stages, with finite numbers."""
+"""No number of a client is believed: each field of each body, and of the ZeroMQ protocol, is given values that no
+client means. They are refused with a 400, or what is parsed fits the messages between stages, with finite numbers."""
 
 import json
 import math
@@ -115,8 +115,9 @@ def test_a_field_of_the_protocol_is_refused_or_bounded() -> None:
     for value in WIRE:
         changed = [[*wire[:i], value, *wire[i + 1 :]] for i in range(1, len(wire))]
         params = wire[place]
-        for i in range(len(params)):
-            changed.append([*wire[:place], [*params[:i], value, *params[i + 1 :]], *wire[place + 1 :]])
+        changed += [
+            [*wire[:place], [*params[:i], value, *params[i + 1 :]], *wire[place + 1 :]] for i in range(len(params))
+        ]
         for one in changed:
             try:
                 generate = decoder.decode(msgspec.msgpack.encode(one))
