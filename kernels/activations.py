@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.kernels.row_by_row import row_by_row
+
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The approximation of GELU by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
@@ -21,7 +23,7 @@ def relu2(x: Tensor) -> Tensor:
 def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """The clamped SwiGLU of gpt-oss (`GptOssExperts` in transformers), gate and up [N, I]."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+    return gate * row_by_row(torch.sigmoid, gate * alpha) * (up + 1)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,13 +38,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activate(out: Tensor, x: Tensor, kind: str) -> None:
     """`out = kind(x)`, both [N, I]."""
-    out.copy_(ACTIVATIONS[kind](x))
+    out.copy_(row_by_row(ACTIVATIONS[kind], x))
 
 
 def activate_mul(out: Tensor, gate_up: Tensor, kind: str) -> None:
     """`out = kind(gate) * up`. gate_up [N, 2I] holds the gate's half first; out [N, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.mul(ACTIVATIONS[kind](gate), up, out=out)
+    torch.mul(row_by_row(ACTIVATIONS[kind], gate), up, out=out)
 
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.activations import ACTIVATIONS, swiglu_oai
+from pipeline.kernels.row_by_row import row_by_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class ExpertActivation:
     def apply(self, x: Tensor) -> Tensor:
         """[N, 2I], or [N, I] if not gated, to [N, I]."""
         if not self.gated:
-            return ACTIVATIONS[self.kind](x)
+            return row_by_row(ACTIVATIONS[self.kind], x)
         gate, up = x.chunk(2, dim=-1)
         if self.kind == "swiglu_oai":
             return swiglu_oai(gate, up, self.alpha, self.limit)
-        return ACTIVATIONS[self.kind](gate) * up
+        return row_by_row(ACTIVATIONS[self.kind], gate) * up
 
 
 def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tensor | None, form: RouteForm) -> None:
@@ -68,7 +69,7 @@ def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tenso
     float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes
     first; among equal ones, the first expert."""
     logits = logits[:, : form.num_experts].float()
-    scores = torch.sigmoid(logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
+    scores = row_by_row(torch.sigmoid, logits) if form.scoring == "sigmoid" else torch.softmax(logits, dim=-1)
     ranked = scores if selection_bias is None else scores + selection_bias
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : chosen.shape[1]]
     picked = scores.gather(1, order)
@@ -113,7 +114,7 @@ def experts(
 
 def add_gated(out: Tensor, x: Tensor, logits: Tensor | None) -> None:
     """out += x * the sigmoid of the last of a token's logits; out += x without logits. out and x [T, H]."""
-    out += x if logits is None else x * torch.sigmoid(logits[:, -1:].float()).to(x.dtype)
+    out += x if logits is None else x * row_by_row(torch.sigmoid, logits[:, -1:].float()).to(x.dtype)
 
 
 def route_reference(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import LogprobInputs
+from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import IntArray
 
 
@@ -38,7 +39,7 @@ def write_logprobs(logits: Tensor, ids: IntArray, logprobs: LogprobInputs) -> No
     if not len(asking):
         return
     rows = logits[torch.from_numpy(asking).to(logits.device)]
-    values = log_softmax(rows).float().cpu()
+    values = row_by_row(log_softmax, rows).float().cpu()
     for place, i in enumerate(asking.tolist()):
         logprob, top_ids, top_logprobs = logprobs.views(i)
         given = logprobs.given(i)

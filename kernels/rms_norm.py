@@ -4,6 +4,8 @@ arXiv:1607.06450), computed in float32."""
 import torch
 from torch import Tensor
 
+from pipeline.kernels.row_by_row import row_by_row
+
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """`out = x / sqrt(mean(x^2) + eps) * weight`, each row by itself. out and x [N, H], weight [H],
@@ -35,7 +37,7 @@ def add(out: Tensor, x: Tensor, factor: float = 1.0) -> None:
     if factor == 1.0:
         out.add_(x)
     else:
-        out.add_(x, alpha=factor)
+        out.add_(x.to(out.dtype) * factor)  # not `alpha`, which rounds once or twice
 
 
 def scale(out: Tensor, factor: float) -> None:
@@ -44,8 +46,8 @@ def scale(out: Tensor, factor: float) -> None:
 
 
 def softcap(out: Tensor, cap: float) -> None:
-    """`out = cap * tanh(out / cap)`"""
-    out.div_(cap).tanh_().mul_(cap)
+    """`out = cap * tanh(out / cap)`, each row by itself"""
+    out.copy_(row_by_row(torch.tanh, out.div_(cap))).mul_(cap)
 
 
 def add_vector(out: Tensor, x: Tensor) -> None:

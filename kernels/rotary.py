@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.kernels.hadamard import transform_heads
 from pipeline.kernels.kv_layout import LayerKV, quantize_heads
 from pipeline.kernels.rms_norm import layer_norm, rms_norm
+from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 
 
@@ -22,8 +23,8 @@ def rotary_angles(
     the minus sign of the rotation."""
     half = len(frequencies)
     angles = torch.outer(positions.float(), frequencies)
-    cos[:, :half] = cos[:, half:] = torch.cos(angles)
-    torch.sin(angles, out=angles)
+    cos[:, :half] = cos[:, half:] = row_by_row(torch.cos, angles)
+    angles = row_by_row(torch.sin, angles)
     sin[:, half:] = angles
     torch.neg(angles, out=sin[:, :half])
     if magnitudes is not None:
@@ -91,8 +92,8 @@ def scale_queries(qkv: Tensor, positions: Tensor, kv: LayerKV, beta: float, peri
     """Multiply queries at position p with 1 + beta * log(1 + floor(p / period)), in place (Llama 4's attention
     temperature). qkv [T, (Q + 2K) * D], positions [T] int64."""
     _, _, num_kv_heads, head_dim = kv.keys.shape
-    factors = 1 + beta * torch.log1p(torch.div(positions, period, rounding_mode="floor").float())
-    qkv[:, : -2 * num_kv_heads * head_dim] *= factors[:, None].to(qkv.dtype)
+    factors = 1 + beta * row_by_row(torch.log1p, torch.div(positions, period, rounding_mode="floor").float()[:, None])
+    qkv[:, : -2 * num_kv_heads * head_dim] *= factors.to(qkv.dtype)
 
 
 def rotary_reference(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 It uses the Gumbel-max trick (Maddison, Tarlow and Minka, 2014, arXiv:1411.0030): with exponential noise e, the id with
 the largest `logit / temperature - log(e)` wins with the probability of the softmax. Rounding in the logits changes the
-winner only if two are almost equal, so texts repeat across batches.
+winner only if two are almost equal. A row's numbers come from calls of their own, so its id is the same in any batch.
 
 Filters come in vLLM's order: temperature, min_p, top_k, top_p, each applied to the ids that the previous one keeps.
 Each cuts everything below some logit, so together they are one threshold per row; equal logits stay or go together.
@@ -27,6 +27,9 @@ def argmax(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
     """Sample one id per row: logits [N, V]; temperature [N], above 0; top_k [N] int64, 0 is off; top_p [N] in (0, 1], 1
     is off; min_p [N] in [0, 1], 0 is off; keys [N, 2] from `halves`. Returns [N] int64."""
+    if len(logits) != 1:
+        rows = [tensor.split(1) for tensor in (logits, temperature, top_k, top_p, min_p, keys)]
+        return torch.cat([sample(*row) for row in zip(*rows, strict=True)]) if len(logits) else top_k
     # Relative to the largest, so that no temperature gives an infinite logit.
     scaled = logits.float()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)).div_(temperature[:, None])

@@ -47,7 +47,7 @@ class Ops:
     logits: Callable[[Tensor, Tensor, Tensor], None]
     rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
     rotary_write: Callable[[Tensor, Tensor, Tensor, Tensor, LayerKV], None]
-    attention_plan: Callable[[int | None, torch.dtype, ScoreForm, int], AttentionPlan]
+    attention_plan: Callable[[int | None, ScoreForm, int], AttentionPlan]
     attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan, Tensor | None], None]
     silu_mul: Callable[[Tensor, Tensor], None]
     activate: Callable[[Tensor, Tensor, str], None]

@@ -195,7 +195,7 @@ def test_attention_agrees_with_its_formula(
     qkv = torch.randn(
         inputs.num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM, generator=torch.Generator().manual_seed(2)
     ).to(dtype)
-    plan = AttentionPlan(window, dtype)
+    plan = AttentionPlan(window)
     plan.prepare(inputs)
     out = torch.full((inputs.num_tokens, num_heads * HEAD_DIM), torch.nan, dtype=dtype)
     paged_attention(out, qkv, kv, plan)
@@ -208,7 +208,7 @@ def test_attention_agrees_with_its_formula(
 
 
 def test_a_plan_is_reused_by_later_steps() -> None:
-    kv, plan = make_kv(1, torch.float32), AttentionPlan(None, torch.float32)
+    kv, plan = make_kv(1, torch.float32), AttentionPlan(None)
     for entries in ([(0, 9), (30, 1)], [(9, 1)]):
         inputs = make_inputs(entries)
         plan.prepare(inputs)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.kernels.linear import multiply
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig
@@ -46,7 +47,9 @@ class TorchLora:
                 rows = torch.from_numpy(np.flatnonzero(slots == slot))
                 taken = x[rows].float()
                 for begin, end, a, b in site.slots[slot]:
-                    out[rows, begin:end] = (out[rows, begin:end].float() + taken @ a.T @ b.T).to(out.dtype)
+                    out[rows, begin:end] = (
+                        out[rows, begin:end].float() + multiply(multiply(taken, a), b)
+                    ).to(out.dtype)
 
     def put(self, slot: int, packed: list[Matrices]) -> None:
         """Put an adapter into a slot."""

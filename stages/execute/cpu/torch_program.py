@@ -367,7 +367,7 @@ class TorchProgram(Program):
         """The attention plan of all layers with this window in a KV group. It is prepared before the first of them."""
         key = window, group
         if key not in self._plans:
-            self._plans[key] = self._ops.attention_plan(window, self._ops.dtype, self._score_form, group)
+            self._plans[key] = self._ops.attention_plan(window, self._score_form, group)
             self._calls.add(self._plans[key].prepare, self._inputs)
         return self._plans[key]
 
