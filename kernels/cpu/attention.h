@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "attention_amx.h"
 #include "attention_rows.h"
+#include "attention_seen.h"
 #include "attention_softmax.h"
 #include "attention_vectors.h"
 #include "hadamard.h"
@@ -37,30 +38,16 @@ class Attention final : public Op {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)) + align(ITEM_STATES * kv_.head_dim * 4) +
                align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(Number)) +
                5 * align(ITEM_STATES * 4) + align(ITEM_STATES * sizeof(vf)) + align(ATTENTION_ROWS * 4) +
-               align(LANES * 4) + align(unpacked_bytes());
+               align(LANES * 4) + align(unpacked_bytes()) + align(seen_bytes<TYPE>(kv_.head_dim));
     }
 
     void tile(const Step& step, int index, const Scratch& scratch) override {
         const Item& item = plan_.items[index];
-        const Member* members = plan_.members.data() + item.members;
+        const Item* next = scratch.next < int(plan_.items.size()) ? &plan_.items[scratch.next] : nullptr;
         State state = lay_out(scratch.memory);
-        begin(step, item, members, state);
-        const bool has_next = scratch.next < int(plan_.items.size());
-        const Item& next = plan_.items[has_next ? scratch.next : index];
-        Pass pass = first_pass(step, item);
-        RowsAhead rows(plan_, step, kv_.head_dim, {out_, floats_ ? 4 : int(sizeof(act))}, item, {queries_, sizeof(act)},
-                       has_next ? &next : nullptr, num_matmuls(step, item, members));
-        const auto then = [&](const Pass& next) {
-            compute(step, item, pass, next, item.head, rows, state);
-            pass = next;
-        };
-        const Run* runs = plan_.runs.data() + item.runs;
-        for (int i = 1; i < item.num_runs; i++) then(pass_of(step, members, runs[i]));
-        for (int i = 0; i < item.num_members; i++)
-            for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
-                if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
-        compute(step, item, pass, has_next ? first_pass(step, next) : Pass{}, next.head, rows, state);
-        for (int i = 0; i < item.num_members; i++) write(step, item, members[i], state);
+        const bool is_finite = attend<false>(step, item, next, state);
+        if constexpr (TYPE == KVType::BF16)
+            if (!is_finite) attend<true>(step, item, nullptr, state);
     }
 
     // The keys and values of a block count once, even if several entries read them: the most that one entry reads.
@@ -106,6 +93,7 @@ class Attention final : public Op {
         int32_t *first, *end;  // [rows]: the keys that a row attends to
         int32_t* place;        // [rows]: a row's place in its group of query heads
         uint16_t* unpacked;    // keys and values of a stretch, if tiles multiply 8 bits
+        uint8_t* seen;         // values of a stretch without those that a row may not see
     };
 
     static size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -142,7 +130,36 @@ class Attention final : public Op {
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.place = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.unpacked = reinterpret_cast<uint16_t*>(take(unpacked_bytes()));
+        state.seen = take(seen_bytes<TYPE>(kv_.head_dim));
         return state;
+    }
+
+    // Computes an item and writes its rows. Returns whether all results are finite, in bfloat16.
+    //
+    // What a row may not see has the weight 0, and 0 x NaN is NaN: the values behind a sequence's last one are what was
+    // in that memory before, perhaps another request's. To look at them first would take time in every step. So an item
+    // is computed as if they were finite, and if a result is not, again, EXACT: then they are not multiplied.
+    template <bool EXACT>
+    bool attend(const Step& step, const Item& item, const Item* next, State& state) const {
+        const Member* members = plan_.members.data() + item.members;
+        begin(step, item, members, state);
+        Pass pass = first_pass(step, item);
+        RowsAhead rows(plan_, step, kv_.head_dim, {out_, floats_ ? 4 : int(sizeof(act))}, item, {queries_, sizeof(act)},
+                       next, num_matmuls(step, item, members));
+        const auto then = [&](const Pass& after) {
+            compute<EXACT>(step, item, pass, after, item.head, rows, state);
+            pass = after;
+        };
+        const Run* runs = plan_.runs.data() + item.runs;
+        for (int i = 1; i < item.num_runs; i++) then(pass_of(step, members, runs[i]));
+        for (int i = 0; i < item.num_members; i++)
+            for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
+                if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
+        compute<EXACT>(step, item, pass, next ? first_pass(step, *next) : Pass{}, next ? next->head : item.head, rows,
+                       state);
+        vf nothing{};
+        for (int i = 0; i < item.num_members; i++) nothing += write(step, item, members[i], state);
+        return sum(nothing) == 0.0f;
     }
 
     // Row r of a member is query r % group of token r / group.
@@ -202,8 +219,10 @@ class Attention final : public Op {
         return top / LARGEST_CODE;
     }
 
-    void write(const Step& step, const Item& item, const Member& member, const State& state) const {
+    // Returns zeros, or NaN if a number is not finite.
+    vf write(const Step& step, const Item& item, const Member& member, const State& state) const {
         const int dim = kv_.head_dim;
+        vf nothing{};
         for (int head = 0; head < item.heads; head++)
             each_row(member, plan_.group, [&](int r, int token, int query) {
                 const int i = head * item.rows + member.at + r;
@@ -214,12 +233,14 @@ class Attention final : public Op {
                 const int first = ((item.head + head) * plan_.group + query) * dim;
                 for (int d = 0; d < dim; d += LANES) {
                     const vf numbers = load<vf>(from + d) * factor;
+                    if constexpr (TYPE == KVType::BF16) nothing = fma(numbers, vf{}, nothing);
                     if (floats_)
                         store(reinterpret_cast<float*>(row) + first + d, numbers);
                     else
                         store_acts(reinterpret_cast<act*>(row) + first + d, numbers);
                 }
             });
+        return nothing;
     }
 
     // Rows that go through a stretch of keys: `rows` of each head, from the first of `member` on. No blocks: there is no
@@ -252,6 +273,7 @@ class Attention final : public Op {
     }
 
     // Each head prefetches the next one's keys and values; the last one, those of `next_head` in the next pass.
+    template <bool EXACT>
     void compute(const Step& step, const Item& item, const Pass& pass, const Pass& next, int next_head, RowsAhead& rows,
                  State& state) const {
         // One matmul's rows after the other, so that their data stays in the L1 cache.
@@ -268,12 +290,35 @@ class Attention final : public Op {
                 const int keys = *std::max_element(state.end + row, state.end + row + count) - pass.key;
                 if (keys > 0) {
                     rows.fetch();
-                    some_rows(item, head, row, count, std::min(keys, now.num_blocks * BLOCK), now,
-                              Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key, state);
+                    const int most = std::min(keys, now.num_blocks * BLOCK);
+                    if (EXACT && !see_all(state, row, count, pass.key, most))
+                        each_alone(item, head, row, count, now, pass.key, state);
+                    else
+                        some_rows(item, head, row, count, most, now, Ahead<TYPE>(ahead, kv_.panel_bytes()), pass.key,
+                                  state);
                     ahead.num_blocks = 0;
                 }
                 row += count;
             }
+        }
+    }
+
+    // Whether each of some rows attends to all keys in the blocks of the first `keys` from `key` on.
+    bool see_all(const State& state, int row, int count, int key, int keys) const {
+        const int end = key + ceil_div(keys, BLOCK) * BLOCK;
+        for (int r = row; r < row + count; r++)
+            if (state.first[r] > key || state.end[r] < end) return false;
+        return true;
+    }
+
+    // One row after the other, each with zeros in place of the values that it may not see.
+    void each_alone(const Item& item, int head, int row, int count, const Stretch& stretch, int key, State& state) const {
+        for (int r = row; r < row + count; r++) {
+            const int first = std::max(state.first[r] - key, 0);
+            const int end = std::min(state.end[r] - key, stretch.num_blocks * BLOCK);
+            if (first < end)
+                some_rows(item, head, r, 1, end, seen_values<TYPE>(stretch, first, end, kv_.head_dim, state.seen),
+                          Ahead<TYPE>(Stretch{}, kv_.panel_bytes()), key, state);
         }
     }
 

@@ -55,7 +55,7 @@ static void softmax(const AttentionPart<AttentionNumber<TYPE>>& part, int count,
         vf highest = load<vf>(scores);
         for (int i = LANES; i < KEYS; i += LANES) highest = max(highest, load<vf>(scores + i));
         const float now = largest(highest), before = top[r];
-        is_empty[r] = now == -INFINITY;
+        is_empty[r] = first[r] >= key + KEYS || end[r] <= key;
         top[r] = now > before ? now : before;
         changes[r] = now > before ? before - now : 0.0f;
     }

@@ -166,13 +166,13 @@ INLINE float largest(vf vector) {
 }
 #endif
 
-// exp for x <= 88, 0 below -87; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2,
+// exp for x <= 88, 0 below -87, NaN of NaN; relative error under 2e-7. The argument is cut into n ln 2 + r with |r| <= ln 2 / 2,
 // and exp(r) is the polynomial of Cephes' expf (Moshier, 1989).
 template <class Vector, class Integers>
 INLINE Vector exp_of(Vector x) {
     const auto constant = [](float value) { return value - Vector{}; };
     constexpr float round = 12582912.0f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
-    const Vector cut = max(x, constant(-87.0f));
+    const Vector cut = max(constant(-87.0f), x);  // in this order NaN stays
     const Vector n = fma(cut, constant(1.44269504f), constant(round)) - round;
     Vector r = fma(n, constant(-0.693359375f), cut);
     r = fma(n, constant(2.12194440e-4f), r);
@@ -198,10 +198,10 @@ INLINE f8 exp_of(f8 x) { return exp_of<f8, i8>(x); }
 
 // The same for x <= 0 with a third fewer operations, relative error under 2e-7 + 2e-8 |x| where `fma` rounds once: of
 // 2^(n + f) with |f| <= 1/2, 2^f is a polynomial that was fitted to the least relative error, and n is added to its
-// exponent. For softmax, whose weights are the smaller the larger |x| is. 0 for -INFINITY.
+// exponent. For softmax, whose weights are the smaller the larger |x| is. 0 for -INFINITY, NaN for NaN.
 INLINE vf exp_of_negative(vf x) {
     constexpr float round = 12582912.0f, log2e = 1.44269504f;  // Adding 1.5 * 2^23 leaves no bits for a fraction.
-    const vf cut = max(x, splat(-87.0f));
+    const vf cut = max(splat(-87.0f), x);  // in this order NaN stays
     const vf shifted = fma(cut, splat(log2e), splat(round));
     const vf f = fma(cut, splat(log2e), -(shifted - round));
     vf p = fma(f, splat(1.326472731e-3f), splat(9.671512991e-3f));

@@ -2,11 +2,13 @@
 in 8 bits."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from tests.kernels.cpu.kv_memory import KVMemory, dequantized, hadamard, quantize_heads
@@ -34,9 +36,8 @@ third of that for its deviation (Higham and Mary, 2019, "A new approach to proba
 LARGEST_CODE = 32767
 """Of queries and weights, where keys and values have 8 bits."""
 NUM_BLOCKS = 128
-STALE = (3.3e38, -3.3e38, 1.0, -1e-38)
-"""Stale block content: finite, but its products may overflow."""
-STALE_SCALES = bf16_bits(np.array([3.3e38, np.inf, np.nan, 1.0, 0.0], np.float32))
+STALE = (3.3e38, -3.3e38, 1.0, -1e-38, np.nan, np.inf, -np.inf, 0.0)
+"""Content of blocks that no row may see: anything that another request's overflow leaves there."""
 
 ENTRIES = [
     (0, 1),
@@ -113,27 +114,36 @@ def case_of(kv_heads: int, group: int, head_dim: int, window: int, kv_type: KVTy
 
 
 class Attention:
-    """One attention op. Its KV memory is stale except for the histories of `case`."""
+    """One attention op. Its KV memory is stale except for the histories of `case`: numbers, or scales, of `stale`."""
 
-    def __init__(self, r: Recording, case: Case, floats: bool = False) -> None:
+    def __init__(
+        self,
+        r: Recording,
+        case: Case,
+        floats: bool = False,
+        stale: Sequence[float] = STALE,
+        form: native.NativeScoreForm | None = None,
+    ) -> None:
         self.r, self.case, self.floats = r, case, floats
         most = r.inputs.max_num_tokens
         rng = np.random.default_rng(99)
         self.tables = sampled_tables(1, [len(keys) for keys in case.keys], NUM_BLOCKS)
         self.kv = kv = KVMemory(r, NUM_BLOCKS, case.kv_heads, case.head_dim, case.kv_type)
         self.memory = kv.bytes
+        words = bf16_bits(np.array(stale, np.float32))
         if case.kv_type is KVType.BF16:
-            self.memory.view(np.uint16)[:] = bf16_bits(rng.choice(np.array(STALE, np.float32), len(self.memory) // 2))
+            self.memory.view(np.uint16)[:] = rng.choice(words, len(self.memory) // 2)
         else:
             self.memory[:] = rng.integers(0, 256, len(self.memory))
-            kv.scales[:] = rng.choice(STALE_SCALES, kv.scales.shape)
+            kv.scales[:] = rng.choice(words, kv.scales.shape)
         for i in range(len(ENTRIES)):
             at = np.arange(len(case.keys[i]))
             kv.write(self.tables[i, at // BLOCK_SIZE], at % BLOCK_SIZE, case.keys[i], case.values[i])
         self.queries = r.rows(most, case.width)
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
-        r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan, None)
+        form = None if form is None else ctypes.byref(r.kept(form))
+        r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan, form)
 
     def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
         """(entry, start, count) of each row of a step. Returns [count, width] of each."""
