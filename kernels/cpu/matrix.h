@@ -237,6 +237,10 @@ INLINE vi swap_middle(vi numbers) {
 
 constexpr float ROUND = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
 
+// Makes the first scale of a row NaN, and so all products with the row, if one of its numbers is not finite: codes and
+// largest magnitudes would lose that. `nothing` is the sum of the numbers, each times 0.
+INLINE void keep_nan(vf nothing, float& scale) { scale += sum(nothing); }
+
 // Quantizes a row of floats to Form::BLOCKS. The largest magnitude of a block becomes the largest code, unless the sum of
 // the magnitudes of 64 numbers would be too large. The largest code has an upper byte of 127.
 static void quantize_blocks(const float* from, const Rows& to, int row, int depth) {
@@ -246,6 +250,7 @@ static void quantize_blocks(const float* from, const Rows& to, int row, int dept
     int8_t* bytes = to.block_bytes(row, depth);
     float *scales = to.block_scales(row, depth), *sums = to.block_sums(row, depth);
     int32_t* halves = to.block_halves(row, depth);
+    vf nothing{};
     for (int block = 0; block < depth / BLOCK_DEPTH; block++, from += BLOCK_DEPTH) {
         vf tops{};
         float most_sum = 0;
@@ -253,6 +258,7 @@ static void quantize_blocks(const float* from, const Rows& to, int row, int dept
             vf totals[16 / LANES] = {};  // the same sums at every ISA
             for (int i = 0; i < 64; i += LANES) {
                 const vf value = load<vf>(from + part + i), magnitude = max(value, -value);
+                nothing = fma(value, vf{}, nothing);
                 tops = max(tops, magnitude), totals[i / LANES % (16 / LANES)] += magnitude;
             }
             for (int half = 8 / LANES; half; half /= 2)
@@ -279,6 +285,7 @@ static void quantize_blocks(const float* from, const Rows& to, int row, int dept
             halves[0] = -32 * int32_t(first), halves[1] = -32 * int32_t(count - first);
         }
     }
+    keep_nan(nothing, *to.block_scales(row, depth));
 }
 
 // Quantizes a row of floats: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
@@ -289,10 +296,12 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
     const bool is_bytes = form == Form::BYTES;
     const float most = is_bytes ? 127.0f : form == Form::SPLIT ? 2047.0f : 32767.0f;
     float* scales = is_bytes ? to.scales(row, depth) : to.word_scales(row, depth);
+    vf nothing{};
     for (int g = 0; g < groups; g++, from += GROUP) {
         vf values[GROUP / LANES], tops{};
         for (int i = 0; i < GROUP / LANES; i++) {
             values[i] = load<vf>(from + i * LANES);
+            nothing = fma(values[i], vf{}, nothing);
             tops = max(tops, max(values[i], -values[i]));
         }
         const float top = largest(tops), inverse = top > 1e-30f ? most / top : 0.0f;
@@ -324,4 +333,5 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         const int32_t halves = (int32_t(first) & 0xFFFF) | int32_t(count - first) << 16;
         scales[3 * groups + g] = bits<float>(halves);
     }
+    keep_nan(nothing, *scales);
 }

@@ -202,6 +202,32 @@ def test_activations_too_small_to_quantize_are_nearly_zero(library: ctypes.CDLL,
     assert_near(residual, *product(kept, matrix))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_not_lost_and_stays_in_its_row(
+    library: ctypes.CDLL, format: Format, value: float
+) -> None:
+    """As codes it would be a number like others: the model would answer nonsense instead of failing."""
+    depth = whole(96, format)
+    values, matrix = random(8, 20, depth), random_matrix(9, 32, depth, format)
+    found = []
+    for bad in ({}, {3: 0, 7: 40, 16: depth - 1}):
+        for row, column in bad.items():
+            values[row, column] = value
+        with recording(library) as r:
+            rows, residual = r.rows(20, depth), r.floats(np.zeros((20, 32)))
+            if form_of(format) == Form.PLAIN:
+                r.put(rows, values, Form.PLAIN)
+            else:
+                library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, depth)
+            library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 32, 1.0)
+            r.tokens(20)
+            assert r.run() == 0
+            found.append(residual.copy())
+    others = [row for row in range(20) if row not in bad]
+    assert not np.isfinite(found[1][list(bad)]).any()
+    np.testing.assert_array_equal(found[1][others], found[0][others])
+
+
 # --- products
 
 
