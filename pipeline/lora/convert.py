@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, Target, path_of, write
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Part
 from pipeline.lora.peft_config import CONFIG, AdapterError, PeftConfig, read_config
-from pipeline.lora.tensors import AdapterTensors, FloatMatrix, float_to_bf16
+from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when a conversion changes, so that older files are not used."""
 WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(?:\.[\w-]+)?\.weight\Z")
@@ -101,7 +101,7 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
                 f"{tensors.path}: {module!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but r or "
                 f"rank_pattern in {CONFIG} give it rank {config.rank(module)}"
             )
-        yield module, parts[module], a, b * np.float32(config.scaling(module, rank))
+        yield module, parts[module], a, scaled(b, config.scaling(module, rank))
 
 
 def _pairs(path: Path, module: Module, model: ModelConfig, dtype: Dtype, max_rank: int) -> Iterator[Pair]:
@@ -115,7 +115,19 @@ def _pairs(path: Path, module: Module, model: ModelConfig, dtype: Dtype, max_ran
                 f"{path}: {name!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but {target} of "
                 f"this model has {shape[1]} inputs and {shape[0]} outputs"
             )
-        yield Pair(layer, target, *(float_to_bf16(x) if dtype == "bf16" else x for x in (a, rows)))
+        yield Pair(layer, target, _stored(a, dtype, name, "lora_A", path), _stored(rows, dtype, name, "lora_B", path))
+
+
+def _stored(matrix: FloatMatrix, dtype: Dtype, module: str, part: str, path: Path) -> "np.ndarray[Any, Any]":
+    """A matrix in the stored numbers. Raises AdapterError if one of them is not finite: it would make NaN of every
+    request with the adapter."""
+    stored = float_to_bf16(matrix) if dtype == "bf16" else matrix
+    kept = bf16_to_float(stored) if dtype == "bf16" else matrix
+    if not (np.isfinite(matrix).all() and np.isfinite(kept).all()):
+        raise AdapterError(
+            f"{path}: {part} of {module!r} has values that are not finite as {dtype}, after the scaling by lora_alpha"
+        )
+    return stored
 
 
 def _check_rank(rank: int, max_rank: int, path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.lora.adapter_file import Target
 from pipeline.lora.gguf_file import SmallGguf
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
-from pipeline.lora.tensors import FloatMatrix
+from pipeline.lora.tensors import FloatMatrix, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
 
 SUFFIX = ".gguf"
@@ -96,7 +96,7 @@ class GgufAdapter:
                 )
             if self._architecture in PERMUTED and module in ("attn_q", "attn_k"):
                 b = self._unpermuted(where, b, model)
-            yield where, parts, a, b * np.float32(self._alpha / len(a) if self._alpha else 1.0)
+            yield where, parts, a, scaled(b, self._alpha / len(a) if self._alpha else 1.0)
 
     def _parts(self, layer: int, module: str, model: ModelConfig) -> list[Part]:
         if layer >= model.num_layers:

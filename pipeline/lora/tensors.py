@@ -71,6 +71,13 @@ class AdapterTensors:
         return values
 
 
+def scaled(matrix: FloatMatrix, factor: float) -> FloatMatrix:
+    """A matrix times a factor. It may overflow: whoever stores it checks that."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        product: FloatMatrix = matrix * np.float32(factor)
+    return product
+
+
 def bf16_to_float(array: "np.ndarray[Any, Any]") -> FloatMatrix:
     """The bits of bfloat16 as float32."""
     widened: FloatMatrix = (array.astype(np.uint32) << 16).view(np.float32)

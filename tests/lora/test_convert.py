@@ -186,6 +186,39 @@ def test_tensors_that_are_refused(tmp_path: Path, model_dir: Path, change: Any, 
     assert "adapter_model.safetensors" in str(caught.value)
 
 
+LARGE = np.full((CONFIG.num_heads * CONFIG.head_dim, 4), 3e38, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "dtype", "alpha", "is_refused"),
+    [
+        ("lora_B", LARGE, "f32", 8, True),
+        ("lora_B", LARGE, "bf16", 8, True),
+        ("lora_B", -LARGE, "bf16", 8, True),
+        ("lora_B", LARGE, "f32", 4, False),
+        ("lora_B", LARGE, "bf16", 4, False),
+        ("lora_B", LARGE, "f32", 1e40, True),
+        ("lora_B", LARGE * 0, "f32", 1e40, True),
+        ("lora_A", np.full_like(ONES, 3.4e38), "bf16", 4, True),
+        ("lora_A", np.full_like(ONES, 3.4e38), "f32", 4, False),
+    ],
+)
+def test_matrices_must_be_finite_as_they_are_stored(
+    tmp_path: Path, model_dir: Path, name: str, array: Any, dtype: Any, alpha: float, is_refused: bool
+) -> None:
+    """After the scaling by alpha / r, and rounded."""
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    change_config(folder, lora_alpha=alpha)
+    tensors = tensors_of(folder)
+    tensors[f"{FIRST}.{name}.weight"] = array
+    save_file(tensors, folder / "adapter_model.safetensors")
+    if is_refused:
+        with pytest.raises(AdapterError, match=rf"{name} of 'model[^']+' .* not finite as {dtype}"):
+            convert(folder, model_dir, dtype, 16)
+    else:
+        convert(folder, model_dir, dtype, 16)
+
+
 @pytest.mark.parametrize("data", [b"", b"\x10", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0{}", b'\x05\0\0\0\0\0\0\0{"a":'])
 def test_damaged_files_are_refused(tmp_path: Path, model_dir: Path, data: bytes) -> None:
     folder = write_adapter(tmp_path / "peft", CONFIG)

@@ -114,6 +114,17 @@ def test_alpha_of_zero_is_a_factor_of_one(tmp_path: Path, model_dir: Path) -> No
     same(model_dir, convert(path, model_dir, "f32", 16), convert(folder, model_dir, "f32", 16))
 
 
+def test_matrices_must_be_finite_as_they_are_stored(tmp_path: Path, model_dir: Path) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG, rank=4, lora_alpha=4)
+    tensors = as_gguf(folder)
+    name = "blk.0.attn_v.weight.lora_b"
+    tensors[name] = np.full_like(tensors[name], 3e38)
+    convert(write_gguf(tmp_path / "fits.gguf", tensors, alpha=4.0), model_dir, "f32", 16)
+    path = write_gguf(tmp_path / "adapter.gguf", tensors, alpha=8.0)
+    with pytest.raises(AdapterError, match=r"adapter\.gguf: lora_B of 'blk\.0\.attn_v' .* not finite as f32"):
+        convert(path, model_dir, "f32", 16)
+
+
 def test_eight_bits(tmp_path: Path, model_dir: Path) -> None:
     """The converter's outtype q8_0."""
     config = config_of(hidden_size=64, num_heads=4, intermediate_size=96)
