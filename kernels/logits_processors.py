@@ -42,6 +42,13 @@ def apply_logits_processors(
         penalize(logits, known, processors.num_prompt, processors.repetition, processors.presence, processors.frequency)
 
 
+def allows_any(processors: LogitsProcessors, num_known: int, vocab_size: int) -> bool:
+    """Whether a row's logits processors leave any id, given its first `num_known` ids."""
+    logits = torch.zeros(vocab_size)
+    apply_logits_processors(logits, processors, num_known)
+    return bool((logits > -torch.inf).any())
+
+
 def allows_only(grammar: WordArray, ids: IntArray) -> bool:
     """Whether a grammar allows only ids of this list."""
     bits = np.unpackbits(grammar.view(np.uint8), bitorder="little")

@@ -196,6 +196,8 @@ class ExecuteCounts(Part, frozen=True, tag="execute"):
     """Part of `step_s` in which this rank waited for other stages of the pipeline."""
     place: str = ""
     """Of one of several ranks, as `pp0/tp1`: its stage of the pipeline, and its rank in that."""
+    num_nan: int = 0
+    """Sequences that failed because their logits were NaN."""
 
 
 class DetokenizeCounts(Part, frozen=True, tag="detokenize"):

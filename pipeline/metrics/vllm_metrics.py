@@ -11,6 +11,7 @@ from pipeline.metrics.families import counter, counts_of, gauge, histogram
 from pipeline.metrics.histogram import REQUEST_S, STEP_TOKENS, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Bounds, N, summed
 from pipeline.metrics.stats import (
     AdapterCounts,
+    ExecuteCounts,
     GatewayCounts,
     HistogramCounts,
     ScheduleCounts,
@@ -122,6 +123,13 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
     for place, reason in enumerate(FINISHED_REASONS):
         finished.add_metric([*labels.values(), reason], sum(gateway.num_finished[place] for gateway in gateways))
     yield finished
+    if executors := list(counts_of(stats, ExecuteCounts)):
+        yield counter(
+            "vllm:corrupted_requests",
+            "Number of requests that failed because their logits were NaN.",
+            labels,
+            sum(one.num_nan for one in executors),
+        )
     for name, words, part, bounds in _GATEWAY_HISTOGRAMS:
         yield histogram(name, words, labels, summed(map(part, gateways), bounds), bounds)
     info = {

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from pipeline.runtime.messages import GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
+from pipeline.runtime.messages import ExecuteLoad, GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
 from pipeline.supervisor.process import Child
 
 WORST_FIRST = ("dead", "recovering", "late", "stopping", "starting")
@@ -36,7 +36,8 @@ class HealthRound:
         """The states of the stages. One that has not answered is late, unless `is_computing`."""
         stages = []
         schedule: ScheduleLoad | None = None
-        num_open_elsewhere = 0
+        num_open_elsewhere = num_nan = 0
+        last_nan_s = 0.0
         for child in children:
             took_s, pong = self._answers.get(child.name, (-0.001, None))
             is_late = pong is None and child.state == "ready" and (child.name in self._late or not is_computing(child))
@@ -46,8 +47,11 @@ class HealthRound:
                 schedule = pong.load
             if pong is not None and isinstance(pong.load, GatewayLoad) and child.name != self.asker:
                 num_open_elsewhere += pong.load.num_open_requests
+            if pong is not None and isinstance(pong.load, ExecuteLoad):
+                num_nan += pong.load.num_nan
+                last_nan_s = max(last_nan_s, pong.load.last_nan_s)
         status = next((state for state in WORST_FIRST if any(stage.state == state for stage in stages)), "ok")
-        return Health(self._nonce, status, stages, schedule, num_open_elsewhere)
+        return Health(self._nonce, status, stages, schedule, num_open_elsewhere, num_nan, last_nan_s)
 
 
 class HealthChecks:

@@ -1,8 +1,9 @@
 """The executor's counters. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipeline.metrics.stats import ExecuteCounts
+from pipeline.runtime.messages import NAN_LOGITS, ExecuteLoad
 
 
 class ExecuteMetrics:
@@ -19,6 +20,8 @@ class ExecuteMetrics:
         self._num_tokens = 0
         self._step_s = 0.0
         self._wait_s = 0.0
+        self._num_nan = 0
+        self._last_nan_s = 0.0
 
     def stepped(self, num_tokens: int, step_s: float, wait_s: float) -> None:
         self._num_steps += 1
@@ -26,10 +29,20 @@ class ExecuteMetrics:
         self._step_s += step_s
         self._wait_s += wait_s
 
+    def failed(self, errors: Sequence[str], now_s: float) -> None:
+        """Count the sequences that a step ended with these errors, at this Unix time."""
+        if num := errors.count(NAN_LOGITS):
+            self._num_nan += num
+            self._last_nan_s = now_s
+
+    def load(self, num_rows: int) -> ExecuteLoad:
+        return ExecuteLoad(num_rows, self._num_nan, self._last_nan_s)
+
     def counts(self, num_rows: int) -> ExecuteCounts:
         return ExecuteCounts(
             *(num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s),
             barrier_s=self._barrier_wait_s(),
             pipeline_wait_s=self._pipeline_wait_s(),
             place=self._place,
+            num_nan=self._num_nan,
         )

@@ -35,6 +35,8 @@ class Publisher:
     ) -> None:
         """Publish a step. `requests` are the requests that start with it."""
         if self._answers:
+            if sampled.errors:
+                self._metrics.failed(sampled.errors, self._stage.replay_context.time())
             self._send(incarnation, step_id, sampled, times)
         self._account(step_id, sampled, times, requests)
 

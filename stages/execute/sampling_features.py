@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.kernels.logits_processor_inputs import NO_IDS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import NOTHING_LEFT, GenerationOptions
+from pipeline.runtime.messages import NAN_LOGITS, NOTHING_LEFT, GenerationOptions
 
 
 class SamplingFeature:
@@ -71,15 +71,19 @@ def logits_processors_of(
     )
 
 
-def no_token_error(processors: LogitsProcessors | None, num_output: int, has_grammar: bool) -> str:
-    """The error for a row for which no token can be sampled."""
+def no_token_error(
+    processors: LogitsProcessors | None, num_output: int, has_grammar: bool, is_nan: bool = False
+) -> str:
+    """The error for a row for which no token can be sampled. `is_nan`: its logits are known to be NaN. A grammar that
+    allows none by itself has failed before (`grammar_masks`), so that without processors they must be."""
+    if is_nan or processors is None:
+        return NAN_LOGITS
     names = ["the structured output format"] if has_grammar else []
-    if processors is not None:
-        names += ["'allowed_token_ids'"] if processors.allowed is not None else []
-        names += ["'bad_words'"] if processors.num_runs else []
-        names += ["'min_tokens'"] if num_output < processors.min_tokens else []
-    if not names:
-        return "The model produced NaN logits"
+    names += ["'allowed_token_ids'"] if processors.allowed is not None else []
+    names += ["'bad_words'"] if processors.num_runs else []
+    names += ["'min_tokens'"] if num_output < processors.min_tokens else []
+    if not names or names == ["the structured output format"]:
+        return NAN_LOGITS
     verb = "excludes" if len(names) == 1 else "exclude"
     return f"{NOTHING_LEFT} after {num_output} output tokens: {' and '.join(names)} {verb} all of them"
 

@@ -237,7 +237,7 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                     reports.forget()
                     stage.reconnected(message)
                 case m.Ping():
-                    stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                    stage.supervisor.send(m.Pong(message.nonce, metrics.load(runner.rows.num_live)))
                 case m.Adapters(adapters):
                     runner.preload_adapters([one.id for one in adapters])
                 case m.UseAdapters():

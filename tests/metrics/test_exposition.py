@@ -285,6 +285,12 @@ def test_a_server_without_counts_can_be_scraped() -> None:
     assert ("vllm:num_requests_running", frozenset()) not in samples, "unknown is not zero"
 
 
+def test_requests_with_nan_logits_are_counted() -> None:
+    answering, other = ExecuteCounts(1, 9, 90, 1.5, 0.5, num_nan=3), ExecuteCounts(1, 9, 90, 1.5, 0.5)
+    samples = read(server(stage("execute.0", answering), stage("execute.1", other)))
+    assert value(samples, "vllm:corrupted_requests_total") == 3
+
+
 def test_each_rank_reports_how_long_it_waits_for_others() -> None:
     ranks = [
         stage(f"execute.{rank}", ExecuteCounts(1, 9, 90, 1.5, 0.5, barrier_s=0.25 * rank, pipeline_wait_s=rank / 8))

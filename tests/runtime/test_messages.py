@@ -161,6 +161,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "pong of schedule": m.Pong(5, LOAD),
     "pong of gateway": m.Pong(5, m.GatewayLoad(2)),
     "pong of others": m.Pong(5, m.PlainLoad(2)),
+    "pong of execute": m.Pong(5, m.ExecuteLoad(2, 3, 4.5)),
     "ask_health": m.AskHealth(6),
     "drained": m.Drained(),
     "prepared": m.Prepared("/models/x", "x"),

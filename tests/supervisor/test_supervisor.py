@@ -161,10 +161,11 @@ def test_a_host_that_is_not_local_is_an_error_that_names_the_key() -> None:
 def test_the_server_s_status_is_that_of_its_worst_stage() -> None:
     children: list[Any] = [FakeChild("execute.0", "starting"), FakeChild("ingest.0"), FakeChild("schedule.0", "dead")]
     round_ = HealthRound("gateway.0", nonce=1, timeout_s=60)
-    round_.answered("execute.0", m.Pong(1, m.PlainLoad()))
+    round_.answered("execute.0", m.Pong(1, m.ExecuteLoad(0, 3, 1234.5)))
     round_.answered("ingest.0", m.Pong(1, m.PlainLoad()))
     assert round_.is_over(children), "dead stages are not waited for"
-    assert round_.result(children, none_computes).status == "dead"
+    result = round_.result(children, none_computes)
+    assert (result.status, result.num_nan, result.last_nan_s) == ("dead", 3, 1234.5)
 
 
 class EndedChild:

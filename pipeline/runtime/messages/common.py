@@ -35,6 +35,10 @@ NOTHING_LEFT = "No token can be sampled"
 """Prefix of a sequence's error if the fields of its request contradict each other."""
 
 
+NAN_LOGITS = "The model produced NaN logits"
+"""A sequence's error if no token has a logit that is a number."""
+
+
 ADAPTER_FAILED = "The LoRA adapter can't be loaded"
 """Prefix of a sequence's error. Its KV blocks were computed without the adapter."""
 

@@ -104,6 +104,10 @@ class Health(Message, frozen=True, tag="health"):
     schedule: ScheduleLoad | None
     num_open_elsewhere: int = 0
     """Requests that are open at other gateways."""
+    num_nan: int = 0
+    """Sequences that failed because their logits were NaN, since the executor's start."""
+    last_nan_s: float = 0.0
+    """When the last one did: Unix time in seconds."""
 
 
 class Drain(Message, frozen=True, tag="drain"):

@@ -18,7 +18,15 @@ class PlainLoad(msgspec.Struct, array_like=True, frozen=True, tag="plain"):
     """Requests or sequences for which this stage holds state."""
 
 
-Load = ScheduleLoad | GatewayLoad | PlainLoad
+class ExecuteLoad(msgspec.Struct, array_like=True, frozen=True, tag="execute"):
+    num_open: int
+    num_nan: int = 0
+    """Sequences that failed because their logits were NaN, since the stage's start."""
+    last_nan_s: float = 0.0
+    """When the last one did: Unix time in seconds."""
+
+
+Load = ScheduleLoad | GatewayLoad | PlainLoad | ExecuteLoad
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -41,6 +41,8 @@ class Results:
         """`failed` are rows whose sequence can't continue, and why. Without `samples`, other stages of the pipeline
         sample."""
         self._rows, self._failed, self._speculator, self._samples = rows, failed, speculator, samples
+        self.nan_rows: frozenset[int] = frozenset()
+        """The rows without an id whose logits were NaN in the last step in which any row had no id."""
 
     def make(
         self,
@@ -125,9 +127,8 @@ class Results:
         table = self._rows
         table.end(row)
         num_output = int(table.num_ids[row] - table.num_prompt[row])
-        why = no_token_error(
-            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
-        )
+        has_grammar = bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
+        why = no_token_error(table.logits_processors[row], num_output, has_grammar, row in self.nan_rows)
         return self._failed.pop(row, why)
 
 

@@ -344,9 +344,12 @@ class CpuRunner:
             self._pipeline.send(self.program.residual())
             return NOTHING.ids
         if ranks is None:
-            return self._sample(rows, num_drafts)
+            ids = self._sample(rows, num_drafts)
+            self._find_nan(rows, num_drafts, ids)
+            return ids
         if ranks.rank == 0:
             ids = self._sample(rows, num_drafts)
+            self._find_nan(rows, num_drafts, ids)
             if self.failed:
                 assert ranks.ids is not None
                 ids[np.isin(rows, list(self.failed))] = NO_ID
@@ -358,6 +361,16 @@ class CpuRunner:
             if ranks.await_outcome() is Outcome.DONE:
                 assert ranks.ids is not None
                 return ranks.ids[: self.inputs.num_samples].copy()
+
+    def _find_nan(self, rows: IntArray, num_drafts: LongArray | None, ids: IntArray) -> None:
+        """Tell `Results` for which rows no id could be sampled because their logits are NaN, not because their request
+        excludes all tokens."""
+        if not np.count_nonzero(ids == NO_ID):
+            return
+        sampled = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
+        logits = self.program.logits()
+        places = np.flatnonzero(ids == NO_ID).tolist()
+        self._results.nan_rows = frozenset(int(sampled[at]) for at in places if np.isnan(logits[at]).any())
 
     def _sample(self, rows: IntArray, num_drafts: LongArray | None) -> IntArray:
         """The same on one rank, or on rank 0 of several."""

@@ -87,7 +87,7 @@ class Loop:
                         stage.reconnected(message)
                     case m.Ping():
                         if not self._is_stuck():
-                            stage.supervisor.send(m.Pong(message.nonce, m.PlainLoad(runner.rows.num_live)))
+                            stage.supervisor.send(m.Pong(message.nonce, self._metrics.load(runner.rows.num_live)))
                     case m.Adapters(adapters):
                         runner.preload_adapters([one.id for one in adapters])
                     case m.UseAdapters():

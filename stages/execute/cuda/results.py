@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline.kernels.logits_processors import allows_any
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
@@ -175,10 +176,11 @@ class ResultReader:
         row, table = int(launched_step.rows[i]), self._rows
         if not is_current:
             return "The sequence was dropped"
-        num_output = int(launched_step.known[i] - table.num_prompt[row])
-        error = no_token_error(
-            table.logits_processors[row], num_output, bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
-        )
+        known, processors = int(launched_step.known[i]), table.logits_processors[row]
+        has_grammar = bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
+        # The mask is not here any more, so that with both the logits may have been NaN too.
+        is_nan = processors is not None and not has_grammar and allows_any(processors, known, table.vocab_size)
+        error = no_token_error(processors, known - int(table.num_prompt[row]), has_grammar, is_nan)
         return self._failed.pop(row, error)
 
     @staticmethod

@@ -30,6 +30,9 @@ class HealthBody(msgspec.Struct):
     counters: dict[str, int] | None = None
     """since start"""
     open_requests: int = 0
+    nan_logits: dict[str, int] | None = None
+    """sequences that failed because their logits were NaN, since the executor's start, and when the last one did (Unix
+    time); null if there are none"""
 
 
 class HealthQuery:
@@ -70,6 +73,8 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
         ],
         open_requests=num_open + health.num_open_elsewhere,
     )
+    if health.num_nan:
+        body.nan_logits = {"sequences": health.num_nan, "last": int(health.last_nan_s)}
     if (load := health.schedule) is not None:
         body.running = load.num_running
         body.waiting = load.num_waiting

@@ -122,7 +122,7 @@ def continues_for_a_restarted_schedule(rig: Rig, expected: list[int], options: m
     assert [ids_of(rig, result) for result in results] == [[one, one] for one in expected[:2]]
     rig.send(make_step([(0, 6, 1, True), (1, 6, 1, True)], step_id=3), SCHEDULE)
     rig.restart(SCHEDULE)
-    assert rig.load() == m.PlainLoad(0)
+    assert rig.load() == m.ExecuteLoad(0)
     again = row_add(0, PROMPT + expected[:2], [7], options, num_prompt=5)
     steps = [make_step([(0, 0, 7, True)], adds=[again], step_id=1), make_step([(0, 7, 1, True)], step_id=2)]
     for step in steps:
@@ -143,14 +143,14 @@ def test_a_restarted_schedule_begins_without_rows(rig: Rig, tiny_dir: Path) -> N
 
 def test_a_ping_is_answered_with_the_number_of_live_rows(rig: Rig) -> None:
     begin(rig)
-    assert rig.load() == m.PlainLoad(0)
+    assert rig.load() == m.ExecuteLoad(0)
     adds = [row_add(row, PROMPT, [row]) for row in range(3)]
     rig.send(make_step([(row, 0, 5, True) for row in range(3)], adds=adds), SCHEDULE)
     rig.receive("schedule", m.StepResult)
-    assert rig.load() == m.PlainLoad(3)
+    assert rig.load() == m.ExecuteLoad(3)
     rig.send(make_step(drops=[0, 2]), SCHEDULE)
     assert ids_of(rig, rig.receive("schedule", m.StepResult)) == []
-    assert rig.load() == m.PlainLoad(1)
+    assert rig.load() == m.ExecuteLoad(1)
 
 
 def test_arrays_in_shared_memory_are_read_and_released_once(tiny_dir: Path, tmp_path: Path) -> None:

@@ -66,7 +66,16 @@ class TestHealth:
                 "steps": 10,
             },
             "open_requests": 0,
+            "nan_logits": None,
         }
+
+    def test_nan_logits_are_shown_and_leave_the_server_ok(self, gate: Gate) -> None:
+        response = gate.do(gate.client.get, "/health")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(question.nonce, "ok", [], LOAD, num_nan=3, last_nan_s=1234.5))
+        result = response.result()
+        assert (result.status_code, result.json()["status"]) == (200, "ok")
+        assert result.json()["nan_logits"] == {"sequences": 3, "last": 1234}
 
     def test_health_is_503_when_a_stage_is_late(self, gate: Gate) -> None:
         response = gate.do(gate.client.get, "/health")

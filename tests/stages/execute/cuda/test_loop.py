@@ -38,7 +38,7 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(slight
     with Rig("execute", config, slight_dir, record=recording) as rig:
         facts = begin(rig)
         assert (facts.block_size, facts.max_model_len) == (16, 96)
-        assert rig.load() == m.PlainLoad(0)
+        assert rig.load() == m.ExecuteLoad(0)
         rig.send(make_step([(0, 0, 5, True), (1, 0, 5, True)], adds=adds, step_id=1), SCHEDULE)
         for ahead in range(3):
             rig.send(make_step([(0, 5 + ahead, 1, True), (1, 5 + ahead, 1, True)], step_id=2 + ahead), SCHEDULE)
