@@ -1,21 +1,22 @@
 """Writes a response to a client of the ingress, as its parts arrive from a replica."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from aiohttp import web
 
 HIGH_BYTES = 64 * 1024
 """Bytes buffered for a client, from which on nothing more is read from its replica."""
-SLOW_CLIENT_S = 60.0
-"""A client that takes nothing for so long is disconnected."""
 
 
 class ClientWriter:
     """`write` passes bytes on at once, from callbacks of the event loop. If it can't, because the headers are not sent
     or the client reads slowly, it sets `wake`, and the request's task calls `flush`."""
 
-    def __init__(self, http_request: web.Request) -> None:
+    def __init__(self, http_request: web.Request, slow_client_s: float) -> None:
+        """A client that takes nothing for `slow_client_s` is disconnected."""
+        self._slow_client_s = slow_client_s
         self._http_request = http_request
         self.wake = asyncio.Event()
         self.pause: Callable[[], None] = lambda: None
@@ -60,12 +61,25 @@ class ClientWriter:
             raise ConnectionResetError("the client has disconnected")
         for data in pending:
             request.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        try:
-            async with asyncio.timeout(SLOW_CLIENT_S):
-                await request.writer.drain()
-        except TimeoutError as error:
-            request.transport.abort()
-            raise ConnectionResetError(f"the client took nothing for {SLOW_CLIENT_S:g} s") from error
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait until the client has taken most of what was written. Raises ConnectionError."""
+        request, num_left = self._http_request, -1
+        while (transport := request.transport) is not None:
+            num_before, num_left = num_left, transport.get_write_buffer_size()
+            if num_before >= 0 and num_left >= num_before:
+                transport.abort()
+                raise ConnectionResetError(f"the client took nothing for {self._slow_client_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._slow_client_s):
+                    await request.writer.drain()
+                return
+
+    def abort(self) -> None:
+        """End the connection: what was written is not the whole response."""
+        if self._http_request.transport is not None:
+            self._http_request.transport.abort()
 
     async def end(self) -> web.StreamResponse:
         """Everything was written."""

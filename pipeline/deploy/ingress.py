@@ -1,34 +1,59 @@
 """The HTTP server in front of replicas. It answers /health, /live and /metrics, sends /abort_requests and
-/reset_prefix_cache to all replicas, and relays everything else to one of them."""
+/reset_prefix_cache to all replicas, and relays everything else to one of them.
+
+Its listener has the same rules as a gateway's (pipeline/http_server), and bodies have the same limits: a request that a
+replica would refuse by its key, origin or size is refused before its body is read.
+"""
 
 import asyncio
 import contextlib
 import logging
 import socket
+import time
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from pipeline.config.sections.gateway import GatewaySettings
+from pipeline.config.sections.requests import LimitSettings
 from pipeline.deploy import exposition
-from pipeline.deploy.relay import HOP_HEADERS, Relay
+from pipeline.deploy.forwarding import request_bytes
+from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
+from pipeline.http_server import body_reader, descriptors
+from pipeline.http_server.body_reader import BodyReader
+from pipeline.http_server.cors import Cors
+from pipeline.http_server.error_responses import error_response
+from pipeline.http_server.errors import ApiError, shown
+from pipeline.http_server.expect import answer_expect
+from pipeline.http_server.guard import OpenPaths
+from pipeline.http_server.listener import BACKLOG, HttpListener
+from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
+from pipeline.http_server.rules import ListenerRules
+from pipeline.http_server.server_header import add_headers
+from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.logs import LogFormat
+from pipeline.runtime.tls import server_context
 
-MAX_BODY_BYTES = 256 * 1024 * 1024
-"""A replica's own limit, `gateway.max_body_bytes`, is usually lower."""
 ALL_TIMEOUT_S = 10.0
 """Time for a replica to answer what is sent to all."""
+MAX_ANSWER_BYTES = 1024 * 1024
+"""Of a replica, to what is sent to all."""
+METRICS_MAX_AGE_S = 1.0
+"""However often they are asked for, the replicas' metrics are fetched once in this time."""
 NOT_RELAYED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 log = logging.getLogger("pipeline.deploy")
 
 
 class IngressSettings(msgspec.Struct, frozen=True, kw_only=True):
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0 picks a free one"""
+    gateway: GatewaySettings = GatewaySettings()
+    """Its address, and the rules of its listener. With replicas, `gateway.max_body_bytes` should be theirs."""
+    limits: LimitSettings = LimitSettings()
     wait_s: float = 30.0
     """Time that a new request waits for a replica."""
     resume_timeout_s: float = 60.0
@@ -51,31 +76,92 @@ class HealthBody(msgspec.Struct):
 class Ingress:
     """The server. `start`, then `drain` and `close`."""
 
-    def __init__(self, replicas: ReplicaSet, settings: IngressSettings) -> None:
-        self.relay = Relay(replicas, wait_s=settings.wait_s, resume_timeout_s=settings.resume_timeout_s)
+    def __init__(self, replicas: ReplicaSet, settings: IngressSettings, keys: Keys | None = None) -> None:
+        """`keys` are those that clients need; the replicas must have the same ones."""
+        gateway = settings.gateway
+        self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
+        self.relay = Relay(
+            replicas,
+            self._bodies,
+            wait_s=settings.wait_s,
+            resume_timeout_s=settings.resume_timeout_s,
+            slow_client_s=gateway.slow_client_timeout_s,
+            max_held_bytes=NUM_HELD_BODIES * gateway.max_body_bytes,
+        )
         self._replicas = replicas
         self._settings = settings
-        self._runner: web.AppRunner | None = None
+        self._keys = keys
+        self._cors = Cors(gateway)
+        self._refusal_log = RefusalLog(log)
+        self._listener: HttpListener | None = None
+        self._flush: asyncio.Task[None] | None = None
+        self._metrics_lock = asyncio.Lock()
+        self._replica_metrics = ""
+        self._metrics_s = float("-inf")
         self._is_draining = False
         self.url = ""
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/live", self._live)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/abort_requests", self._to_all)
-        app.router.add_post("/reset_prefix_cache", self._to_all)
-        app.router.add_route("*", "/{path:.*}", self._relay)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await self._runner.setup()
-        host, port = self._settings.host, self._settings.port
+        """Listen. Raises OSError, and ConfigError if the certificate can't be read."""
+        app = web.Application(middlewares=[_format_errors])
+        app.on_response_prepare.append(self._add_headers)
+        for method, path, handler in (
+            ("GET", "/health", self._health),
+            ("GET", "/live", self._live),
+            ("GET", "/metrics", self._metrics),
+            ("POST", "/abort_requests", self._to_all),
+            ("POST", "/reset_prefix_cache", self._to_all),
+            ("*", "/{path:.*}", self._relay),
+        ):
+            app.router.add_route(method, path, handler, expect_handler=self._expect)
+            if method == "GET":
+                app.router.add_route("HEAD", path, handler, expect_handler=self._expect)
+        gateway = self._settings.gateway
+        tls = server_context(gateway)
+        scheme = "http" if tls is None else "https"
+        rules = ListenerRules.main(
+            gateway, self._refusal_log, keys=self._keys, open_paths=OpenPaths(), cors=self._cors, scheme=scheme
+        )
+        host, port = gateway.host, gateway.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-        await web.SockSite(self._runner, listener).start()
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{listener.getsockname()[1]}"
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener = HttpListener(
+            app,
+            listener,
+            rules,
+            max_header_bytes=self._settings.limits.max_header_bytes,
+            tls=tls,
+            max_connections=self._max_connections(),
+        )
+        await self._listener.start()
+        self._flush = asyncio.create_task(self._flush_log())
+        shown_host = f"[{host}]" if ":" in host else host
+        self.url = f"{scheme}://{shown_host}:{listener.getsockname()[1]}"
+
+    def _max_connections(self) -> int | None:
+        """Each client's connection may need another one to a replica. If there were no descriptors left for these, the
+        replicas would seem dead."""
+        limit = descriptors.raise_limit(2 * self._settings.gateway.max_open_sequences, log)
+        return None if limit < 0 else max(1, (limit - descriptors.num_open() - descriptors.SPARE) // 2)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        await add_headers(request, response)
+        self._cors.add_headers(request, response)
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Answer an Expect header: refuse before the body is sent, if possible."""
+        try:
+            self._bodies.check_declared(request)
+        except ApiError as error:
+            refusal = error_response(request, error)
+            refusal.force_close()  # the client may send the body before it reads this
+            return refusal
+        return await answer_expect(request)
+
+    async def _flush_log(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self._refusal_log.flush()
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until the open responses are over."""
@@ -85,16 +171,18 @@ class Ingress:
                 await self.relay.idle.wait()
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._flush is not None:
+            self._flush.cancel()
+        if self._listener is not None:
+            await self._listener.cleanup()
         await self._replicas.close()
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
-            return _error(503, "the ingress is shutting down", "shutting_down")
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the ingress is shutting down", code="shutting_down")
         if request.path in NOT_RELAYED:
             message = f"{request.path} changes one replica only: list adapters in lora.adapters instead"
-            return _error(501, message, "not_relayed")
+            raise ApiError(HTTPStatus.NOT_IMPLEMENTED, message, code="not_relayed")
         return await self.relay.handle(request)
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
@@ -114,22 +202,29 @@ class Ingress:
         infos = self._replicas.infos()
         text = exposition.own_metrics(self.relay.counts, self._replicas.routed, infos, self.relay.num_open)
         if request.query.get("replicas", "") not in ("", "0"):
-            upstreams = self._replicas.upstreams()
-            found = await asyncio.gather(*(_metrics_of(upstream) for upstream in upstreams.values()))
-            text += exposition.of_replicas(dict(zip(upstreams, found, strict=True)))
+            text += await self._metrics_of_replicas()
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _metrics_of_replicas(self) -> str:
+        async with self._metrics_lock:
+            if time.monotonic() - self._metrics_s > METRICS_MAX_AGE_S:
+                upstreams = self._replicas.upstreams()
+                found = await asyncio.gather(*(_metrics_of(upstream) for upstream in upstreams.values()))
+                self._replica_metrics = exposition.of_replicas(dict(zip(upstreams, found, strict=True)))
+                self._metrics_s = time.monotonic()
+            return self._replica_metrics
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Send a request to all replicas, and join the answers: numbers are added. An abort is known if one replica
         knows it."""
-        body = await request.read()
+        body = await self._bodies.parse(request, bytes, body_reader.BODY_TIMEOUT_S)
         upstreams = self._replicas.upstreams()
         answers = await asyncio.gather(*(_send(upstream, request, body) for upstream in upstreams.values()))
         for status, answer in answers:
             if status >= 400:
                 return web.Response(status=status, body=answer, content_type="application/json")
         if not answers:
-            return _error(503, "no replica takes requests", "no_replica")
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica takes requests", code="no_replica")
         return web.json_response(_joined(body, [_decoded(answer) for _, answer in answers]))
 
 
@@ -140,9 +235,9 @@ def _joined(body: bytes, answers: list[Any]) -> Any:
             known = joined.get(name, 0)
             joined[name] = known + value if type(value) is int and type(known) is int else value
     if "num_aborted" in joined:
-        ids = _decoded(body).get("request_ids", [])
-        joined["num_aborted"] = min(len(set(ids)), joined["num_aborted"])
-        joined["num_unknown"] = len(set(ids)) - joined["num_aborted"]
+        num_ids = len(set(_decoded(body).get("request_ids", [])))  # a replica has checked them
+        joined["num_aborted"] = min(num_ids, joined["num_aborted"])
+        joined["num_unknown"] = num_ids - joined["num_aborted"]
     return joined
 
 
@@ -153,10 +248,8 @@ def _decoded(data: bytes) -> Any:
 
 
 async def _send(upstream: Upstream, request: web.Request, body: bytes) -> tuple[int, bytes]:
-    sink = Whole()
-    lines = [f"{request.method} {request.raw_path} HTTP/1.1"]
-    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in HOP_HEADERS]
-    data = "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"]).encode("utf-8", "surrogateescape") + body
+    sink = Whole(MAX_ANSWER_BYTES)
+    data = request_bytes(request, body, {})
     connection = None
     try:
         async with asyncio.timeout(ALL_TIMEOUT_S):
@@ -179,7 +272,13 @@ async def _metrics_of(upstream: Upstream) -> str:
     return body.decode() if status == 200 else ""
 
 
-def _error(status: int, message: str, code: str) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return web.json_response({"error": error}, status=status, headers={"Retry-After": "1"} if status == 503 else {})
+@web.middleware
+async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return all errors in the shape of their path."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(request, error)
+    except web.HTTPException as refusal:
+        message = f"{request.method} {shown(request.path)}: {refusal.reason}"
+        return error_response(request, ApiError(refusal.status, message))

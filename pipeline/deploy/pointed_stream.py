@@ -6,6 +6,10 @@ what the points describe, and the rest comes again from another replica.
 
 from pipeline.runtime.resume_points import PREFIX
 
+MAX_HELD_BYTES = 4 * 1024 * 1024
+"""Bytes without a point behind them that are held back. A stream with more can't be continued from there on."""
+MAX_POINTS_BYTES = 16 * 1024 * 1024
+"""The most that a gateway reads in front of a body that continues a stream."""
 _MARK = b"\n\n" + PREFIX
 _KEEP_ALIVES = (b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n')
 """Belong to no output, so they are passed on at once."""
@@ -54,6 +58,9 @@ class PointedStream:
                 self._take(data[end : close + 1])
             begin = close + 2
         rest = data[begin:]
+        if len(rest) > MAX_HELD_BYTES or self.num_point_bytes > MAX_POINTS_BYTES:
+            self.is_off = True
+            self.points.clear()
         if self.failure is None and (rest in _KEEP_ALIVES or (self.is_off and rest)):
             given.append(rest)
             rest = b""
@@ -67,7 +74,7 @@ class PointedStream:
             self.failure = block[len(PREFIX) + len(word) :].strip().decode("latin-1")
         elif word == b"off":
             self.is_off = True
-        else:
+        elif not self.is_off:
             self.points.append(block)
             self.num_point_bytes += len(block)
             self.num_outputs += not word.startswith(b"{") or block.count(b"\n") > 1

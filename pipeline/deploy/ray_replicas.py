@@ -44,13 +44,13 @@ class Place(msgspec.Struct, array_like=True):
 class ServerReplica:
     """A replica of the deployment: it owns a server, which is started by exec and dies with this process."""
 
-    def __init__(self, settings: bytes, wildcard_host: str, start_timeout_s: float) -> None:
+    def __init__(self, settings: bytes, wildcard_host: str, start_timeout_s: float, keys: bytes) -> None:
         """Start the server, and wait until it is ready. `settings` are msgpack; `wildcard_host` is the address of this
-        machine if the server listens on all."""
+        machine if the server listens on all; `keys` are as of `Keys.packed`, or empty."""
         from ray import serve
 
         self._id = serve.get_replica_context().replica_id.unique_id
-        self._server = EmbeddedServer(msgspec.msgpack.decode(settings, type=Settings))
+        self._server = EmbeddedServer(msgspec.msgpack.decode(settings, type=Settings), keys=keys)
         self._place = self._until_ready(wildcard_host, start_timeout_s)
 
     def _until_ready(self, wildcard_host: str, timeout_s: float) -> Place:

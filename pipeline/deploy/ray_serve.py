@@ -20,6 +20,7 @@ from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray_start import until_running
 from pipeline.errors import UserError
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT
+from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.logs import open_log
 
 APP = "pipeline"
@@ -60,15 +61,16 @@ class IngressActor:
     """The replica of the ingress's deployment."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
-        self, handle: Any, settings: bytes, start_timeout_s: float
+        self, handle: Any, settings: bytes, start_timeout_s: float, keys: bytes
     ) -> None:
+        """`settings` are msgpack of IngressSettings, and `keys` as of `Keys.packed`, or empty."""
         from pipeline.deploy.ray_replicas import RayReplicas
 
         given = msgspec.msgpack.decode(settings, type=IngressSettings)
         open_log("ingress", given.log_level, given.log_format)
         replicas = RayReplicas(handle)
         await replicas.start(start_timeout_s)
-        self._ingress = Ingress(replicas, given)
+        self._ingress = Ingress(replicas, given, Keys.unpacked(keys) if keys else None)
         await self._ingress.start()
 
     async def url(self) -> str:
@@ -79,10 +81,10 @@ class IngressActor:
         await self._ingress.drain()
 
 
-def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> int:
+def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings, keys: Keys | None) -> int:
     """Deploy, and wait for SIGINT or SIGTERM. Then let open responses end, and stop; before replicas are ready, stop at
-    once. Raises ConfigError if ray is not installed, UserError if replicas can't start. The application is deleted on
-    every path."""
+    once. `keys` are those that clients need. Raises ConfigError if ray is not installed, UserError if replicas can't
+    start. The application is deleted on every path."""
     try:
         import ray
         from ray import serve
@@ -99,7 +101,7 @@ def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -
         if what.name in serve.status().applications:
             raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
         deployed = True
-        handle = _run(settings, ingress, what, stop)
+        handle = _run(application(settings, ingress, what, keys), what, stop)
         if handle is None:
             return 0
         url = handle.url.remote().result(timeout_s=STOP_S)
@@ -119,11 +121,11 @@ def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings) -
     return 0
 
 
-def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings, stop: threading.Event) -> Any:
+def _run(app: Any, what: DeploySettings, stop: threading.Event) -> Any:
     """Run the application. Returns the handle of its ingress, or None if `stop` is set first. Raises UserError."""
     from ray import serve
 
-    target = serve.RunTarget(application(settings, ingress, what), name=what.name, route_prefix=None)
+    target = serve.RunTarget(app, name=what.name, route_prefix=None)
     try:
         (handle,) = serve.run_many([target], wait_for_applications_running=False)
         is_running = until_running(
@@ -135,8 +137,9 @@ def _run(settings: Settings, ingress: IngressSettings, what: DeploySettings, sto
     return handle if is_running else None
 
 
-def application(settings: Settings, ingress: IngressSettings, what: DeploySettings) -> Any:
-    """The application, for `serve.run`."""
+def application(settings: Settings, ingress: IngressSettings, what: DeploySettings, keys: Keys | None) -> Any:
+    """The application, for `serve.run`. API keys reach its processes as digests, in the arguments of their actors: in
+    neither Serve's config nor an environment, which every user of the cluster's dashboard can read."""
     import ray
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
@@ -144,9 +147,15 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
     from pipeline.deploy.ray_replicas import ServerReplica
 
     is_wildcard = settings.gateway.host in ("0.0.0.0", "::")
+    # The ingress has the certificate, and each process has the keys already.
     gateway = msgspec.structs.replace(
-        settings.gateway, port=0, zmq="off", host=settings.gateway.host if is_wildcard else "127.0.0.1"
+        settings.gateway,
+        port=0,
+        zmq="off",
+        host=settings.gateway.host if is_wildcard else "127.0.0.1",
+        **dict.fromkeys(("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), ""),
     )
+    packed = b"" if keys is None else keys.packed()
     of_replica = msgspec.structs.replace(settings, gateway=gateway)
     scales = what.max_replicas > what.min_replicas
     options: dict[str, Any] = {"num_replicas": what.min_replicas}
@@ -176,7 +185,10 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         **options,
     )(ServerReplica)
     bound = servers.bind(
-        msgspec.msgpack.encode(of_replica), ray.util.get_node_ip_address() if is_wildcard else "", what.start_timeout_s
+        msgspec.msgpack.encode(of_replica),
+        ray.util.get_node_ip_address() if is_wildcard else "",
+        what.start_timeout_s,
+        packed,
     )
     front = serve.deployment(
         name=INGRESS,
@@ -189,4 +201,4 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         },
     )(IngressActor)
     # The ingress waits longer than a replica, whose error says why.
-    return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s + INGRESS_EXTRA_S)
+    return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s + INGRESS_EXTRA_S, packed)

@@ -15,16 +15,21 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
 
 from pipeline.deploy.client_writer import ClientWriter
+from pipeline.deploy.forwarding import BODILESS, end_to_end, is_pointed, request_bytes
 from pipeline.deploy.pointed_stream import PointedStream
 from pipeline.deploy.prompts import prompt_of
 from pipeline.deploy.replicas import NoReplica, ReplicaLease, ReplicaSet
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
+from pipeline.http_server import body_reader
+from pipeline.http_server.body_reader import BodyReader
+from pipeline.http_server.errors import ApiError, overloaded
 from pipeline.routing.policies import Prompt
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
@@ -34,13 +39,10 @@ BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 RETRIED = ("stage_died", "shutting_down", "draining", "late", "output_lost")
 """Codes of errors that are about the replica and not about the request."""
-HOP_HEADERS = frozenset(
-    {
-        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "content-length", "expect", "content-encoding", "x-pipeline-resumable", "x-pipeline-resume",
-    }
-)  # fmt: skip
-"""Belong to one connection, or are made anew."""
+MAX_REPLY_BYTES = 4 * 1024 * 1024
+"""A whole reply is collected up to this size, so that it can be asked for again. A longer one is passed on."""
+NUM_HELD_BODIES = 256
+"""Bodies of the largest size that open requests may keep, for another attempt. At 4 MiB each, that is 1 GiB."""
 STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
 
 log = logging.getLogger("pipeline.deploy")
@@ -71,9 +73,23 @@ class RelayError(Exception):
 class Relay:
     """Handles requests for replicas."""
 
-    def __init__(self, replicas: ReplicaSet, *, wait_s: float, resume_timeout_s: float) -> None:
-        """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`."""
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        bodies: BodyReader,
+        *,
+        wait_s: float,
+        resume_timeout_s: float,
+        slow_client_s: float,
+        max_held_bytes: int,
+    ) -> None:
+        """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
+        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies."""
         self._replicas = replicas
+        self._bodies = bodies
+        self.slow_client_s = slow_client_s
+        self._max_held_bytes = max_held_bytes
+        self.num_held_bytes = 0
         self._wait_s = wait_s
         self._resume_timeout_s = resume_timeout_s
         self.counts = RelayCounts()
@@ -83,19 +99,41 @@ class Relay:
         self.idle.set()
 
     async def handle(self, http_request: web.Request) -> web.StreamResponse:
-        """Serve a request at one of the replicas."""
+        """Serve a request at one of the replicas. Raises ApiError."""
         self.counts.num_requests += 1
         self.num_open += 1
         self.idle.clear()
         try:
-            body = await http_request.read()
-            return await _Relayed(self, self._replicas, http_request, body).run(self._wait_s, self._resume_timeout_s)
+            body, prompt = b"", Prompt(1)
+            if http_request.method not in BODILESS:
+                body, prompt = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S)
+            with self._hold(len(body)):
+                relayed = _Relayed(self, self._replicas, http_request, body)
+                return await relayed.run(prompt, self._wait_s, self._resume_timeout_s)
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:
             self.num_open -= 1
             if not self.num_open:
                 self.idle.set()
+
+    @contextlib.contextmanager
+    def _hold(self, num_bytes: int) -> Iterator[None]:
+        """Count a body while its request is open. Raises ApiError, 503."""
+        num_left = self._max_held_bytes - self.num_held_bytes
+        if num_bytes > num_left:
+            message = f"{num_left} of {self._max_held_bytes} bytes are free for the bodies of open requests"
+            raise overloaded(f"{message}, and this one has {num_bytes}")
+        self.num_held_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_held_bytes -= num_bytes
+
+
+def _read(body: bytes) -> tuple[bytes, Prompt]:
+    """A body, and what the router must know of it."""
+    return body, prompt_of(body) if body else Prompt(1)
 
 
 class _Attempt:
@@ -116,6 +154,11 @@ class _Attempt:
             self._relayed.stream_begins(head, kind)
 
     def data(self, data: bytes) -> None:
+        if not self.is_stream and len(self.body) + len(data) > MAX_REPLY_BYTES:
+            assert self.response is not None
+            self._relayed.long_reply_begins(self.response, bytes(self.body))
+            self.body.clear()
+            self.is_stream = True
         if self.is_stream:
             self._relayed.pass_on(data, self._lease)
         else:
@@ -137,11 +180,13 @@ class _Relayed:
         self._replicas = replicas
         self._http_request = http_request
         self._body = body
-        self._client = ClientWriter(http_request)
+        self._client = ClientWriter(http_request, relay.slow_client_s)
         self._stream: PointedStream | None = None
         """If the response is a stream with points."""
         self._kind = ""
-        self._wants_points = http_request.method == "POST" and not {RESUMABLE, RESUME} & set(http_request.headers)
+        self._is_long_reply = False
+        """The response is a whole reply that is passed on as it arrives."""
+        self._wants_points = http_request.method == "POST" and not is_pointed(http_request.headers)
         """A client that asks for points itself gets them unchanged."""
         self._avoid: set[str] = set()
         self._num_deaths = 0
@@ -149,8 +194,7 @@ class _Relayed:
         self._num_outputs = 0
         """Points with output at the last death."""
 
-    async def run(self, wait_s: float, resume_timeout_s: float) -> web.StreamResponse:
-        prompt = prompt_of(self._body) if self._body else Prompt(1)
+    async def run(self, prompt: Prompt, wait_s: float, resume_timeout_s: float) -> web.StreamResponse:
         try:
             while True:
                 lease = await self._lease(prompt, resume_timeout_s if self._client.has_begun else wait_s)
@@ -215,7 +259,7 @@ class _Relayed:
     async def _drive(self, connection: Connection, attempt: _Attempt) -> None:
         client = self._client
         client.pause = connection.pause
-        done = connection.send(self._request(), attempt)
+        done = connection.send(self._request(), attempt, has_body=self._http_request.method != "HEAD")
         done.add_done_callback(lambda _: client.wake.set())
         try:
             while not done.done() or client.must_flush:
@@ -226,6 +270,7 @@ class _Relayed:
                     connection.resume()
             done.result()
         finally:
+            client.pause = lambda: None  # the connection may soon have another request
             if not done.done():
                 done.cancel()
                 connection.close()
@@ -237,17 +282,10 @@ class _Relayed:
         request, points = self._http_request, b""
         if self._stream is not None and self._client.has_begun:
             points = b"".join(self._stream.points)
-        method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves out the body
-        lines = [f"{method} {request.raw_path} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in HOP_HEADERS]
-        if not self._wants_points:
-            lines += [f"{name}: {request.headers[name]}" for name in (RESUMABLE, RESUME) if name in request.headers]
-        elif request.method == "POST":
-            lines.append(f"{RESUMABLE}: 1")
-            if points:
-                lines.append(f"{RESUME}: {len(points)}")
-        lines.append(f"Content-Length: {len(points) + len(self._body)}\r\n\r\n")
-        return "\r\n".join(lines).encode("utf-8", "surrogateescape") + points + self._body
+        extra = {RESUMABLE: "1"} if self._wants_points else {}
+        if points:
+            extra[RESUME] = str(len(points))
+        return request_bytes(request, points + self._body, extra)
 
     # ------------------------------------------------------------------------------------- called as the response comes
 
@@ -256,8 +294,28 @@ class _Relayed:
         self._kind = kind
         if self._client.has_begun:
             return
-        self._stream = PointedStream() if self._wants_points and head.get(RESUMABLE.lower()) else None
-        self._client.response = web.StreamResponse(headers=_passed(head.headers))
+        is_plain = head.get("content-encoding").lower() in ("", "identity")
+        has_points = self._wants_points and is_plain and bool(head.get(RESUMABLE.lower()))
+        self._stream = PointedStream() if has_points else None
+        self._client.response = web.StreamResponse(headers=self._passed(head))
+
+    def long_reply_begins(self, head: Head, begin: bytes) -> None:
+        """A whole reply is too long to be collected: pass it on. Raises ValueError if it is instead of the rest of a
+        stream."""
+        if self._client.has_begun:
+            raise ValueError(f"its reply is longer than {MAX_REPLY_BYTES} bytes")
+        response = web.StreamResponse(status=head.status, headers=self._passed(head))
+        if length := head.get("content-length"):
+            response.content_length = int(length)
+        self._client.response, self._is_long_reply = response, True
+        self._client.write(begin)
+
+    def _passed(self, head: Head) -> list[tuple[str, str]]:
+        """The headers of a replica's response that the client gets."""
+        passed = end_to_end(head.headers)
+        if self._wants_points:  # the ingress asked for them
+            return [(name, value) for name, value in passed if name.lower() != RESUMABLE.lower()]
+        return passed
 
     def pass_on(self, data: bytes, lease: ReplicaLease) -> None:
         stream = self._stream
@@ -336,10 +394,15 @@ class _Relayed:
             self._replica_lost(lease, f"it answered {code}", is_dead=False)
             return None
         lease.first_token(time.monotonic())
-        response = web.Response(status=head.status, body=bytes(attempt.body), headers=_passed(head.headers))
-        await response.prepare(self._http_request)
-        await response.write_eof()
-        return response
+        is_head = self._http_request.method == "HEAD"
+        if not attempt.body:
+            headers = self._passed(head) + [("Content-Length", one) for one in head.all("content-length") if is_head]
+            return web.Response(status=head.status, headers=headers)
+        response = web.StreamResponse(status=head.status, headers=self._passed(head))
+        response.content_length = len(attempt.body)
+        self._client.response = response
+        self._client.write(bytes(attempt.body))
+        return await self._client.end()
 
     def _replica_busy(self, lease: ReplicaLease) -> None:
         """A replica has no room for a stream that is to be continued."""
@@ -350,14 +413,16 @@ class _Relayed:
             raise RelayError("no replica had room to continue this stream", "overloaded")
 
     async def _refuse(self, error: RelayError) -> web.StreamResponse:
-        """End with an error: with a status, or as an event if the response has begun."""
+        """End with an error: as an event if the response has begun. Else raises ApiError."""
         fields = {"message": error.message, "type": "server_error", "param": None, "code": error.code}
+        if self._is_long_reply:  # its client sees that the rest is missing
+            self._client.abort()
+            raise ConnectionResetError(error.message)
         if self._client.has_begun:
             self._client.write(_error_event(self._kind, self._http_request.path, fields))
             return await self._client.end()
         self._counts.num_unserved += 1
-        headers = {"Retry-After": "1"}
-        return web.json_response({"error": fields}, status=503, headers=headers)
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, error.message, code=error.code)
 
 
 def _error_event(kind: str, path: str, fields: Mapping[str, object]) -> bytes:
@@ -377,7 +442,3 @@ def _message_of(attempt: _Attempt) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         return str(json.loads(attempt.body)["error"]["message"])
     return "the replica refused it"
-
-
-def _passed(headers: Iterable[tuple[str, str]]) -> "list[tuple[str, str]]":
-    return [(name, value) for name, value in headers if name.lower() not in HOP_HEADERS]

@@ -8,25 +8,24 @@ import sys
 
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.api_keys import Keys
 
 FIRST_ANSWER_S = 5.0
 
 log = logging.getLogger("pipeline.deploy")
 
 
-def serve(addresses: list[tuple[str, int]], settings: IngressSettings) -> int:
-    """Relay until SIGINT or SIGTERM, then let open responses end. A second signal ends the drain. Raises OSError if the
-    address is not free."""
+def serve(addresses: list[tuple[str, int]], settings: IngressSettings, keys: Keys | None) -> int:
+    """Relay until SIGINT or SIGTERM, then let open responses end. A second signal ends the drain. `keys` are those that
+    clients need. Raises OSError if the address is not free, ConfigError if the certificate can't be read."""
     from uvloop import run  # behind --help
 
-    open_log("ingress", settings.log_level, settings.log_format)
-    return run(_serve(addresses, settings))
+    return run(_serve(addresses, settings, keys))
 
 
-async def _serve(addresses: list[tuple[str, int]], settings: IngressSettings) -> int:
+async def _serve(addresses: list[tuple[str, int]], settings: IngressSettings, keys: Keys | None) -> int:
     replicas = FixedReplicas(addresses)
-    ingress = Ingress(replicas, settings)
+    ingress = Ingress(replicas, settings, keys)
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

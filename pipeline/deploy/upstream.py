@@ -6,12 +6,22 @@ once, in the callback of the event loop.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import re
 from typing import NamedTuple, Protocol, cast
 
 CONNECT_S = 5.0
 MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 1024
+MAX_TRAILER_BYTES = 8 * 1024
+MAX_INTERIM = 8
+"""Interim responses (1xx) before the response itself."""
+MAX_WHOLE_BYTES = 16 * 1024 * 1024
+"""The largest response that `Whole` collects."""
+_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_STATUS = re.compile(r"[1-9][0-9]{2}")
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 NUM_IDLE = 64
 """Connections of a replica that are kept for the next request."""
 
@@ -28,9 +38,14 @@ class Head(NamedTuple):
         """The value of the header with this name in lower case; empty if there is none."""
         return next((value for key, value in self.headers if key.lower() == name), "")
 
+    def all(self, name: str) -> list[str]:
+        """The values of all headers with this name in lower case."""
+        return [value for key, value in self.headers if key.lower() == name]
+
 
 class Sink(Protocol):
-    """Gets a response. Its functions are called from the event loop's callbacks and must not block."""
+    """Gets a response. Its functions are called from the event loop's callbacks and must not block. If one raises
+    ValueError, the connection is closed."""
 
     def head(self, head: Head) -> None: ...
 
@@ -51,6 +66,8 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self._buffer = b""
         self._has_head = False
+        self._has_body = True
+        self._num_interim = 0
         self._is_chunked = False
         self._is_chunk_over = False
         self._left = 0
@@ -67,10 +84,12 @@ class Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         return self.is_open and self._keeps_alive and self._done is None
 
-    def send(self, request: bytes, sink: Sink) -> "asyncio.Future[None]":
-        """Send a request. The future is done when the response has ended; it raises UpstreamLost."""
+    def send(self, request: bytes, sink: Sink, *, has_body: bool = True) -> "asyncio.Future[None]":
+        """Send a request. The future is done when the response has ended; it raises UpstreamLost. The response to HEAD
+        has no body, whatever its headers say."""
         assert self._done is None, "a request is open on this connection"
         self._reset()
+        self._has_body = has_body
         self._sink = sink
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._done = done
@@ -126,27 +145,28 @@ class Connection(asyncio.Protocol):
 
     def _take_head(self, data: bytes) -> bytes | None:
         """Read the head. Returns what follows; None if it is not complete. Raises ValueError."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > MAX_HEAD_BYTES:
-                raise ValueError("its head is too long")
-            self._buffer = data
-            return None
+        while True:
+            end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+            if end < 0:
+                if len(data) >= MAX_HEAD_BYTES:
+                    raise ValueError("its head is too long")
+                self._buffer = data
+                return None
+            head, data = head_of(data[:end]), data[end + 4 :]
+            if head.status >= 200:
+                break
+            self._num_interim += 1
+            if head.status == 101 or self._num_interim > MAX_INTERIM:
+                raise ValueError(f"it has the status {head.status}, which was not asked for")
         self._buffer = b""
-        head = head_of(data[:end])
-        if head.status < 200:  # 100 Continue
-            return self._take_head(data[end + 4 :])
         self._has_head = True
         self._keeps_alive = head.get("connection").lower() != "close"
-        self._is_chunked = head.get("transfer-encoding").lower() == "chunked"
-        length = head.get("content-length")
-        if self._is_chunked or head.status in (204, 304):
-            self._left = 0
-        else:
-            self._left = int(length) if length else -1
+        self._is_chunked, self._left = _framing(head)
+        if not self._has_body or head.status in (204, 304):
+            self._is_chunked, self._left = False, 0
         assert self._sink is not None
         self._sink.head(head)
-        return data[end + 4 :]
+        return data
 
     def _take_body(self, data: bytes) -> None:
         if self._is_chunked:
@@ -154,6 +174,8 @@ class Connection(asyncio.Protocol):
             return
         assert self._sink is not None
         if self._left >= 0:
+            if len(data) > self._left:
+                self._keeps_alive = False  # it sent more than it said
             data, self._left = data[: self._left], self._left - min(self._left, len(data))
         if data:
             self._sink.data(data)
@@ -179,17 +201,24 @@ class Connection(asyncio.Protocol):
             if self._is_chunk_over:  # the line's end behind a chunk
                 if len(data) - begin < 2:
                     break
+                if data[begin : begin + 2] != b"\r\n":
+                    raise ValueError("a chunk is longer than its size")
                 begin += 2
                 self._is_chunk_over = False
                 continue
-            end = data.find(b"\r\n", begin)
+            end = data.find(b"\r\n", begin, begin + MAX_LINE_BYTES)
             if end < 0:
-                if len(data) - begin > MAX_LINE_BYTES:
+                if len(data) - begin >= MAX_LINE_BYTES:
                     raise ValueError("a chunk has no size")
                 break
-            size = int(data[begin:end].split(b";", 1)[0], 16)
+            text = data[begin:end].split(b";", 1)[0].rstrip()
+            if not _SIZE.fullmatch(text):
+                raise ValueError("a chunk has no size")
+            size = int(text, 16)
             if size == 0:
                 if data[end + 2 : end + 4] != b"\r\n" and b"\r\n\r\n" not in data[end:]:
+                    if len(data) - end > MAX_TRAILER_BYTES:
+                        raise ValueError("its trailers are too long")
                     break
                 is_over = True
                 begin = len(data)
@@ -259,17 +288,19 @@ class Upstream:
 
 
 class Whole:
-    """A sink that collects a response."""
+    """A sink that collects a response of up to `max_bytes`."""
 
-    def __init__(self, on_head: Callable[[Head], None] | None = None) -> None:
+    def __init__(self, max_bytes: int = MAX_WHOLE_BYTES) -> None:
         self.response = Head(0, [])
         self.body = bytearray()
-        self._on_head = on_head
+        self._max_bytes = max_bytes
 
     def head(self, head: Head) -> None:
         self.response = head
 
     def data(self, data: bytes) -> None:
+        if len(self.body) + len(data) > self._max_bytes:
+            raise ValueError(f"its body is longer than {self._max_bytes} bytes")
         self.body += data
 
 
@@ -300,12 +331,29 @@ def head_of(data: bytes) -> Head:
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]
-    if not version.startswith("HTTP/1.") or not status.isdigit():
+    if not version.startswith("HTTP/1.") or not _STATUS.fullmatch(status):
         raise ValueError(f"it begins with {first[:40]!r}")
     headers = []
     for line in lines:
         name, colon, value = line.partition(":")
-        if not colon:
+        if not colon or not _NAME.fullmatch(name) or _CONTROL.search(value):
             raise ValueError(f"it has the header {line[:40]!r}")
         headers.append((name, value.strip()))
     return Head(int(status), headers)
+
+
+def _framing(head: Head) -> tuple[bool, int]:
+    """Whether the body is chunked, and else its length; -1 if it ends with the connection. A body whose end could be
+    read in two ways could be taken for the response to another request. Raises ValueError."""
+    codings = head.all("transfer-encoding")
+    lengths = set(head.all("content-length"))
+    if codings:
+        if lengths or [one.lower() for one in codings] != ["chunked"]:
+            raise ValueError("its Transfer-Encoding must be chunked, without a Content-Length")
+        return True, 0
+    if not lengths:
+        return False, -1
+    length = lengths.pop()
+    if lengths or not _LENGTH.fullmatch(length):
+        raise ValueError("its Content-Length is not a number")
+    return False, int(length)

@@ -8,6 +8,11 @@ SPARE = 64
 """Descriptors for clients that get 503, for /health, and for connections that are closing."""
 
 
+def num_open() -> int:
+    """Descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def raise_limit(max_open_sequences: int, log: logging.Logger) -> int:
     """Raise the soft limit of open files to the hard limit, and warn if it is too low for the sequences that may be
     open. Returns the limit."""
@@ -18,7 +23,7 @@ def raise_limit(max_open_sequences: int, log: logging.Logger) -> int:
             limit = most
         except (OSError, ValueError) as error:  # "unlimited" may be more than the kernel's fs.nr_open
             log.warning("Failed to raise the limit of open files", extra={"fields": {"limit": limit, "why": error}})
-    needed = len(list(Path("/proc/self/fd").iterdir())) + max_open_sequences + SPARE
+    needed = num_open() + max_open_sequences + SPARE
     if limit != resource.RLIM_INFINITY and limit < needed:
         log.warning(
             "the limit of open files is too low for gateway.max_open_sequences: clients above it will wait; raise it "

@@ -75,20 +75,29 @@ class Keys:
         scope = hashlib.blake2b(digest, key=self._secret, digest_size=SCOPE_BYTES, person=b"pipeline scope").hexdigest()
         return scope if found and key else None
 
+    def packed(self) -> bytes:
+        """The secret and the digests, for `unpacked` in another process. No key can be read from them, but short keys
+        can be guessed by them."""
+        return self._secret + b"".join(self._digests)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "Keys":
+        """The keys of `packed`. Raises ValueError."""
+        if len(data) < 2 * DIGEST_BYTES or len(data) % DIGEST_BYTES:
+            raise ValueError(f"{len(data)} bytes are not valid keys")
+        starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
+        return cls(data[:DIGEST_BYTES], (data[start : start + DIGEST_BYTES] for start in starts))
+
     def share(self) -> int:
         """Write the digests to a memfd for `inherited`. The caller owns the descriptor."""
         fd = os.memfd_create("pipeline-keys")
-        os.write(fd, self._secret + b"".join(self._digests))
+        os.write(fd, self.packed())
         return fd
 
     @classmethod
     def inherited(cls, fd: int) -> "Keys":
         """The keys that `share` wrote. The descriptor stays open and may be read again."""
-        data = os.pread(fd, DIGEST_BYTES * (MAX_KEYS + 1), 0)
-        if len(data) < 2 * DIGEST_BYTES or len(data) % DIGEST_BYTES:
-            raise ValueError(f"{len(data)} bytes are not valid keys")
-        starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
-        return cls(data[:DIGEST_BYTES], (data[start : start + DIGEST_BYTES] for start in starts))
+        return cls.unpacked(os.pread(fd, DIGEST_BYTES * (MAX_KEYS + 1), 0))
 
 
 def bearer(headers: list[str]) -> str | None:

@@ -2,12 +2,31 @@
 without keys."""
 
 import ipaddress
+import logging
+import os
 import socket
 
 from pipeline.config import zmq_setting
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
-from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE
+from pipeline.runtime import api_keys
+from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE, Keys
+
+
+def keys_of(settings: Settings, log: logging.Logger, given: Keys | None = None) -> Keys | None:
+    """The API keys of a server that is about to listen: those `given`, or else of its file and environment, from which
+    they are removed. Raises ConfigError if it has none and may not listen at its address without."""
+    path = settings.gateway.api_keys_file
+    if given is not None or path or SERVER_VARIABLE in os.environ:
+        api_keys.keep_out_of_core_dumps()
+    keys, warnings = (given, []) if given is not None else api_keys.read(path, os.environ)
+    api_keys.forget(os.environ)
+    check(settings, keys is not None)
+    for warning in warnings:
+        log.warning(warning)
+    if (found := hint(settings, keys is not None)) is not None:
+        log.info(found)
+    return keys
 
 
 def check(settings: Settings, has_keys: bool) -> None:

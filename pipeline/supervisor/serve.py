@@ -1,13 +1,12 @@
 """`serve`: open the listening sockets, read the API keys, and run the supervisor."""
 
-import os
 import socket
 import time
 
 from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime import api_keys
+from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
@@ -16,23 +15,16 @@ from pipeline.supervisor.listeners import listen, zmq_address
 from pipeline.supervisor.supervisor import Supervisor
 
 
-def serve(settings: Settings, run_mode: RunMode | None = None) -> int:
-    """Run a server until a signal stops it. Returns the process's exit code.
+def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None = None) -> int:
+    """Run a server until a signal stops it. Returns the process's exit code. `keys` replace those of the settings and
+    the environment.
 
     Raises OSError, in words for the user, if the address is not available, and ConfigError if API keys or
     certificates can't be read or the server would be reachable from other machines without keys.
     """
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
-    if settings.gateway.api_keys_file or api_keys.SERVER_VARIABLE in os.environ:
-        api_keys.keep_out_of_core_dumps()
-    keys, warnings = api_keys.read(settings.gateway.api_keys_file, os.environ)
-    api_keys.forget(os.environ)
-    bind_policy.check(settings, keys is not None)
-    for warning in warnings:
-        log.warning(warning)
-    if (hint := bind_policy.hint(settings, keys is not None)) is not None:
-        log.info(hint)
+    keys = bind_policy.keys_of(settings, log, keys)
     if settings.gateway.ssl_certfile:  # imported only then, because it takes a while
         from pipeline.runtime.tls import server_context
 

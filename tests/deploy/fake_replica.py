@@ -12,8 +12,10 @@ from typing import Any
 
 import aiohttp
 
+from pipeline.config.settings import GatewaySettings
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
+from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
 HEAD = '{"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":7,"salt":0,"prompt":""}'
@@ -146,12 +148,14 @@ class FakeReplica:
 
 
 @asynccontextmanager
-async def deployed(*replicas: FakeReplica, **settings: Any) -> AsyncIterator[tuple[Ingress, aiohttp.ClientSession]]:
-    """An ingress in front of these replicas, and a client of it."""
+async def deployed(
+    *replicas: FakeReplica, keys: Keys | None = None, gateway: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Ingress, aiohttp.ClientSession]]:
+    """An ingress in front of these replicas, and a client of it. `gateway` are settings of its listener."""
     for replica in replicas:
         await replica.start()
     fixed = FixedReplicas([replica.address for replica in replicas], probe_s=0.05)
-    ingress = Ingress(fixed, IngressSettings(port=0, **settings))
+    ingress = Ingress(fixed, IngressSettings(gateway=GatewaySettings(port=0, **gateway or {}), **settings), keys)
     await ingress.start()
     await fixed.start(PATIENCE_S)
     try:

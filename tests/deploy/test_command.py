@@ -1,17 +1,41 @@
 """`pipeline deploy --servers` as a process."""
 
 import asyncio
+import os
 import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import pytest
+
+from pipeline.__main__ import main
 
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
 from tests.deploy.test_relay import BODY, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("how", [("--servers", "http://127.0.0.1:9"), ("--replicas", "1")])
+def test_without_keys_it_listens_where_a_server_would_and_nowhere_else(
+    how: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("pipeline.deploy.run.serve", lambda *args: served.append(args[-1]) or 0)
+    monkeypatch.setattr("pipeline.deploy.ray_serve.deploy", lambda *args: served.append(args[-1]) or 0)
+    assert main(["deploy", *how, "--host", "0.0.0.0"]) == 2
+    refusal = capsys.readouterr().err.split("error: ", 1)[1]
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    assert refusal == capsys.readouterr().err.split("error: ", 1)[1] and "no API keys" in refusal
+    assert not served
+    assert main(["deploy", *how, "--host", "0.0.0.0", "--set", "gateway.allow_unauthenticated=true"]) == 0
+    monkeypatch.setenv("PIPELINE_API_KEYS", "a-key-of-twenty-characters")
+    assert main(["deploy", *how, "--host", "0.0.0.0"]) == 0
+    assert served[0] is None and served[1].admits("a-key-of-twenty-characters")
+    assert "PIPELINE_API_KEYS" not in os.environ
 
 
 async def test_a_signal_lets_streams_end() -> None:

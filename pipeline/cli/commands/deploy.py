@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from pipeline.deploy.ingress import IngressSettings
     from pipeline.deploy.ray_serve import DeploySettings
+    from pipeline.runtime.api_keys import Keys
 
 FAILED = 1
 SCALING = ("target_open_requests", "upscale_delay", "downscale_delay")
@@ -63,18 +64,19 @@ def _deploy(args: argparse.Namespace) -> int:
 
     settings = settings_of(args)
     ingress = IngressSettings(
-        host=settings.gateway.host,
-        port=settings.gateway.port,
+        gateway=settings.gateway,
+        limits=settings.limits,
         drain_timeout_s=settings.supervisor.drain_timeout_s,
         log_level=settings.log_level,
         log_format=settings.log_format,
     )
     try:
         if args.servers is not None:
-            return _relay(args, ingress)
+            return _relay(args, settings, ingress)
         from pipeline.deploy.ray_serve import deploy
 
-        return deploy(settings, ingress, deploy_settings(args, settings))
+        what = deploy_settings(args, settings)
+        return deploy(settings, ingress, what, _keys(settings))
     except UserError as error:
         print(f"pipeline deploy: error: {error}", file=sys.stderr)
         return FAILED
@@ -129,7 +131,15 @@ def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySett
     )
 
 
-def _relay(args: argparse.Namespace, ingress: "IngressSettings") -> int:
+def _keys(settings: Settings) -> "Keys | None":
+    """The API keys. Raises ConfigError if there are none and the ingress may not listen without, as a server."""
+    from pipeline.runtime.logs import open_log
+    from pipeline.supervisor import bind_policy
+
+    return bind_policy.keys_of(settings, open_log("ingress", settings.log_level, settings.log_format))
+
+
+def _relay(args: argparse.Namespace, settings: Settings, ingress: "IngressSettings") -> int:
     from pipeline.deploy import run
     from pipeline.deploy.replicas import address_of
 
@@ -142,4 +152,4 @@ def _relay(args: argparse.Namespace, ingress: "IngressSettings") -> int:
     addresses = [address_of(url) for url in urls]
     if len(set(addresses)) < len(addresses):
         raise ConfigError(["--servers: a server is named twice"])
-    return run.serve(addresses, ingress)
+    return run.serve(addresses, ingress, _keys(settings))

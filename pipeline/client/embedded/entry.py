@@ -27,10 +27,11 @@ def main(launch_fd: int) -> int:
     setproctitle.setproctitle("pipeline: supervisor.0")
 
     from pipeline.config.load import ConfigError
+    from pipeline.runtime.api_keys import Keys
     from pipeline.supervisor.serve import serve
 
     try:
-        return serve(launch.settings)
+        return serve(launch.settings, keys=Keys.unpacked(launch.keys) if launch.keys else None)
     except (ConfigError, OSError) as error:  # the message is for the user
         print(f"pipeline: error: {error}", file=sys.stderr)
         return EXIT_USAGE

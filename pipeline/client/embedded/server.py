@@ -45,6 +45,8 @@ class EmbeddedLaunch(msgspec.Struct, array_like=True, frozen=True):
     """The owner's pidfd"""
     death_fd: int
     """The read end of a pipe; end-of-file when the owner has ended."""
+    keys: bytes = b""
+    """API keys, as of `Keys.packed`; empty: those of the settings and the environment."""
 
 
 def settings_of(caller: str, config: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> Settings:
@@ -110,9 +112,11 @@ class EmbeddedServer:
         settings: Settings,
         log_path: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
+        keys: bytes = b"",
     ) -> None:
         """Start the server, without waiting until it is ready. Its log goes to `log_path`, or to an unlinked temporary
-        file. Its environment is this process's, overridden by `environ`. Raises StartError."""
+        file. Its environment is this process's, overridden by `environ`. `keys` are API keys, as of `Keys.packed`; if
+        there are none, they are those of the settings and the environment. Raises StartError."""
         self.settings = settings
         self.log_path = None if log_path is None else Path(log_path)
         log = _open_log(self.log_path)
@@ -121,7 +125,7 @@ class EmbeddedServer:
         owner_fd = os.pidfd_open(os.getpid())
         launch_fd = os.memfd_create("pipeline-launch")
         try:
-            os.write(launch_fd, msgspec.msgpack.encode(EmbeddedLaunch(settings, owner_fd, death_read)))
+            os.write(launch_fd, msgspec.msgpack.encode(EmbeddedLaunch(settings, owner_fd, death_read, keys)))
             os.lseek(launch_fd, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(ENTRY), str(launch_fd)],

@@ -18,6 +18,7 @@ from pipeline.http_server.error_responses import REQUEST_ID, error_response
 from pipeline.http_server.expect import answer_expect
 from pipeline.http_server.guard import current_scope
 from pipeline.http_server.ollama_errors import is_ollama
+from pipeline.http_server.server_header import add_headers
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
@@ -148,7 +149,7 @@ class Api:
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
-        app.on_response_prepare.append(middleware.add_headers)
+        app.on_response_prepare.append(add_headers)
         app.on_response_prepare.append(self._close_if_leaving)
         return app
 

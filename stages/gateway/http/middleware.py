@@ -1,21 +1,12 @@
-"""What every response has in common: the form of errors, and two headers."""
+"""What every response has in common: the form of errors."""
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pipeline.http_server import request_ids
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.ollama_errors import not_found_advice
-from pipeline.http_server.server_header import set_server
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.routes import meant_route
-
-
-async def add_headers(http_request: web.Request, response: web.StreamResponse) -> None:
-    """Repeat the client's request id in every response, and name the server."""
-    set_server(response)
-    if (name := request_ids.to_repeat(http_request.headers)) is not None:
-        response.headers[request_ids.HEADER] = name
 
 
 @web.middleware

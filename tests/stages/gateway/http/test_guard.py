@@ -29,9 +29,9 @@ RIGHT = {"Authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def locked(folder: Path, keys: tuple[str, ...] = (KEY, SECOND), admin: bool = False, **gateway: Any) -> Iterator[Gate]:
-    """A gateway with keys and, if requested, with an admin listener (`gate.admin`)."""
+    """A gateway with keys, if there are some, and, if requested, with an admin listener (`gate.admin`)."""
     gate = Gate(folder, **gateway)
-    keys_fd = Keys.of(keys).share()
+    keys_fd = Keys.of(keys).share() if keys else -1
     more: dict[str, Any] = {"keys_fd": keys_fd}
     if admin:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -42,7 +42,8 @@ def locked(folder: Path, keys: tuple[str, ...] = (KEY, SECOND), admin: bool = Fa
         with gate:
             yield gate
     finally:
-        os.close(keys_fd)
+        if keys:
+            os.close(keys_fd)
 
 
 @pytest.fixture

@@ -1,0 +1,217 @@
+"""What clients without a key, slow clients and large bodies cost an ingress."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from pipeline.deploy import relay
+from pipeline.deploy.ingress import Ingress
+from pipeline.http_server import body_reader, listener, upload_budget
+from pipeline.http_server.body_reader import BodyReader
+from pipeline.http_server.upload_budget import NUM_BODIES
+from pipeline.runtime.api_keys import Keys
+from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
+from tests.deploy.test_relay import BODY, tokens_of
+
+KEY = "sk-the-key-of-the-ingress"
+RIGHT = {"Authorization": f"Bearer {KEY}"}
+INFLATED_BYTES = 64 * 1024**2
+BOMB = gzip.compress(b"[" * INFLATED_BYTES, 9)
+"""62 kB, 1000 times as much when it is inflated."""
+PEAK_BYTES = 24 * 1024**2
+"""Of the whole process: a body of 4 MiB, copied once, and what else there is."""
+
+
+async def raw(ingress: Ingress, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has sent `data`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(ingress.url.rsplit(":")[-1]))
+    writer.write(data)
+    return reader, writer
+
+
+async def answer(ingress: Ingress, data: bytes) -> int:
+    """The status of the response to `data`, which need not be a whole request."""
+    reader, writer = await raw(ingress, data)
+    try:
+        return await status_of(reader)
+    finally:
+        writer.close()
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    return int((await asyncio.wait_for(reader.readline(), PATIENCE_S)).split()[1])
+
+
+def head(num_bytes: int, path: str = "/v1/completions", *, key: str = "", more: str = "") -> bytes:
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{authorization}{more}Content-Type: application/json\r\n"
+        f"Content-Length: {num_bytes}\r\n\r\n"
+    ).encode()
+
+
+@pytest.mark.parametrize(("key", "status"), [("", 401), ("wrong", 401), (KEY, 413)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/abort_requests"])
+async def test_a_body_that_inflates_a_thousandfold_costs_no_more_than_the_limit(key: str, status: int, path: str):
+    replica = FakeReplica()
+    async with deployed(replica, keys=Keys.of([KEY])) as (ingress, _):
+        tracemalloc.start()
+        try:
+            reader, writer = await raw(
+                ingress, head(len(BOMB), path, key=key, more="Content-Encoding: gzip\r\n") + BOMB
+            )
+            assert await status_of(reader) == status
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        writer.close()
+        assert peak < PEAK_BYTES and not replica.seen and not ingress._bodies._uploads.num_bytes
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+async def test_no_byte_of_a_body_is_read_without_a_key(key: str, monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+
+    async def reading(self: BodyReader, *args: Any) -> Any:
+        read.append(1)
+
+    monkeypatch.setattr(BodyReader, "parse", reading)
+    async with deployed(FakeReplica(), keys=Keys.of([KEY])) as (ingress, client):
+        for path in ("/v1/completions", "/abort_requests", "/reset_prefix_cache", "/v1/load_lora_adapter", "/health"):
+            assert await answer(ingress, head(4_000_000, path, key=key)) == 401
+            assert await answer(ingress, head(4_000_000, path, key=key, more="Expect: 100-continue\r\n")) == 401
+        for path in ("/health", "/live", "/metrics", "/"):
+            async with client.get(path, data=b"x" * 100) as response:
+                assert response.status != 401
+        assert not read and not ingress._bodies._uploads.num_bytes
+
+
+async def test_with_a_key_the_request_reaches_a_replica_which_checks_it_again():
+    replica = FakeReplica()
+    async with deployed(replica, keys=Keys.of([KEY])) as (_, client):
+        async with client.post("/v1/completions", json=BODY, headers=RIGHT) as response:
+            assert tokens_of(await response.text()) == list(range(20))
+        assert replica.seen[0][1]["authorization"] == RIGHT["Authorization"]
+
+
+async def test_a_declared_length_over_the_limit_is_refused_before_the_body():
+    async with deployed(FakeReplica(), gateway={"max_body_bytes": 100_000}) as (ingress, client):
+        for more in ("", "Expect: 100-continue\r\n"):
+            assert await answer(ingress, head(100_001, more=more)) == 413
+        body = json.dumps(BODY | {"user": "u" * 90_000})
+        async with client.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 200
+
+
+async def test_idle_uploads_hold_no_more_than_their_budget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(upload_budget, "GRACE_S", PATIENCE_S)  # no body is slow
+    most = 128 * 1024
+    async with deployed(FakeReplica(), gateway={"max_body_bytes": most}) as (ingress, client):
+        opened = [await raw(ingress, head(most) + b" " * (most - 1)) for _ in range(NUM_BODIES + 4)]
+        refused = [asyncio.create_task(status_of(reader)) for reader, _ in opened]
+        while sum(task.done() for task in refused) < 4:
+            await asyncio.sleep(0.01)
+        assert {task.result() for task in refused if task.done()} == {503}
+        assert ingress._bodies._uploads.num_bytes <= NUM_BODIES * most
+        async with client.post("/v1/completions", json=BODY) as response:  # small ones have no part in it
+            assert response.status == 200
+        for task in refused:
+            task.cancel()
+        for _, writer in opened:
+            writer.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while ingress._bodies._uploads.num_bytes:
+                await asyncio.sleep(0.01)
+
+
+async def test_open_requests_keep_no_more_than_their_budget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(relay, "NUM_HELD_BODIES", 2)
+    monkeypatch.setattr("pipeline.deploy.ingress.NUM_HELD_BODIES", 2)
+    replica = FakeReplica()
+    replica.hold = asyncio.Event()
+    body = json.dumps(BODY | {"user": "u" * 90_000})
+    headers = {"Content-Type": "application/json"}
+    async with deployed(replica, gateway={"max_body_bytes": 100_000}) as (ingress, client):
+
+        async def post() -> int:
+            async with client.post("/v1/completions", data=body, headers=headers) as response:
+                await response.read()
+                return response.status
+
+        held = [asyncio.create_task(post()) for _ in range(2)]
+        while ingress.relay.num_held_bytes < 180_000:
+            await asyncio.sleep(0.01)
+        assert await post() == 503
+        replica.hold.set()
+        assert await asyncio.gather(*held) == [200, 200]
+        assert ingress.relay.num_held_bytes == 0
+        assert await post() == 200
+
+
+async def test_slow_headers_and_slow_bodies_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "HEAD_S", 0.2)
+    monkeypatch.setattr(body_reader, "BODY_TIMEOUT_S", 0.2)
+    async with deployed(FakeReplica()) as (ingress, _):
+        reader, writer = await raw(ingress, b"POST /v1/completions HTTP/1.1\r\nHost: local")
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        writer.close()
+        assert await answer(ingress, head(100) + b"{") == 408
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(200)) + b"\r\n", 431),
+        (
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n12", 400),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: br\r\nContent-Length: 1\r\n\r\n1", 415),
+    ],
+)
+async def test_what_could_be_read_in_two_ways_or_is_too_long_reaches_no_replica(data: bytes, status: int):
+    replica = FakeReplica()
+    async with deployed(replica) as (ingress, _):
+        assert await answer(ingress, data) == status
+        assert not replica.seen
+
+
+async def test_nesting_deeper_than_the_limit_is_refused():
+    async with deployed(FakeReplica()) as (_, client):
+        body = b'{"prompt":' + b"[" * 1000 + b"]" * 1000 + b"}"
+        async with client.post("/v1/completions", data=body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 400 and "nested" in await response.text()
+
+
+async def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Ingress, "_max_connections", lambda _: 3)
+    replica = FakeReplica()
+    async with deployed(replica) as (ingress, _):
+        opened = [await raw(ingress, b"") for _ in range(3)]
+        while ingress._listener is None or ingress._listener.num_connections < 3:
+            await asyncio.sleep(0.01)
+        reader, writer = await raw(ingress, b"")
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        for one in (writer, *(writer for _, writer in opened)):
+            one.close()
+
+
+async def test_the_replicas_metrics_are_fetched_once_however_often_they_are_asked_for():
+    replica = FakeReplica()
+    async with deployed(replica) as (_, client):
+
+        async def fetch() -> None:
+            async with client.get("/metrics?replicas=1") as response:
+                assert response.status == 200
+
+        await asyncio.gather(*(fetch() for _ in range(20)))
+        assert len(replica.seen) == 1
