@@ -7,6 +7,8 @@ from pipeline.config import browsers, core_list, port_range, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
+MIN_OPEN_BYTES = 2**20
+"""The least share of `gateway.max_open_bytes`: room for a request or two."""
 
 
 def contradictions(settings: Settings) -> list[str]:
@@ -32,6 +34,11 @@ def contradictions(settings: Settings) -> list[str]:
         problems.append(
             f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_tokens = {gateway.max_open_tokens} "
             "equally, and each needs one at least"
+        )
+    if gateway.replicas * MIN_OPEN_BYTES > gateway.max_open_bytes:
+        problems.append(
+            f"gateway.replicas: {gateway.replicas} gateways share gateway.max_open_bytes = {gateway.max_open_bytes} "
+            f"equally, and each needs {MIN_OPEN_BYTES} at least"
         )
     if problem := zmq_setting.problem_of(settings.gateway.zmq):
         problems.append(problem)

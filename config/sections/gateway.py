@@ -38,6 +38,17 @@ class GatewaySettings(Frozen, frozen=True):
             "once, but a single request is accepted whatever its length. Replicas have equal shares.",
         ),
     ] = 1024**2
+    max_open_bytes: Annotated[
+        int,
+        Meta(
+            ge=2**20,
+            le=MAX_BYTES,
+            description="Maximum size of what open requests keep, in bytes, in all processes together: prompts, tools, "
+            "options, output, log probabilities and events, also of background responses. Requests beyond the limit "
+            "get 503 at once, and one that can't fit alone gets 400. If output grows beyond it, the largest requests "
+            "but the oldest wait. Replicas have equal shares.",
+        ),
+    ] = 256 * 1024**2
     request_timeout_s: Annotated[
         float,
         Meta(

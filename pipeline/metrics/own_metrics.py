@@ -59,6 +59,19 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
         {},
         sum(c.max_open_tokens for c in gateways),
     )
+    yield gauge(
+        "pipeline_open_bytes",
+        "What open requests keep in all processes.",
+        {},
+        sum(c.num_open_bytes for c in gateways),
+    )
+    yield gauge("pipeline_max_open_bytes", "Limit of open bytes.", {}, sum(c.max_open_bytes for c in gateways))
+    yield gauge(
+        "pipeline_requests_preempted",
+        "Requests that wait for room in the limit of open bytes, after some output.",
+        {},
+        sum(c.num_preempted for c in gateways),
+    )
     for name, words, value in (
         ("pipeline_sequences_opened", "Sequences admitted.", sum(c.num_opened for c in gateways)),
         (
@@ -72,6 +85,11 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
             sum(c.num_overloaded for c in gateways),
         ),
         ("pipeline_calls_timed_out", "Requests that ended at their deadline.", sum(c.num_timed_out for c in gateways)),
+        (
+            "pipeline_request_preemptions",
+            "How often a request was preempted because open requests kept too many bytes.",
+            sum(c.num_preemptions for c in gateways),
+        ),
     ):
         yield counter(name, words, {}, value)
 

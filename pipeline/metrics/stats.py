@@ -75,6 +75,14 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """This gateway's share of `gateway.max_open_sequences`."""
     num_timed_out: int = 0
     """Requests that ended at their deadline."""
+    num_open_bytes: int = 0
+    """What open requests keep in all processes; see stages/gateway/open_bytes.py."""
+    max_open_bytes: int = 0
+    """This gateway's share of `gateway.max_open_bytes`."""
+    num_preempted: int = 0
+    """Requests that wait for room in this limit, after some output."""
+    num_preemptions: int = 0
+    """How often a request was preempted for it."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

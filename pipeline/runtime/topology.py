@@ -198,6 +198,11 @@ def max_open_tokens_of_one(settings: Settings) -> int:
     return max(1, settings.gateway.max_open_tokens // settings.gateway.replicas)
 
 
+def max_open_bytes_of_one(settings: Settings) -> int:
+    """Maximum size of what the open requests of one gateway keep, in bytes; a fixed share too."""
+    return settings.gateway.max_open_bytes // settings.gateway.replicas
+
+
 def row(name: str) -> StageRow:
     return next(stage for stage in TOPOLOGY if stage.name == name)
 

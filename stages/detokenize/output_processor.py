@@ -211,6 +211,8 @@ class OutputProcessor:
         self._vocabulary = vocabulary
         self._breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
         self._options = msgspec.msgpack.Decoder(m.GenerationOptions)
+        self._last_options = b"", m.GenerationOptions()
+        """Those of the last opening, packed and decoded."""
         self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         """Of live sequences, which share them: an automaton of long strings takes a while to build."""
         self._live: dict[int, OutputSequence] = {}
@@ -228,7 +230,7 @@ class OutputProcessor:
         """Open a sequence with the `outputs` of its opening. Returns an `Abort` for schedule if their text has a stop
         string."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
-        options = self._options.decode(opening.options)
+        options = self._options_of(opening)
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
@@ -236,6 +238,13 @@ class OutputProcessor:
         if sequence.finish or sequence.texts:
             self._unsent[sequence.gateway][opening.seq] = sequence
         return [_abort_of(sequence)] if sequence.finish and not opening.finish else []
+
+    def _options_of(self, opening: m.Open) -> m.GenerationOptions:
+        """Decode the options, which the sequences of a request share. They are opened one after the other."""
+        packed = bytes(opening.options)
+        if packed != self._last_options[0]:
+            self._last_options = packed, self._options.decode(packed)
+        return self._last_options[1]
 
     def clear(self) -> None:
         """Forget all sequences and their pending output."""

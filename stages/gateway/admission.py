@@ -1,9 +1,12 @@
-"""Limits on what is open at once: sequences and prompt tokens. Pure.
+"""Limits on what is open at once: sequences, prompt tokens, and bytes that requests keep (see open_bytes.py). Pure.
 
     admit ──► take (an estimate) ──► correct (`Accepted` has the number) ──► give, when the request is settled
+                                     change_bytes, as its output grows ─┘
 
-A request is always admitted if nothing else is open, so that a prompt longer than the limit can be served. A prompt's
-tokens count once, for any number of sequences. Estimates may be too low, so the sum may exceed the limit.
+A request is always admitted if nothing else is open, so that a prompt longer than the limit of tokens can be served; no
+request that exceeds the limit of bytes alone gets here. A prompt's tokens count once, for any number of sequences.
+Estimates of tokens may be too low, so their sum may exceed the limit. Output may exceed the limit of bytes by what one
+message brings: then requests are preempted (preemption.py).
 """
 
 import math
@@ -11,7 +14,7 @@ from collections import deque
 from typing import NamedTuple
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.errors import overloaded
+from pipeline.stages.gateway.errors import ApiError, overloaded
 
 ID_BYTES = 4
 BYTES_PER_TOKEN = 4
@@ -28,23 +31,32 @@ class _End(NamedTuple):
     at_s: float
     num_sequences: int
     num_tokens: int
+    num_bytes: int
+
+
+NO_LIMIT = 2**62
 
 
 class Admission:
     """Counts what is open at one gateway. Times are by time.monotonic()."""
 
-    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, max_bytes: int = NO_LIMIT) -> None:
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
+        self.max_bytes = max_bytes
         self.max_prompt_tokens: int | None = None
         """Longest prompt that the model takes; None until it is known."""
         self.num_sequences = 0
         self.num_tokens = 0
+        self.num_bytes = 0
+        self.num_preempted = 0
+        """Requests that wait for room in the limit of bytes; see preemption.py."""
         self._busy_since_s = 0.0
         self._ends: deque[_End] = deque(maxlen=MAX_ENDS)
 
-    def check_room(self, now_s: float) -> None:
-        """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
+    def check_room(self, now_s: float, body_bytes: int = 0) -> None:
+        """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted, or none with
+        a body of this size."""
         if self.num_sequences >= self.max_sequences:
             raise overloaded(
                 f"the limit of {self.max_sequences} open sequences is reached", self._retry_after_s(1, 0, now_s)
@@ -53,8 +65,10 @@ class Admission:
             raise overloaded(
                 f"the limit of {self.max_tokens} open prompt tokens is reached", self._retry_after_s(0, 1, now_s)
             )
+        if self.num_sequences and body_bytes >= self.max_bytes - self.num_bytes:
+            raise self._lacks_bytes(body_bytes, now_s)
 
-    def admit(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
+    def admit(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
         """Raises ApiError, 503, if a request of this size can't be admitted now."""
         num_left = max(0, self.max_sequences - self.num_sequences)
         if num_sequences > num_left:
@@ -69,24 +83,40 @@ class Admission:
                 f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens}",
                 self._retry_after_s(0, min(num_tokens - num_left, self.num_tokens), now_s),
             )
+        if self.num_sequences and num_bytes > self.max_bytes - self.num_bytes:
+            raise self._lacks_bytes(num_bytes, now_s)
 
-    def take(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
+    def _lacks_bytes(self, num_bytes: int, now_s: float) -> ApiError:
+        num_left = max(0, self.max_bytes - self.num_bytes)
+        return overloaded(
+            f"{num_left} of {self.max_bytes} bytes are free for what open requests keep, and this request needs "
+            f"{num_bytes} at least",
+            self._retry_after_s(0, 0, now_s, min(num_bytes - num_left, self.num_bytes)),
+        )
+
+    def take(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
         """A prompt request was opened."""
         if not self.num_sequences:
             self._busy_since_s = now_s
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
+        self.num_bytes += num_bytes
+
+    def change_bytes(self, num_more: int) -> None:
+        """An open request keeps more bytes, or fewer."""
+        self.num_bytes += num_more
 
     def correct(self, estimate: int, num_tokens: int) -> None:
         """The number of tokens of an open prompt is known."""
         self.num_tokens += num_tokens - estimate
 
-    def give(self, num_sequences: int, num_tokens: int, now_s: float) -> None:
+    def give(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
         """A prompt request is settled."""
         self.num_sequences -= num_sequences
         self.num_tokens -= num_tokens
-        assert self.num_sequences >= 0 and self.num_tokens >= 0, "more was returned than taken"
-        self._ends.append(_End(now_s, num_sequences, num_tokens))
+        self.num_bytes -= num_bytes
+        assert min(self.num_sequences, self.num_tokens, self.num_bytes) >= 0, "more was returned than taken"
+        self._ends.append(_End(now_s, num_sequences, num_tokens, num_bytes))
 
     def estimate(self, prompt: m.Prompt, *, is_computed: bool) -> int:
         """Tokens of a prompt: exact for ids. `is_computed`: the prompt must fit the model, so that bounds the
@@ -102,7 +132,7 @@ class Admission:
             num_tokens = min(num_tokens, self.max_prompt_tokens)
         return max(1, num_tokens)
 
-    def _retry_after_s(self, num_sequences: int, num_tokens: int, now_s: float) -> int:
+    def _retry_after_s(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> int:
         """Estimate when this much will be free, from the rate at which requests have ended lately. If none has ended,
         use the time since the gateway became busy."""
         begin_s = max(self._busy_since_s, now_s - WINDOW_S)
@@ -114,6 +144,7 @@ class Admission:
         for lacking, freed in (
             (num_sequences, sum(end.num_sequences for end in ends)),
             (num_tokens, sum(end.num_tokens for end in ends)),
+            (num_bytes, sum(end.num_bytes for end in ends)),
         ):
             if lacking:
                 wait_s = max(wait_s, span_s * lacking / freed if freed else span_s)

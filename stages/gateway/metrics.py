@@ -12,6 +12,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.num_overloaded = 0
         self.num_timed_out = 0
+        self.num_preemptions = 0
         self._num_opened = 0
         self._num_rejected = 0
         self._num_finished = [0] * (max(Finish) + 1)
@@ -74,4 +75,8 @@ class GatewayMetrics:
             num_open_sequences=admission.num_sequences,
             max_open_sequences=admission.max_sequences,
             num_timed_out=self.num_timed_out,
+            num_open_bytes=admission.num_bytes,
+            max_open_bytes=admission.max_bytes,
+            num_preempted=admission.num_preempted,
+            num_preemptions=self.num_preemptions,
         )

@@ -16,14 +16,12 @@ too. A suspect with some new output ids is cleared.
 
 from http import HTTPStatus
 
-import msgspec
-
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import PromptRequest
+from pipeline.stages.gateway.request import PromptRequest, next_attempt
 from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 MAX_STRIKES = 2
@@ -57,12 +55,12 @@ class Recovery:
             case "ingest":
                 self._requests.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
-                    if one.ingest == int(replica) and not one.is_with_schedule:
+                    if one.ingest == int(replica) and not (one.is_with_schedule or one.is_preempted):
                         self._submit_next(one)
             case "schedule":
                 self._requests.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
-                    if one.generates:
+                    if one.generates and not one.is_preempted:
                         self._submit_next(one)
                 self._requests.repeat_closed()
                 self._resetter.repeat()
@@ -103,15 +101,3 @@ class Recovery:
         self._stage.log.error("failed", extra=log_fields(prompt_request, why=message))
         prompt_request.request.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="stage_died"))
         self._requests.give_up(prompt_request)
-
-
-def next_attempt(prompt_request: PromptRequest) -> m.Submit:
-    """The request as it is submitted again: with the output that its client has, or will get."""
-    submit = prompt_request.submit
-    outputs: list[m.Array] = [bytes(sequence.ids) for sequence in prompt_request.sequences]
-    return msgspec.structs.replace(
-        submit,
-        attempt=submit.attempt + 1,
-        outputs=outputs if any(outputs) else list(submit.outputs),
-        num_schedule_deaths=prompt_request.suspicions,
-    )

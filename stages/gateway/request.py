@@ -17,6 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.responses_api.types import ResponseObject
@@ -31,7 +32,7 @@ class SequenceOutput(msgspec.Struct, eq=False):
     """One sample of a prompt: what the stages have sent, and which text the client has not been given yet."""
 
     pending: list[str] = []
-    """Text that has arrived and was not taken yet."""
+    """Text that has arrived and was not taken yet, in a few pieces."""
     num_chars: int = 0
     """Characters of text that have arrived."""
     ids: bytearray = msgspec.field(default_factory=bytearray)
@@ -59,6 +60,8 @@ class SequenceOutput(msgspec.Struct, eq=False):
     """When detokenize sent the last text."""
     ended_s: float = 0.0
     """When the end arrived here."""
+    num_bytes: int = 0
+    """What admission counts for this output."""
 
     @property
     def num_ids(self) -> int:
@@ -89,8 +92,12 @@ class SequenceOutput(msgspec.Struct, eq=False):
             self.num_chars, self.is_resumed = text_offset, False
         assert text_offset <= self.num_chars and id_offset <= self.num_ids, "a delta is missing"
         if new := text[self.num_chars - text_offset :]:
-            self.pending.append(new)
-            self.num_chars += len(new)
+            pending = self.pending
+            # Pieces of a kept text are joined as in a binary counter, because a small text takes 50 bytes more.
+            while pending and len(pending[-1]) <= len(new):
+                new = pending.pop() + new
+            pending.append(new)
+            self.num_chars = text_offset + len(text)
         num_known = self.num_ids - id_offset
         if records:
             num_ids = len(ids) // ID_BYTES
@@ -108,6 +115,10 @@ class PromptRequest(msgspec.Struct, eq=False):
     sequences: list[SequenceOutput]
     num_counted: int
     """Prompt tokens that admission counts: an estimate until ingest has sent the ids."""
+    num_bytes: int = 0
+    """Bytes that admission counts: `base_bytes`, and those of its output."""
+    base_bytes: int = 0
+    """What it keeps besides its output."""
     ingest: int = 0
     """The replica of ingest that it was sent to."""
     prompt_ids: "np.ndarray[Any, np.dtype[np.int32]] | None" = None
@@ -127,6 +138,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     is_aborted: bool = False
     """It was aborted by id or by its timeout; its client still reads the response."""
     is_rejected: bool = False
+    is_preempted: bool = False
+    """No stage has it: it waits for room in the limit of bytes; see preemption.py."""
     prompt_text: str | None = None
     token_strs: list[str] | None = None
     pieces: list[bytes] | None = None
@@ -203,6 +216,12 @@ class PromptRequest(msgspec.Struct, eq=False):
         """The same for each sequence that has an id."""
         return [one.first.num_cached for one in self.sequences if one.first is not None]
 
+    @property
+    def num_output_bytes(self) -> int:
+        """The part of `num_bytes` that its output has, with the records of its prompt."""
+        records = int(self.request.output_cost.prompt_record_bytes * len(self.prompt_records))
+        return records + sum(sequence.num_bytes for sequence in self.sequences)
+
     def echo(self) -> None:
         """Put the prompt's text before the text of each sequence. Call it before any text is taken."""
         prompt = self.submit.prompt
@@ -212,11 +231,29 @@ class PromptRequest(msgspec.Struct, eq=False):
                 sequence.pending.insert(0, text)
 
 
+def next_attempt(prompt_request: PromptRequest) -> m.Submit:
+    """The request as it is submitted again: with the output that its client has, or will get."""
+    submit = prompt_request.submit
+    outputs: list[m.Array] = [bytes(sequence.ids) for sequence in prompt_request.sequences]
+    return msgspec.structs.replace(
+        submit,
+        attempt=submit.attempt + 1,
+        outputs=outputs if any(outputs) else list(submit.outputs),
+        num_schedule_deaths=prompt_request.suspicions,
+    )
+
+
 class Request:
     """One client request: its prompt requests, and the event that wakes the task that writes its response."""
 
     def __init__(
-        self, parsed: ParsedRequest, stage: "Stage[m.GatewayInbox]", number: int, formats: ChatFormats
+        self,
+        parsed: ParsedRequest,
+        stage: "Stage[m.GatewayInbox]",
+        number: int,
+        formats: ChatFormats,
+        output_cost: OutputCost = PLAIN,
+        num_bytes: int = 0,
     ) -> None:
         self.parsed = parsed
         self.formats = formats
@@ -237,6 +274,9 @@ class Request:
         """Seeds the ids of its tool calls and of a response's items."""
         self.on_response: Callable[[ResponseObject], None] | None = None
         """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""
+        self.output_cost = output_cost
+        self.num_bytes = num_bytes
+        """What admission counts, besides its prompt requests."""
         self.prompt_requests: list[PromptRequest] = []
         self.sequences: list[SequenceOutput] = []
         """Of all prompts; the position is the choice's index."""
@@ -290,6 +330,15 @@ class Request:
     def num_output_tokens(self) -> int:
         """All output tokens, including those of sequences that are not returned."""
         return sum(sequence.num_ids for sequence in self.sequences)
+
+    def drop_prompts(self) -> None:
+        """All prompts are tokenized: keep their ids only. The grammar is compiled, and its field is all that errors
+        name."""
+        options = self.parsed.options
+        if options.grammar is not None:
+            grammar = msgspec.structs.replace(options.grammar, source="")
+            options = msgspec.structs.replace(options, grammar=grammar)
+        self.parsed = msgspec.structs.replace(self.parsed, prompts=[], options=options)
 
     def log_output(self, event: str, data: bytes) -> bytes:
         """Record `data`, which is about to be sent to the client. Returns it."""

@@ -5,12 +5,13 @@
 
 `open` creates one prompt request for each prompt. A prompt request is closed when all its sequences have finished and
 its prompt's ids have arrived, if anything still needs them. It is settled when, besides, its response is over: then its
-credits, one for each sequence and its prompt's tokens, are returned (see admission.py). If a response ends early,
-`release` aborts its open prompt requests; they stay in the table until their closing messages have arrived. A request
-that reaches its deadline is aborted like one aborted by id, or fails if it has no token yet.
+credits, one for each sequence, its prompt's tokens and the bytes that it keeps, are returned (see admission.py). If a
+response ends early, `release` aborts its open prompt requests; they stay in the table until their closing messages have
+arrived. A request that reaches its deadline is aborted like one aborted by id, or fails if it has no token yet.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
+from pipeline.stages.gateway.open_bytes import bounded, form_bytes, output_cost, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput, next_attempt
 from pipeline.stages.gateway.request_errors import timeout_error
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -63,8 +65,12 @@ class RequestTable:
         self._closed: deque[m.Closed] = deque(maxlen=MAX_REPEATED)
         """The last ones that were sent to schedule."""
         self.admission = Admission(
-            topology.max_open_of_one(stage.settings), topology.max_open_tokens_of_one(stage.settings)
+            topology.max_open_of_one(stage.settings),
+            topology.max_open_tokens_of_one(stage.settings),
+            topology.max_open_bytes_of_one(stage.settings),
         )
+        self.hidden_size: int | None = None
+        """Length of an embedding; None until it is known."""
         self._by_number: dict[int, Request] = {}
         """Requests that have a deadline."""
         self._timeout_s = stage.settings.gateway.request_timeout_s
@@ -87,6 +93,10 @@ class RequestTable:
     @property
     def num_open(self) -> int:
         return len(self._table)
+
+    @property
+    def log(self) -> logging.Logger:
+        return self._stage.log
 
     @property
     def replica(self) -> int:
@@ -113,6 +123,17 @@ class RequestTable:
         if prompt_request.is_aborted or prompt_request.is_released:
             self._send_abort(prompt_request)
 
+    def withdraw(self, prompt_request: PromptRequest) -> None:
+        """Have schedule forget a request that runs there. It keeps its place here until `submit_withdrawn`."""
+        self.send_closed(prompt_request.id, prompt_request.submit.attempt)
+        prompt_request.is_preempted, prompt_request.is_confirmed = True, False
+
+    def submit_withdrawn(self, prompt_request: PromptRequest) -> None:
+        """Submit a request, which was withdrawn, with the output that it has."""
+        prompt_request.is_preempted = False
+        prompt_request.submit = next_attempt(prompt_request)
+        self.submit_again(prompt_request)
+
     def give_up(self, prompt_request: PromptRequest) -> None:
         """Close a request that kills a stage: it is not submitted again."""
         if prompt_request.generates:
@@ -130,6 +151,7 @@ class RequestTable:
         self._ingests = self._stage.outboxes_of("ingest")
         self.admission.max_sequences = topology.max_open_of_one(self._stage.settings)
         self.admission.max_tokens = topology.max_open_tokens_of_one(self._stage.settings)
+        self.admission.max_bytes = topology.max_open_bytes_of_one(self._stage.settings)
 
     async def idle(self) -> None:
         """Wait until nothing is open. The caller sets the deadline."""
@@ -137,11 +159,12 @@ class RequestTable:
 
     # ------------------------------------------------------------------------------------------------------------ open
 
-    def check_room(self) -> None:
-        """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted."""
+    def check_room(self, body_bytes: int = 0) -> None:
+        """Call it before the body is read. Raises ApiError, 503, if no request with a body of this size would be
+        admitted."""
         self._check_late_stages(generates=False)
         try:
-            self.admission.check_room(time.monotonic())
+            self.admission.check_room(time.monotonic(), body_bytes)
         except ApiError as error:
             self.count_overloaded(error)
             raise
@@ -202,20 +225,25 @@ class RequestTable:
             raise overloaded("the queue to its stages is full")
         estimates = [self.admission.estimate(prompt, is_computed=not parsed.is_lookup) for prompt in parsed.prompts]
         now_s = time.monotonic()
-        self.admission.admit(len(parsed.prompts) * parsed.num_sequences, sum(estimates), now_s)
-        request = Request(parsed, self._stage, self.num_opened, self.formats)
+        parsed = bounded(parsed, self.admission.max_bytes, self.hidden_size, self.admission.max_prompt_tokens)
+        form, sizes = form_bytes(parsed), [submitted_bytes(parsed, prompt) for prompt in parsed.prompts]
+        num_bytes = form + sum(sizes)
+        self.admission.admit(len(parsed.prompts) * parsed.num_sequences, sum(estimates), now_s, num_bytes)
+        cost = output_cost(parsed, self.hidden_size)
+        request = Request(parsed, self._stage, self.num_opened, self.formats, cost)
         self._register(request)
-        for prompt, estimate in zip(parsed.prompts, estimates, strict=True):
+        self.keep(request, form)
+        for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):
             submit = self._submit(parsed, prompt)
             ingest = self._ingest_of(submit.request_id)
             if not self._ingests[ingest].send(submit):
                 self.release(request)
                 raise overloaded("the queue to its stages is full")
-            prompt_request = PromptRequest(submit, request, _sequences(parsed), estimate, ingest)
+            prompt_request = PromptRequest(submit, request, _sequences(parsed), estimate, size, size, ingest)
             request.prompt_requests.append(prompt_request)
             request.sequences += prompt_request.sequences
             request.num_open += 1
-            self.admission.take(parsed.num_sequences, estimate, now_s)
+            self.admission.take(parsed.num_sequences, estimate, now_s, size)
             self._table[prompt_request.id] = prompt_request
             self._idle.clear()
             if prompt_request.generates:
@@ -249,6 +277,16 @@ class RequestTable:
             gateway_incarnation=self._stage.launch.incarnation,
             template_s=0.0 if parsed.resumption is None else parsed.resumption.arrival_s,
         )
+
+    def keep(self, request: Request, num_bytes: int) -> None:
+        """Count what a request keeps until its response is over, besides its prompt requests, as `num_bytes`."""
+        self.admission.change_bytes(num_bytes - request.num_bytes)
+        request.num_bytes = num_bytes
+
+    def count_bytes(self, prompt_request: PromptRequest, num_more: int) -> None:
+        """Count more or fewer bytes for an open prompt request."""
+        prompt_request.num_bytes += num_more
+        self.admission.change_bytes(num_more)
 
     def _set_deadline(self, request: Request) -> None:
         timeout_s = request.timeout_s = request.parsed.timeout_s or self._timeout_s
@@ -311,7 +349,20 @@ class RequestTable:
                 prompt_request.is_aborted = True
                 fields = log_fields(prompt_request, response_id=request.id, why=why)
                 self._stage.log.info("aborted", extra=fields)
-                self._send_abort(prompt_request)
+                if prompt_request.is_preempted:  # no stage has it
+                    self._end_withdrawn(prompt_request)
+                    request.wake()
+                else:
+                    self._send_abort(prompt_request)
+
+    def _end_withdrawn(self, prompt_request: PromptRequest) -> None:
+        """Close a request that was withdrawn, as its closing messages would."""
+        for sequence in prompt_request.sequences:
+            if sequence.finish == m.Finish.NONE:
+                sequence.finish = m.Finish.ABORT
+                self.metrics.ended(m.Finish.ABORT)
+        prompt_request.is_preempted = False
+        self._close(prompt_request)
 
     def release(self, request: Request) -> None:
         """The response is over, complete or not: abort what is still open, and settle what is closed. Idempotent."""
@@ -322,6 +373,7 @@ class RequestTable:
         if self._by_number.pop(request.number, None) is not None:
             self._deadlines.remove(request.number)
         self._unregister(request)
+        self.keep(request, 0)
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
         if has_finished and not request.parsed.is_lookup:
             now_s = time.monotonic()
@@ -340,6 +392,8 @@ class RequestTable:
         prompt_request.is_released = True
         if prompt_request.is_finished:
             self.close_if_finished(prompt_request)  # only its prompt's ids were still expected
+        elif prompt_request.is_preempted:
+            self._end_withdrawn(prompt_request)
         else:
             self._stage.log.info("aborted", extra=log_fields(prompt_request, response_id=prompt_request.request.id))
             self._send_abort(prompt_request)
@@ -409,7 +463,9 @@ class RequestTable:
     def _settle(self, prompt_request: PromptRequest) -> None:
         """Return its credits."""
         if self._table.pop(prompt_request.id, None) is not None:
-            self.admission.give(prompt_request.submit.options.n, prompt_request.num_counted, time.monotonic())
+            self.admission.give(
+                prompt_request.submit.options.n, prompt_request.num_counted, time.monotonic(), prompt_request.num_bytes
+            )
         if not self._table:
             self._idle.set()
 

@@ -14,6 +14,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_bytes import accepted_bytes, output_bytes
 from pipeline.stages.gateway.parsing.token_detail_options import too_many
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.request_errors import rejection_error, sampling_param, sequence_error
@@ -32,6 +33,8 @@ class ResultHandler:
         self._metrics = table.metrics
         self._unpublished: dict[int, Request] = {}
         """By number: requests with output of this wake."""
+        self._pieces: dict[bytes, bytes] = {}
+        """The bytes of tokens in logprob records, once each: log probabilities name the same tokens again and again."""
 
     def publish(self) -> None:
         """Pass on the output of all messages of a wake. Call it at the end of the wake."""
@@ -58,29 +61,52 @@ class ResultHandler:
         prompt_request = self._table.get(message.request_id)
         if prompt_request is None or prompt_request.submit.attempt != message.attempt:
             return
-        if (compiled := message.compiled_grammar) is not None:  # not checked again, if it is submitted again
-            submit = prompt_request.submit
-            options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=compiled)
-            prompt_request.submit = msgspec.structs.replace(submit, options=options)
         if prompt_request.prompt_ids is not None:
             return
         request = prompt_request.request
-        prompt_request.prompt_ids = ids
+        packed = ids.astype("<i4", copy=False).tobytes()
+        prompt_request.prompt_ids = np.frombuffer(packed, np.int32)
         self._table.admission.correct(prompt_request.num_counted, len(ids))
         prompt_request.num_counted = len(ids)
         prompt_request.prompt_text, prompt_request.token_strs = message.text, message.token_strs
-        prompt_request.pieces, prompt_request.tail = message.pieces, message.tail
+        prompt_request.pieces, prompt_request.tail = self._once(message.pieces), message.tail
         prompt_request.began_s, prompt_request.done_s = message.began_s, message.done_s
         request.num_accepted += 1
         self._check_num_prompt_logprobs(request, len(ids))
         if request.parsed.echo:
             prompt_request.echo()
+        self._drop_prompt(prompt_request, message, packed)
         if prompt_request.generates:
             self._table.close_if_finished(prompt_request)
         else:
             for sequence in prompt_request.sequences:
                 self._finish(prompt_request, sequence, m.Finish.LENGTH, None)
         request.wake()
+
+    def _drop_prompt(self, prompt_request: PromptRequest, message: m.Accepted, packed: bytes) -> None:
+        """Keep the ids of a prompt instead of the prompt: if it is submitted again, nothing is tokenized, rendered, cut
+        or checked again. `packed` are the ids, int32."""
+        request, submit = prompt_request.request, prompt_request.submit
+        options = submit.options
+        if message.compiled_grammar is not None:
+            options = msgspec.structs.replace(options, grammar=None, compiled_grammar=message.compiled_grammar)
+        if prompt_request.generates:
+            prompt_request.submit = msgspec.structs.replace(
+                submit,
+                prompt=m.IdsPrompt(packed),
+                options=options,
+                prompt_options=m.PromptOptions(lowers_max_tokens=submit.prompt_options.lowers_max_tokens),
+            )
+        size = accepted_bytes(prompt_request.submit, message)
+        self._table.count_bytes(prompt_request, size - prompt_request.base_bytes)
+        prompt_request.base_bytes = size
+        if request.is_accepted:
+            request.drop_prompts()
+
+    def _once(self, pieces: list[bytes] | None) -> list[bytes] | None:
+        """These pieces, equal ones as one object."""
+        known = self._pieces
+        return None if pieces is None else [known.setdefault(piece, piece) for piece in pieces]
 
     def _check_num_prompt_logprobs(self, request: Request, num_ids: int) -> None:
         """Count the prompt logprobs of one more accepted prompt, and fail the request if there are too many. A reply
@@ -136,8 +162,6 @@ class ResultHandler:
         for i, request_id in enumerate(message.request_ids):
             end = begin + message.num_ids[i] * ID_BYTES
             ids, begin = message.ids[begin:end], end
-            records = message.records[i] if message.records else b""
-            pieces = message.pieces[i] if message.pieces else []
             finish = message.finishes[i]
             error = next(errors, "") if finish == m.Finish.ERROR else ""
             prompt_request = self._find(request_id, message.attempts[i], is_open=finish == m.Finish.NONE)
@@ -151,13 +175,8 @@ class ResultHandler:
             if drafts_of:
                 sequence.drafts = drafts_of.get(i, sequence.drafts)
             if not request.is_released:
-                offset = message.id_offsets[i]
-                if not request.parsed.hides_output:
-                    try:
-                        sequence.extend(message.texts[i], message.text_offsets[i], ids, offset, records, pieces)
-                    except AssertionError as missing:
-                        self._contradicted(prompt_request, missing)
-                        continue
+                if not request.parsed.hides_output and not self._extend(prompt_request, sequence, message, i, ids):
+                    continue
                 request.has_begun = True
                 if num_ids := message.num_ids[i]:
                     last_s, num_gaps = sequence.last_s, num_ids
@@ -180,6 +199,26 @@ class ResultHandler:
             args: Args = {"sequences": len(message.request_ids), "tokens": len(message.ids) // ID_BYTES}
             trace.span("deltas", now_s, time.monotonic(), args, marked)
 
+    def _extend(
+        self, prompt_request: PromptRequest, sequence: SequenceOutput, message: m.Deltas, i: int, ids: bytes
+    ) -> bool:
+        """Append entry `i` of a message to a sequence. Returns whether it follows what has arrived."""
+        records = message.records[i] if message.records else b""
+        pieces = (self._once(message.pieces[i]) or []) if message.pieces else []
+        try:
+            sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i], records, pieces)
+        except AssertionError as missing:
+            self._contradicted(prompt_request, missing)
+            return False
+        self._count_output(prompt_request, sequence)
+        return True
+
+    def _count_output(self, prompt_request: PromptRequest, sequence: SequenceOutput) -> None:
+        """Count what a sequence keeps now. What a stream has sent since its last output is counted no more."""
+        size = output_bytes(prompt_request.request.output_cost, sequence)
+        self._table.count_bytes(prompt_request, size - sequence.num_bytes)
+        sequence.num_bytes = size
+
     def _extend_prompt_records(self, message: m.Deltas) -> None:
         each = zip(
             message.prompt_places, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
@@ -191,7 +230,9 @@ class ResultHandler:
                 and prompt_request.submit.attempt == message.attempts[place]
                 and not prompt_request.request.is_released
             ):
-                prompt_request.extend_prompt_records(offset, records, pieces)
+                num_before = prompt_request.num_output_bytes
+                prompt_request.extend_prompt_records(offset, records, self._once(pieces) or [])
+                self._table.count_bytes(prompt_request, prompt_request.num_output_bytes - num_before)
 
     def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:
         """The prompt request that a message is about. Returns None for a message of an earlier attempt, and if there is

@@ -36,6 +36,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.preemption import Preemption
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.recovery import Recovery
 from pipeline.stages.gateway.replayed import LEAVING, SHUTTING_DOWN, ReplayedClients
@@ -71,6 +72,7 @@ class GatewayStage:
         self._requests = RequestTable(stage)
         self._health = HealthQuery(stage)
         self._results = ResultHandler(stage, self._requests)
+        self._preemption = Preemption(self._requests)
         self._aborter = RequestAborter(stage, self._requests)
         self._stats = StatsQuery(stage)
         self._resetter = PrefixCacheResetter(stage)
@@ -211,6 +213,7 @@ class GatewayStage:
         begin_s = time.monotonic()
         for message in messages:
             self._handle(message)
+        self._preemption.update()
         self._answer_rescaling()
         self._requests.flush()
         self._stage.release()
@@ -268,6 +271,7 @@ class GatewayStage:
         self._requests.admission.max_prompt_tokens = facts.max_model_len
         self._limits.max_prompt_tokens = facts.max_model_len
         self._limits.vocab_size, self._limits.hidden_size = facts.vocab_size, facts.hidden_size
+        self._requests.hidden_size = facts.hidden_size
 
     def _rescaled(self, message: m.Rescaled) -> None:
         """The number of processes of ingest or of the gateway has changed."""

@@ -285,7 +285,8 @@ class IngestStage:
         self._record_accepted(submit, ids, began_s, done_s)
         # The gateway first: it should have the prompt before any output comes.
         echo = prepared.text, prepared.token_strs, began_s, done_s, prepared.pieces, prepared.tail
-        grammar = submit.options.compiled_grammar or None
+        # As schedule gets it: submitted again, the request has only ids, which don't show how the reply begins.
+        grammar = prepared.options.compiled_grammar or None
         accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo, compiled_grammar=grammar)
         self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:

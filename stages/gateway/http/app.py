@@ -211,6 +211,7 @@ class Api:
         """Open a request and send its response. Aborts what is still open at the end: aiohttp cancels this task when
         the client disconnects."""
         request = self._requests.open(parsed)
+        del parsed  # so that the request alone decides how long its prompts are kept
         http_request[REQUEST_ID] = request.id
         try:
             if request.parsed.stream:
@@ -227,7 +228,7 @@ class Api:
         """Read and parse a request that can be opened now. Raises ApiError."""
         received_s = time.monotonic()
         self._readiness.require_ready()
-        self._requests.check_room()
+        self._requests.check_room(http_request.content_length or 0)
         name = request_ids.of_headers(http_request.headers)
         parsed = await self._parse_request(http_request, parser, received_s)
         request_id = name or parsed.request_id
@@ -246,7 +247,7 @@ class Api:
         """Answer an Expect header of a route that opens a request: refuse before the body is sent, if possible."""
         try:
             self._readiness.require_ready()
-            self._requests.check_room()
+            self._requests.check_room(http_request.content_length or 0)
             with self._count_overloaded():
                 self._bodies.check_declared(http_request)
         except ApiError as error:
@@ -371,6 +372,8 @@ class Api:
                 max_open_sequences=admission.max_sequences,
                 open_tokens=admission.num_tokens,
                 max_open_tokens=admission.max_tokens,
+                open_bytes=admission.num_bytes,
+                max_open_bytes=admission.max_bytes,
             )
         )
 

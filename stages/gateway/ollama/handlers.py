@@ -66,13 +66,16 @@ class OllamaApi:
 
     async def _generate(self, http_request: web.Request, parser: Parser) -> web.StreamResponse:
         parsed = await self._read(http_request, parser)
-        assert parsed.ollama is not None
+        form = parsed.ollama
+        assert form is not None
         if not parsed.prompts:
-            return web.Response(body=reply.loaded(parsed.ollama), content_type="application/json")
+            return web.Response(body=reply.loaded(form), content_type="application/json")
+        response = self._respond(http_request, parsed)
+        del parsed  # as in `_respond`
         try:
-            return await self._respond(http_request, parsed)
+            return await response
         except ApiError as error:
-            raise renamed(error, parsed.ollama) from error
+            raise renamed(error, form) from error
 
     async def ollama_tags(self, http_request: web.Request) -> web.StreamResponse:
         model = self._served()

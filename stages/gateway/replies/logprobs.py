@@ -14,12 +14,16 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Raw
 
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
 IMPOSSIBLE = -9999.0
+AT_ONCE = 256
+"""Records that are decoded at once: as objects they take twenty times the memory."""
+
+_encoder = msgspec.json.Encoder()
 
 Bytes = Annotated[list[int], Meta(description="UTF-8 of the token's text; null if unknown.")]
 
@@ -81,28 +85,32 @@ class DecodedRecord(NamedTuple):
 def decode_records(ids: Iterable[int], records: bytes, pieces: list[bytes], num_top: int) -> Iterator[DecodedRecord]:
     """Decode the records of `ids`. `pieces` has, for each record, the bytes of its id and of its top ids, or is
     empty."""
-    table = np.frombuffer(records, logprob_dtype(num_top))
-    scores = _finite(table["logprob"])
-    top_ids, top_scores = table["top_ids"].tolist(), _finite(table["top_logprobs"])
-    width = 1 + num_top
-    for place, (token_id, score) in enumerate(zip(ids, scores, strict=True)):
-        each: list[bytes | None] = [*pieces[place * width : (place + 1) * width]] or [None] * width
-        named = zip(top_ids[place], top_scores[place], each[1:], strict=True)
-        # -1 pads records if the vocabulary is smaller than num_top.
-        top = [ScoredId(top_id, top_score, piece) for top_id, top_score, piece in named if top_id >= 0]
-        yield DecodedRecord(ScoredId(token_id, score, each[0]), top)
+    width, num_bytes = 1 + num_top, logprob_bytes(num_top)
+    ids = list(ids)
+    for first in range(0, len(ids), AT_ONCE):
+        some = ids[first : first + AT_ONCE]
+        table = np.frombuffer(records[first * num_bytes : (first + len(some)) * num_bytes], logprob_dtype(num_top))
+        scores = _finite(table["logprob"])
+        top_ids, top_scores = table["top_ids"].tolist(), _finite(table["top_logprobs"])
+        for place, (token_id, score) in enumerate(zip(some, scores, strict=True)):
+            at = (first + place) * width
+            each: list[bytes | None] = [*pieces[at : at + width]] or [None] * width
+            named = zip(top_ids[place], top_scores[place], each[1:], strict=True)
+            # -1 pads records if the vocabulary is smaller than num_top.
+            top = [ScoredId(top_id, top_score, piece) for top_id, top_score, piece in named if top_id >= 0]
+            yield DecodedRecord(ScoredId(token_id, score, each[0]), top)
 
 
 def decode_prompt_records(
     ids: list[int], records: bytes, pieces: list[bytes], tops: list[bytes], num_top: int
-) -> list[DecodedRecord]:
+) -> Iterator[DecodedRecord]:
     """Decode the records of a prompt's ids from the second on, as far as they have arrived. `pieces` are the bytes of
     the ids, `tops` those of their top ids; both may be empty."""
-    num = len(records) // logprob_dtype(num_top).itemsize
+    num = len(records) // logprob_bytes(num_top)
     each: list[bytes] = []
     for place in range(num) if pieces else ():
         each += (pieces[1 + place], *tops[place * num_top : (place + 1) * num_top])
-    return list(decode_records(ids[1 : 1 + num], records, each, num_top))
+    return decode_records(ids[1 : 1 + num], records, each, num_top)
 
 
 def _finite(scores: "np.ndarray[Any, np.dtype[np.float32]]") -> Any:
@@ -113,21 +121,33 @@ def _finite(scores: "np.ndarray[Any, np.dtype[np.float32]]") -> Any:
 
 def of_chat(each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool) -> ChatLogprobs:
     """`num_top`: top logprobs to return; the same below."""
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                _name(record.token, names_ids),
-                record.token.logprob,
-                _bytes(record.token),
-                [TopLogprob(_name(one, names_ids), one.logprob, _bytes(one)) for one in record.top[:num_top]],
-            )
-            for record in each
-        ]
+    return ChatLogprobs([_token_logprob(record, num_top, names_ids=names_ids) for record in each])
+
+
+def packed_of_chat(each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool) -> ChatLogprobs:
+    """The same as JSON, for complete replies: it takes a third of the memory."""
+    content: list[Any] = [packed(_token_logprob(record, num_top, names_ids=names_ids)) for record in each]
+    return ChatLogprobs(content)
+
+
+def packed(value: object) -> Raw:
+    """A value as JSON, for a reply that is encoded later."""
+    return Raw(_encoder.encode(value))
+
+
+def _token_logprob(record: DecodedRecord, num_top: int, *, names_ids: bool) -> TokenLogprob:
+    return TokenLogprob(
+        _name(record.token, names_ids),
+        record.token.logprob,
+        _bytes(record.token),
+        [TopLogprob(_name(one, names_ids), one.logprob, _bytes(one)) for one in record.top[:num_top]],
     )
 
 
-def of_text(each: Iterable[DecodedRecord], num_top: int, offsets: TextOffsets, *, names_ids: bool) -> TextLogprobs:
-    """`offsets` has seen the text up to here and the tokens before these."""
+def of_text(
+    each: Iterable[DecodedRecord], num_top: int, offsets: TextOffsets, *, names_ids: bool, is_packed: bool = False
+) -> TextLogprobs:
+    """`offsets` has seen the text up to here and the tokens before these. `is_packed`: the top logprobs are JSON."""
     result = TextLogprobs([], [], [], [])
     for record in each:
         result.text_offset.append(offsets.place(record.token.piece or b""))
@@ -136,7 +156,7 @@ def of_text(each: Iterable[DecodedRecord], num_top: int, offsets: TextOffsets, *
         top: dict[str, float] = {}
         for one in (*record.top[:num_top], record.token):
             top.setdefault(_text_name(one, names_ids), one.logprob)
-        result.top_logprobs.append(top)
+        result.top_logprobs.append(packed(top) if is_packed else top)  # type: ignore[arg-type]
     return result
 
 
@@ -150,17 +170,16 @@ def add_first(result: TextLogprobs, token_id: int, piece: bytes, offsets: TextOf
 
 def of_prompt(
     each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool = False
-) -> list[dict[str, PromptLogprob] | None]:
-    """One entry for each id of the prompt; the first is None."""
-    result: list[dict[str, PromptLogprob] | None] = [None]
+) -> "list[dict[str, PromptLogprob] | Raw | None]":
+    """One entry for each id of the prompt, as JSON; the first is None."""
+    result: list[dict[str, PromptLogprob] | Raw | None] = [None]
     for record in each:
         ranks = {one.id: rank for rank, one in enumerate(record.top, 1)}
-        result.append(
-            {
-                str(one.id): PromptLogprob(one.logprob, ranks.get(one.id), _name(one, names_ids))
-                for one in (record.token, *record.top[:num_top])
-            }
-        )
+        entry = {
+            str(one.id): PromptLogprob(one.logprob, ranks.get(one.id), _name(one, names_ids))
+            for one in (record.token, *record.top[:num_top])
+        }
+        result.append(packed(entry))
     return result
 
 

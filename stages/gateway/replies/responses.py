@@ -73,7 +73,7 @@ def _chat_reply(request: Request) -> ChatReply:
     choices = []
     for i, sequence in enumerate(request.choices):
         text = sequence.take_text()
-        details = TokenDetailFormatter(request, prompt_request, sequence).take(text)
+        details = TokenDetailFormatter(request, prompt_request, sequence).take(text, is_packed=True)
         message, finish = ReplyMessage(text), finish_reason(sequence)
         if request.parsed.reply is not None:
             reader = ReplyReader(request, prompt_request, i)
@@ -102,7 +102,7 @@ def _text_reply(request: Request) -> TextReply:
     for i, sequence in enumerate(request.choices):
         prompt_request = prompt_request_of[id(sequence)]
         text = sequence.take_text()
-        details = TokenDetailFormatter(request, prompt_request, sequence).take(text)
+        details = TokenDetailFormatter(request, prompt_request, sequence).take(text, is_packed=True)
         choice = _text_choice(i, text, details)
         choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
         choice.prompt_logprobs = of_prompts[prompt_request.id]

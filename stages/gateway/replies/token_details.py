@@ -5,9 +5,11 @@ previous one. Text that is held back, such as half a character or the start of a
 so the ids of an event may be ahead of its text. Each id is sent once, in order.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Raw
 
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
@@ -57,8 +59,9 @@ class TokenDetailFormatter:
         """Whether it must wait for prompt logprobs, which come before the output."""
         return self._options.with_echo and not self._prompt_request.has_prompt_records
 
-    def take(self, text: str) -> TokenDetails:
-        """Details of the ids that have arrived since the last call, to send with this text."""
+    def take(self, text: str, *, is_packed: bool = False) -> TokenDetails:
+        """Details of the ids that have arrived since the last call, to send with this text. `is_packed`: as JSON, which
+        takes less memory than objects."""
         options = self._options
         if options.num_top is None and not options.with_ids:
             return NO_DETAILS
@@ -76,43 +79,42 @@ class TokenDetailFormatter:
         if options.num_top is None:
             return details
         if self._parsed.is_chat or self._parsed.is_tokens_only or self._parsed.ollama is not None:
-            chat = (
-                logprobs.of_chat(
-                    self._decode_records(ids), self._parsed.options.num_logprobs, names_ids=options.names_ids
-                )
-                if ids
-                else None
-            )
-            return details._replace(chat_logprobs=chat)
+            num_top, each = self._parsed.options.num_logprobs, self._decode_records(ids)
+            of_chat = logprobs.packed_of_chat if is_packed else logprobs.of_chat
+            return details._replace(chat_logprobs=of_chat(each, num_top, names_ids=options.names_ids) if ids else None)
         self._offsets = self._offsets or TextOffsets()
         self._offsets.feed(text)
-        return details._replace(text_logprobs=self._of_text(ids, options.num_top, self._offsets, with_prompt=is_first))
+        of_text = self._of_text(ids, options.num_top, self._offsets, with_prompt=is_first, is_packed=is_packed)
+        return details._replace(text_logprobs=of_text)
 
-    def _of_text(self, ids: list[int], num_top: int, offsets: TextOffsets, *, with_prompt: bool) -> TextLogprobs | None:
+    def _of_text(
+        self, ids: list[int], num_top: int, offsets: TextOffsets, *, with_prompt: bool, is_packed: bool
+    ) -> TextLogprobs | None:
         names_ids = self._options.names_ids
         details = TextLogprobs([], [], [], [])
         if with_prompt and self._options.with_echo and self._prompt_request.prompt_ids is not None:
             prompt_request = self._prompt_request
             first, piece = int(self._prompt_request.prompt_ids[0]), (prompt_request.pieces or [b""])[0]
             logprobs.add_first(details, first, piece, offsets, names_ids=names_ids)
-            prompt = logprobs.of_text(decode_prompt_records(prompt_request), num_top, offsets, names_ids=names_ids)
+            each = decode_prompt_records(prompt_request)
+            prompt = logprobs.of_text(each, num_top, offsets, names_ids=names_ids, is_packed=is_packed)
             _append(details, prompt)
-        num_logprobs = self._parsed.options.num_logprobs
-        _append(details, logprobs.of_text(self._decode_records(ids), num_logprobs, offsets, names_ids=names_ids))
+        num_logprobs, records = self._parsed.options.num_logprobs, self._decode_records(ids)
+        output = logprobs.of_text(records, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed)
+        _append(details, output)
         return details if details.tokens else None
 
-    def _decode_records(self, ids: list[int]) -> list[logprobs.DecodedRecord]:
-        """Decode the records of these ids, and drop them from the sequence."""
+    def _decode_records(self, ids: list[int]) -> Iterator[logprobs.DecodedRecord]:
+        """Decode the records of these ids, and drop them from the sequence. Call it once."""
         sequence, num_top = self._sequence, self._parsed.options.num_logprobs
-        num_bytes = len(ids) * logprob_bytes(num_top)
-        decoded = list(logprobs.decode_records(ids, bytes(sequence.records[:num_bytes]), sequence.pieces, num_top))
+        records, pieces = bytes(sequence.records[: len(ids) * logprob_bytes(num_top)]), list(sequence.pieces)
         sequence.records.clear()
         sequence.pieces.clear()
-        return decoded
+        return logprobs.decode_records(ids, records, pieces, num_top)
 
 
-def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | None:
-    """The prompt_logprobs of a prompt request; None if they were not requested."""
+def prompt_logprobs(prompt_request: PromptRequest) -> "list[dict[str, PromptLogprob] | Raw | None] | None":
+    """The prompt_logprobs of a prompt request, as JSON; None if they were not requested."""
     details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
         return None
@@ -121,7 +123,7 @@ def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogpr
     )
 
 
-def decode_prompt_records(prompt_request: PromptRequest) -> list[logprobs.DecodedRecord]:
+def decode_prompt_records(prompt_request: PromptRequest) -> Iterator[logprobs.DecodedRecord]:
     ids = [] if prompt_request.prompt_ids is None else prompt_request.prompt_ids.tolist()
     num_top = prompt_request.submit.options.num_prompt_logprobs
     return logprobs.decode_prompt_records(

@@ -10,6 +10,9 @@ import asyncio
 EVENT_END = b"\n\n"
 """Ends an event. JSON has no line breaks in strings, so it is nowhere else."""
 
+OBJECT_BYTES = 48
+"""Of an event, besides its bytes."""
+
 READ_BYTES = 16 * 1024
 """What a slow client is sent at once, besides one event."""
 
@@ -21,6 +24,7 @@ class EventLog:
         self._events: list[bytes] = []
         self._news = asyncio.Event()
         self.num_bytes = 0
+        """Size of the events, each with what an object takes."""
         self.is_over = False
         """No more events follow."""
 
@@ -30,8 +34,9 @@ class EventLog:
     def append(self, data: bytes) -> None:
         """Append whole events. Does nothing if there is none."""
         if data:
-            self._events += [event + EVENT_END for event in data.removesuffix(EVENT_END).split(EVENT_END)]
-            self.num_bytes += len(data)
+            events = [event + EVENT_END for event in data.removesuffix(EVENT_END).split(EVENT_END)]
+            self._events += events
+            self.num_bytes += len(data) + OBJECT_BYTES * len(events)
             self._wake()
 
     def close(self) -> None:

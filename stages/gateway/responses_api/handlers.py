@@ -15,6 +15,7 @@ from pipeline.http_server.guard import current_scope
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.open_bytes import items_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
@@ -77,20 +78,21 @@ class ResponsesApi:
             items.extend(parsed.items)
             return parsed.request
 
-        parsed = await self._read(http_request, parse)
-        assert parsed.response is not None
-        request = self._requests.open(parsed)
+        request = self._requests.open(await self._read(http_request, parse))
+        form, scope = request.parsed.response, request.parsed.scope
+        assert form is not None
         http_request[REQUEST_ID] = request.id
-        log = EventLog() if parsed.response.background and parsed.stream else None
-        if parsed.response.store:
-            request.on_response = lambda response: self._store.put(
-                StoredResponse(parsed.scope, response, items, events=log)
-            )
-        if parsed.response.background:
+        log = EventLog() if form.background and request.parsed.stream else None
+        if not form.store:
+            items.clear()
+        else:  # the conversation is kept until the response is stored
+            self._requests.keep(request, request.num_bytes + items_bytes(items))
+            request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
+        if form.background:
             queued = self._start(request, items, log)
             return _json(queued) if log is None else await self._send_log(http_request, log, 0, request.id)
         try:
-            if parsed.stream:
+            if request.parsed.stream:
                 return await response_writer.send_stream(
                     http_request, request, self._slow_client_timeout_s, self._sse_keep_alive_s
                 )
@@ -189,9 +191,11 @@ class ResponsesApi:
         """Write the events of a background request to its log, and store its response."""
         events = reply.ResponseEvents(request)
         error: ApiError | None = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request")
+        num_before = request.num_bytes
         try:
             log.append(events.first() + events.due())
             while not events.are_over:
+                self._requests.keep(request, num_before + log.num_bytes)
                 await request.change()
                 log.append(events.due())
             log.append(events.last())

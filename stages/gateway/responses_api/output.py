@@ -8,11 +8,12 @@ One item is open at a time: the next one closes it.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipeline.stages.gateway.replies.logprobs import TokenLogprob
+from pipeline.stages.gateway.replies.logprobs import TokenLogprob, packed
 from pipeline.stages.gateway.replies.types import ChatDelta
 from pipeline.stages.gateway.responses_api.items import (
     FunctionCallItem,
@@ -38,8 +39,8 @@ class OutputBuilder:
         self._is_open = False
         self._pieces: list[str] = []
         """Text of the open item."""
-        self._logprobs: list[TokenLogprob] = []
-        """Of the open message."""
+        self._logprobs: list[Any] = []
+        """Of the open message: `TokenLogprob`s as JSON, which takes a third of the memory."""
         self._pending: list[TokenLogprob] = []
         """Of tokens whose text has not arrived."""
 
@@ -66,7 +67,7 @@ class OutputBuilder:
             yield from self._begin_message()
         item = self._last
         if isinstance(item, MessageItem):
-            self._logprobs += self._pending  # of the token that ended it
+            self._logprobs += map(packed, self._pending)  # of the token that ended it
         yield from self._close(status)
 
     @property
@@ -103,7 +104,7 @@ class OutputBuilder:
             yield from self._begin_message()
         logprobs = self._take_logprobs(text, is_alone=is_last and not is_first)
         self._pieces.append(text)
-        self._logprobs += logprobs
+        self._logprobs += map(packed, logprobs)
         yield replace(self._event("output_text.delta"), content_index=0, delta=text, logprobs=logprobs)
 
     def _take_logprobs(self, text: str, *, is_alone: bool) -> list[TokenLogprob]:

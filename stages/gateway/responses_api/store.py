@@ -1,12 +1,14 @@
 """The stored responses of one gateway, in memory.
 
-The store is bounded by the number of responses and by their bytes: the oldest go first. Background responses that are
-not finished stay, since admission bounds these. Clients see only responses of their own scope.
+The store is bounded by the number of responses and by their bytes. If it is full, the scope that has the most loses its
+oldest response: a client evicts what others have stored only while these have more than it has itself. Background
+responses that are not finished stay and count for nothing here: they are open requests, which admission bounds. Clients
+see only responses of their own scope.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -43,6 +45,15 @@ class StoredResponse(msgspec.Struct, eq=False):
         return [*self.items, *self.response.output]
 
 
+class ScopeResponses:
+    """What one scope has stored, without responses that are running."""
+
+    def __init__(self) -> None:
+        self.ids: OrderedDict[str, None] = OrderedDict()
+        """The oldest first."""
+        self.num_bytes = 0
+
+
 class ResponseStore:
     """Stored responses by id. Large responses are put from a thread, so every access holds a lock."""
 
@@ -50,9 +61,12 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        """Size of all responses, their conversations as JSON, and their events but the last. Items that several
-        conversations share count for each."""
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        """Size of all complete responses, their conversations as JSON, and their events but the last. Items that
+        several conversations share count for each."""
+        self._num_complete = 0
+        self._responses: dict[str, StoredResponse] = {}
+        self._scopes: dict[str, ScopeResponses] = {}
+        """By scope: those that have a complete response."""
         self._items: dict[tuple[str, str], tuple[int, Item]] = {}
         """Items by scope and id, with the number of conversations that have them."""
         self._lock = threading.Lock()
@@ -61,19 +75,22 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, stored: StoredResponse) -> None:
-        """Store a response, or replace the one with its id, and drop the oldest ones that are too many."""
+        """Store a response, or replace the one with its id, and drop those that are too many."""
         with self._lock:
             self._remove(stored.response.id)
-            stored.num_bytes = sum(len(_encoder.encode(one)) for one in (stored.response, stored.items))
-            if stored.events is not None:
-                stored.num_bytes += stored.events.num_bytes
+            if not stored.is_running:
+                stored.num_bytes = sum(len(_encoder.encode(one)) for one in (stored.response, stored.items))
+                if stored.events is not None:
+                    stored.num_bytes += stored.events.num_bytes
+                self._add(stored)
             self._responses[stored.response.id] = stored
-            self.num_bytes += stored.num_bytes
             for item in stored.conversation:
                 num, _ = self._items.get(key := (stored.scope, item.id), (0, item))
                 self._items[key] = num + 1, item
-            for response_id in list(self._oldest()):
-                self._remove(response_id)
+            while self._num_complete > self._max_responses:
+                self._evict(lambda one: len(one.ids))
+            while self.num_bytes > self._max_bytes:
+                self._evict(lambda one: one.num_bytes)
 
     def get(self, response_id: str, scope: str) -> StoredResponse:
         """Raises ApiError, 404."""
@@ -102,20 +119,28 @@ class ResponseStore:
         with self._lock:
             return [one for one in self._responses.values() if one.is_running]
 
-    def _oldest(self) -> Iterator[str]:
-        """Ids of the responses to drop."""
-        num_left, num_bytes = len(self._responses), self.num_bytes
-        for response_id, one in self._responses.items():
-            if num_left <= self._max_responses and num_bytes <= self._max_bytes:
-                return
-            if not one.is_running:
-                num_left, num_bytes = num_left - 1, num_bytes - one.num_bytes
-                yield response_id
+    def _add(self, stored: StoredResponse) -> None:
+        scope = self._scopes.setdefault(stored.scope, ScopeResponses())
+        scope.ids[stored.response.id] = None
+        scope.num_bytes += stored.num_bytes
+        self.num_bytes += stored.num_bytes
+        self._num_complete += 1
+
+    def _evict(self, size: Callable[[ScopeResponses], int]) -> None:
+        """Drop the oldest response of the scope that has the most."""
+        self._remove(next(iter(max(self._scopes.values(), key=size).ids)))
 
     def _remove(self, response_id: str) -> None:
         if (stored := self._responses.pop(response_id, None)) is None:
             return
-        self.num_bytes -= stored.num_bytes
+        scope = self._scopes.get(stored.scope)
+        if scope is not None and response_id in scope.ids:
+            del scope.ids[response_id]
+            scope.num_bytes -= stored.num_bytes
+            self.num_bytes -= stored.num_bytes
+            self._num_complete -= 1
+            if not scope.ids:
+                del self._scopes[stored.scope]
         for item in stored.conversation:
             num, kept = self._items[key := (stored.scope, item.id)]
             if num > 1:

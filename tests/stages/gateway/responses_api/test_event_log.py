@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pipeline.stages.gateway.responses_api.event_log import READ_BYTES, EventLog
+from pipeline.stages.gateway.responses_api.event_log import OBJECT_BYTES, READ_BYTES, EventLog
 
 
 def event(number: int, size: int = 0) -> bytes:
@@ -14,7 +14,7 @@ def test_it_is_read_from_any_event_on() -> None:
     log.append(event(0) + event(1))
     log.append(b"")
     log.append(event(2))
-    assert len(log) == 3 and log.num_bytes == sum(len(event(number)) for number in range(3))
+    assert len(log) == 3 and log.num_bytes == sum(len(event(number)) + OBJECT_BYTES for number in range(3))
     assert log.read(0) == (event(0) + event(1) + event(2), 3)
     assert log.read(2) == (event(2), 3)
     assert log.read(3) == (b"", 3) and log.read(9) == (b"", 9)

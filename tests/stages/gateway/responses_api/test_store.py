@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import Raw
 
 from pipeline.stages.gateway.errors import ApiError
@@ -90,11 +92,55 @@ def test_running_responses_stay() -> None:
     store = ResponseStore(1, MANY)
     store.put(stored("a", is_running=True))
     store.put(stored("b"))
-    assert [has(store, one) for one in "ab"] == [True, False]
+    assert [has(store, one) for one in "ab"] == [True, True], "admission counts what runs"
     assert [one.response.id for one in store.running()] == ["a"]
+    before = store.num_bytes
+    store.put(stored("c", is_running=True, text="x" * 1000))
+    assert store.num_bytes == before
+    store.delete("c")
     store.put(stored("a"))
+    assert [has(store, one) for one in "ab"] == [True, False]
     store.put(stored("b"))
     assert [has(store, one) for one in "ab"] == [False, True]
+
+
+@pytest.mark.parametrize("by_bytes", [False, True])
+def test_a_scope_that_stores_much_evicts_its_own(by_bytes: bool) -> None:
+    """Two responses of one key stay whatever the other stores; what is free is for whoever comes."""
+    size = ResponseStore(9, MANY)
+    size.put(stored("a00", scope="x"))
+    store = ResponseStore(MANY, 6 * size.num_bytes) if by_bytes else ResponseStore(6, MANY)
+    for number in range(2):
+        store.put(stored(f"a{number:02}", scope="x"))
+    for number in range(50):
+        store.put(stored(f"b{number:02}", scope="y"))
+    assert [has(store, f"a{number:02}", "x") for number in range(2)] == [True, True]
+    assert [number for number in range(50) if has(store, f"b{number:02}", "y")] == [46, 47, 48, 49]
+    for number in range(2, 50):
+        store.put(stored(f"a{number:02}", scope="x"))
+    assert [number for number in range(50) if has(store, f"a{number:02}", "x")] == [47, 48, 49]
+    assert [number for number in range(50) if has(store, f"b{number:02}", "y")] == [47, 48, 49]
+
+
+@given(st.lists(st.tuples(st.sampled_from("pdr"), st.sampled_from("xyz"), st.integers(0, 9), st.integers(0, 900))))
+def test_the_store_counts_what_it_has(steps: list[tuple[str, str, int, int]]) -> None:
+    store = ResponseStore(7, 9000)
+    ids = set()
+    for kind, scope, number, num_chars in steps:
+        response_id = f"{scope}{number}"
+        ids.add((response_id, scope))
+        if kind == "d":
+            store.delete(response_id)
+        else:
+            store.put(
+                stored(response_id, message(f"m{number}"), scope=scope, text="t" * num_chars, is_running=kind == "r")
+            )
+        complete = [found for found in (store.get(*one) for one in ids if has(store, *one)) if not found.is_running]
+        assert store.num_bytes == sum(one.num_bytes for one in complete) <= 9000
+        assert len(complete) <= 7
+    for response_id, _ in ids:
+        store.delete(response_id)
+    assert store.num_bytes == 0 and len(store) == 0
 
 
 def test_other_scopes_find_nothing() -> None:

@@ -1,0 +1,282 @@
+"""What open requests keep in all processes, in bytes. Pure.
+
+    gateway      the request, until ingest has its prompt's ids; then the ids, and the output
+    ingest       the prompt, until it has the ids
+    schedule     ids of prompt and output, their prefix keys, logprob records
+    detokenize   the options, and text that is held back
+
+The sum is an upper bound; tests/stages/gateway/test_open_bytes.py compares it with what the processes' own structs
+take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas.
+
+A prompt is bounded before it is read in, and output as it grows; `most_bytes` is the largest size that a request can
+reach, as far as its fields bound it.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
+from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+
+_encoder = msgspec.json.Encoder()
+
+REQUEST_BYTES = 12 * 1024
+"""A prompt request without its prompt, options and sequences: structs of all stages, its task and its response."""
+SEQUENCE_BYTES = 6 * 1024
+"""A sequence without its ids and output: structs of gateway, schedule and detokenize."""
+OPTION_COPIES = 5
+"""The options of a prompt request: in the gateway as the client gave them and as ingest has completed them, in schedule
+as they are sent on and decoded, and in detokenize, whose sequences share them."""
+PROMPT_COPIES = 2
+"""A prompt that is not tokenized yet is in the gateway and in ingest, or in a queue between them."""
+ID_BYTES = 4
+PROMPT_ID_BYTES = 12
+"""Of one prompt: gateway and schedule have its ids, and as many are in a message or an arena."""
+ID_BYTES_OF_SEQUENCE = 9
+"""Each sequence has the prompt's ids in schedule, and a prefix key for each 16 of them."""
+OUTPUT_ID_BYTES = 20
+"""Gateway and schedule have 4 bytes for each id; prefix keys; the gateway's copy for another attempt."""
+CHAR_BYTES = 5
+"""A character of output that was not sent: up to 4 as text, and its part of a complete reply's JSON."""
+CHARS_PER_ID = 8
+"""Characters of text for `most_bytes`; twice what is typical."""
+ENTRY_BYTES = 192
+"""JSON of one log probability in a complete reply, of a sampled or top token, while the reply is put together."""
+EVENT_BYTES = 256
+"""An event of a background response, without its text and log probabilities."""
+NUM_EVENT_COPIES = 5
+"""How often the events of a response repeat its text and log probabilities."""
+VECTOR_ENTRY_BYTES = 6
+"""JSON of one byte of an embedding's record: a number has four."""
+MESSAGE_BYTES = 416
+"""A message of a chat, without its texts."""
+VALUE_BYTES = 72
+"""An entry of a list: a number, or a text without its characters."""
+TEXT_BYTES = 64
+"""A text without its characters."""
+
+
+def text_bytes(text: str | None) -> int:
+    """A text in one process. A text that is not ASCII is also kept in UTF-8 once it was encoded."""
+    if text is None:
+        return 0
+    return len(text) + TEXT_BYTES if text.isascii() else 3 * sys.getsizeof(text)
+
+
+def prompt_bytes(prompt: m.Prompt) -> int:
+    """A prompt in one process."""
+    match prompt:
+        case m.IdsPrompt(ids):
+            return len(ids) + TEXT_BYTES if isinstance(ids, bytes) else TEXT_BYTES
+        case m.TextPrompt(text):
+            return text_bytes(text) + TEXT_BYTES
+        case m.ChatPrompt(messages):
+            texts = prompt.tools, prompt.tool_name, prompt.documents, prompt.template_kwargs
+            return sum(map(text_bytes, texts)) + sum(map(_message_bytes, messages))
+
+
+def _message_bytes(message: m.ChatMessage) -> int:
+    size = MESSAGE_BYTES + text_bytes(message.content)
+    if message.name is not None or message.reasoning is not None or message.tool_call_id is not None:
+        size += text_bytes(message.name) + text_bytes(message.reasoning) + text_bytes(message.tool_call_id)
+    if message.parts:
+        size += _texts_bytes(message.parts)
+    for call in message.tool_calls:
+        size += MESSAGE_BYTES + text_bytes(call.id) + text_bytes(call.name) + text_bytes(call.arguments)
+    return size
+
+
+def _texts_bytes(texts: Iterable[str]) -> int:
+    return sum(map(text_bytes, texts)) + VALUE_BYTES
+
+
+def options_bytes(options: m.GenerationOptions) -> int:
+    """The options in one process, without their fixed part."""
+    size = len(options.allowed_ids) + len(options.predicted_ids)
+    for text in (options.compiled_grammar, options.cache_salt, options.prediction, options.adapter_id):
+        if text:
+            size += text_bytes(text)
+    if options.grammar is not None:
+        size += text_bytes(options.grammar.source)
+    for texts in (options.bad_words, options.stop):
+        if texts:
+            size += _texts_bytes(texts) + VALUE_BYTES * len(texts)
+    numbers = options.bias_ids, options.bias_values, options.stop_token_ids, options.logprob_token_ids
+    return size + VALUE_BYTES * sum(map(len, numbers))
+
+
+def stop_bytes(stop: Sequence[str]) -> int:
+    """The automaton of stop strings in detokenize: a node for each character."""
+    return 320 * sum(map(len, stop)) if stop else 0
+
+
+def form_bytes(parsed: ParsedRequest) -> int:
+    """What a request keeps for its reply, whatever becomes of its prompts."""
+    size = text_bytes(parsed.echoed) + text_bytes(parsed.request_id)
+    if parsed.reply is not None and parsed.reply.tools:
+        size += sum(
+            text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
+        )
+    if (form := parsed.response) is not None:
+        for text in (form.instructions, form.text, form.tool_choice, form.tools, form.user, form.prompt_cache_key):
+            size += text_bytes(text)
+        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
+    return size
+
+
+def _fixed_bytes(options: m.GenerationOptions) -> int:
+    size = REQUEST_BYTES + SEQUENCE_BYTES * options.n + stop_bytes(options.stop)
+    return size + OPTION_COPIES * options_bytes(options)
+
+
+def submitted_bytes(parsed: ParsedRequest, prompt: m.Prompt) -> int:
+    """A prompt request that ingest has not answered."""
+    received = sum(map(len, parsed.outputs))
+    return _fixed_bytes(parsed.options) + PROMPT_COPIES * prompt_bytes(prompt) + 6 * received
+
+
+def accepted_bytes(submit: m.Submit, accepted: m.Accepted) -> int:
+    """A prompt request whose prompt's ids are known, without output. `submit` is what is submitted again."""
+    options, size = submit.options, _fixed_bytes(submit.options)
+    if isinstance(submit.prompt, m.IdsPrompt):
+        size += prompt_bytes(submit.prompt) // ID_BYTES * (PROMPT_ID_BYTES + ID_BYTES_OF_SEQUENCE * options.n)
+    else:
+        size += prompt_bytes(submit.prompt)
+    if accepted.text is not None:
+        size += (2 + CHAR_BYTES * options.n) * text_bytes(accepted.text)
+    for each in (accepted.token_strs, accepted.pieces):
+        if each is not None:
+            size += 2 * VALUE_BYTES * len(each)
+    return size
+
+
+class Output(Protocol):
+    """What a sequence has in the gateway."""
+
+    pending: list[str]
+    records: bytearray
+
+    @property
+    def num_ids(self) -> int: ...
+
+
+class OutputCost(msgspec.Struct, frozen=True):
+    """What the output of one kind of request takes."""
+
+    id_bytes: int
+    """An output id: its copies, and its logprob record in schedule."""
+    record_bytes: float
+    """A byte of a record that is in the gateway: the record, a reference to the text of each of its ids, and its part
+    of a complete reply."""
+    prompt_record_bytes: float
+    """A byte of a prompt's record: in schedule, in the gateway, and in a complete reply."""
+    most_id_bytes: float
+    """The most that an output id can take, as far as it is known before."""
+
+    def bytes_of(self, num_ids: int, num_record_bytes: int, num_chars: int) -> int:
+        """The output of a sequence: its ids, and the records and characters that were not sent."""
+        return self.id_bytes * num_ids + int(self.record_bytes * num_record_bytes) + CHAR_BYTES * num_chars
+
+
+RECORD_COPIES = 2.5
+"""A byte of a record in the gateway, with half of a reference to a text."""
+PLAIN = OutputCost(OUTPUT_ID_BYTES, RECORD_COPIES, 1 + RECORD_COPIES, OUTPUT_ID_BYTES)
+"""Of a stream without log probabilities."""
+KEPT = msgspec.structs.replace(PLAIN, most_id_bytes=OUTPUT_ID_BYTES + CHAR_BYTES * CHARS_PER_ID)
+"""Of a reply that is sent as a whole, without log probabilities."""
+
+
+def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
+    """The cost of a request's output. A complete reply, or the best of several sequences, is kept until its end."""
+    options = parsed.options
+    is_kept = keeps_output(parsed)
+    width, prompt_width = record_bytes(options, hidden_size or 0), prompt_record_bytes(options)
+    if is_kept and not width and not prompt_width:
+        return KEPT
+    if not width and not prompt_width and parsed.response is None:
+        return PLAIN
+    id_bytes, reply, prompt_reply = OUTPUT_ID_BYTES + width, 0.0, 0.0
+    num_entries = 0 if parsed.details.num_top is None else 1 + options.num_logprobs
+    if is_kept and options.pooling:
+        reply = VECTOR_ENTRY_BYTES
+    elif is_kept and width:
+        reply = ENTRY_BYTES * num_entries / width
+    if prompt_width and (is_kept or parsed.echo):
+        repeats = parsed.n if parsed.echo or not parsed.is_chat else 1
+        prompt_reply = ENTRY_BYTES * (1 + options.num_prompt_logprobs) / prompt_width * repeats
+    of_record, text = RECORD_COPIES + reply, CHAR_BYTES * CHARS_PER_ID
+    most = id_bytes + (of_record * width + text if is_kept else 0)
+    if parsed.response is not None and not is_kept:  # its last events have all of the output
+        id_bytes += text + ENTRY_BYTES * num_entries
+        most = id_bytes
+        if parsed.response.background:
+            most += EVENT_BYTES + NUM_EVENT_COPIES * (text + ENTRY_BYTES * num_entries)
+    return OutputCost(id_bytes, of_record, 1 + RECORD_COPIES + prompt_reply, most)
+
+
+def keeps_output(parsed: ParsedRequest) -> bool:
+    """Whether its output stays in the gateway until all of it is there."""
+    return not parsed.stream or parsed.is_best_of
+
+
+def output_bytes(cost: OutputCost, sequence: "Output") -> int:
+    """The output of a sequence that was not released yet."""
+    return cost.bytes_of(sequence.num_ids, len(sequence.records), sum(map(len, sequence.pending)))
+
+
+def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:
+    """The size of a request without output, and what one more output id of each of its sequences adds at most."""
+    size = form_bytes(parsed) + sum(submitted_bytes(parsed, prompt) for prompt in parsed.prompts)
+    return size, len(parsed.prompts) * parsed.num_sequences * output_cost(parsed, hidden_size).most_id_bytes
+
+
+def bounded(parsed: ParsedRequest, max_bytes: int, hidden_size: int | None, max_model_len: int | None) -> ParsedRequest:
+    """The request, if it fits into `max_bytes` when nothing else is open. A default `max_tokens` is lowered for that.
+    Raises ApiError, 400."""
+    size, id_bytes = most_bytes(parsed, hidden_size)
+    max_tokens = parsed.options.max_tokens
+    if max_tokens is None:
+        if max_model_len is None or size + id_bytes * max_model_len <= max_bytes:
+            return parsed
+        if (num_ids := int((max_bytes - size) / id_bytes)) > 0:
+            options = msgspec.structs.replace(parsed.options, max_tokens=max(num_ids, parsed.options.min_tokens))
+            prompt_options = msgspec.structs.replace(parsed.prompt_options, lowers_max_tokens=True)
+            return msgspec.structs.replace(parsed, options=options, prompt_options=prompt_options)
+        max_tokens = 1
+    if parsed.options.pooling:
+        max_tokens = 1
+    elif max_model_len is not None:
+        max_tokens = min(max_tokens, max_model_len)  # ingest lowers or refuses more
+    if size + id_bytes * max_tokens > max_bytes:
+        raise _too_much(parsed, size, int(size + id_bytes * max_tokens), max_bytes)
+    return parsed
+
+
+def items_bytes(items: Sequence[object]) -> int:
+    """The conversation of a response that will be stored."""
+    return sum(2 * len(_encoder.encode(item)) + MESSAGE_BYTES for item in items)
+
+
+def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) -> ApiError:
+    """400 for a request that can't fit. It names what makes it large."""
+    fields = []
+    if size > max_bytes // 2:
+        fields.append(parsed.prompt_param)
+        fields += ["tools"] if parsed.is_chat else []
+    if len(parsed.prompts) > 1:
+        fields.append(f"the number of prompts in {parsed.prompt_param}")
+    if num_bytes > size:
+        fields += ["n"] if parsed.num_sequences > 1 else []
+        fields += [parsed.max_tokens_param] if parsed.embedding is None else []
+        fields += ["top_logprobs" if parsed.is_chat else "logprobs"] if parsed.details.num_top else []
+    param = fields[0] if size > max_bytes // 2 else parsed.max_tokens_param
+    message = (
+        f"this request may keep {num_bytes} bytes in memory with all of its output, and the limit is {max_bytes} "
+        f"(gateway.max_open_bytes): lower {', '.join(dict.fromkeys(fields))}"
+    )
+    return invalid(param, message, "request_too_large")

@@ -1,0 +1,149 @@
+"""Makes room when open requests keep too many bytes, and lets those that gave way run again.
+
+    open ──it is the largest, and not the oldest──► preempted ──there is room, or it is the oldest──► open
+                                                        └──────aborted, or its client has left──────► closed
+
+Admission checks what a request keeps at its start; output may grow beyond the limit. Then the request with the most
+output is preempted: schedule forgets it. Its client waits and loses nothing. Of a stream the gateway keeps the ids, and
+of a reply that is sent as a whole only those of complete sequences: the others are generated again, with the same seed.
+It is submitted again with the next attempt, as after the death of a stage.
+
+The oldest request that generates is not preempted, unless complete replies that wait for their clients take its room,
+and no request that exceeds the limit alone is admitted. So each becomes the oldest and ends. A small request is seldom
+the largest: it does not notice what large ones do.
+"""
+
+from collections.abc import Iterator
+from http import HTTPStatus
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_bytes import keeps_output, output_bytes
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.request_table import RequestTable, log_fields
+
+
+class Preemption:
+    """Preempts and resumes requests of a table."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._waiting: dict[int, int] = {}
+        """Preempted prompt requests, the oldest attempt first, with the bytes that each had given back."""
+
+    def update(self) -> None:
+        """Preempt requests until the rest fits, or resume some. Call it after the messages of a wake."""
+        admission = self._table.admission
+        if admission.num_bytes > admission.max_bytes:
+            self._make_room()
+        elif self._waiting:
+            self._resume()
+
+    # ----------------------------------------------------------------------------------------------------- make room
+
+    def _make_room(self) -> None:
+        admission, oldest = self._table.admission, self._oldest()
+        running = sorted(self._running(), key=lambda one: (one.request is oldest, -one.num_output_bytes))
+        for one in running:
+            if admission.num_bytes <= admission.max_bytes:
+                return
+            if one.request is oldest and not self._has_held:
+                break
+            if one.num_output_bytes:
+                self._preempt(one)
+        if admission.num_bytes > admission.max_bytes and oldest is not None:
+            self._end_if_too_large(oldest)
+
+    @property
+    def _has_held(self) -> bool:
+        """Whether complete replies wait for their clients. Then even the oldest request gives way: else each could
+        become complete in its turn, and all of them would be kept."""
+        return any(one.is_closed and one.num_output_bytes for one in self._table.newest())
+
+    def _end_if_too_large(self, oldest: Request) -> None:
+        """The others gave way. If it exceeds the limit alone, its ids have more text than `most_bytes` expects."""
+        num_bytes = oldest.num_bytes + sum(one.num_bytes for one in oldest.prompt_requests)
+        if num_bytes > self._table.admission.max_bytes:
+            message = (
+                f"this request keeps {num_bytes} bytes in memory with its output, and the limit is "
+                f"{self._table.admission.max_bytes} (gateway.max_open_bytes)"
+            )
+            oldest.fail(ApiError(HTTPStatus.INSUFFICIENT_STORAGE, message, code="output_too_large"))
+
+    def _preempt(self, prompt_request: PromptRequest) -> None:
+        num_before = prompt_request.num_bytes
+        self._table.withdraw(prompt_request)
+        parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
+        is_kept = keeps_output(parsed)
+        if is_kept:
+            for sequence, received in zip(
+                prompt_request.sequences, parsed.outputs or [b""] * len(prompt_request.sequences), strict=True
+            ):
+                if sequence.finish == m.Finish.NONE:
+                    _start_again(sequence, received, is_resumed=bool(received) and not parsed.options.repeats_received)
+            prompt_request.prompt_records.clear()
+            prompt_request.prompt_pieces = []
+            prompt_request.submit = msgspec.structs.replace(prompt_request.submit, outputs=[])
+        for sequence in prompt_request.sequences:
+            # Schedule has nothing of it now; in the gateway are its ids, and what a slow client has not taken.
+            size = output_bytes(cost, sequence)
+            sequence.num_bytes = size if is_kept else size - (cost.id_bytes - KEPT_ID_BYTES) * sequence.num_ids
+        num_more = prompt_request.base_bytes + prompt_request.num_output_bytes - num_before
+        self._table.count_bytes(prompt_request, num_more)
+        self._table.admission.num_preempted += 1
+        self._table.metrics.num_preemptions += 1
+        self._waiting[prompt_request.id] = -num_more
+        fields = log_fields(prompt_request, given_back_bytes=-num_more)
+        self._table.log.info("preempted: open requests keep too many bytes", extra=fields)
+
+    # -------------------------------------------------------------------------------------------------------- resume
+
+    def _resume(self) -> None:
+        admission = self._table.admission
+        oldest = None if self._has_held else self._oldest()
+        for request_id, num_bytes in list(self._waiting.items()):
+            prompt_request = self._table.get(request_id)
+            if prompt_request is None or not prompt_request.is_preempted:
+                self._forget(request_id)  # it has been closed
+                continue
+            if prompt_request.request is oldest or num_bytes < admission.max_bytes - admission.num_bytes:
+                self._forget(request_id)
+                self._table.submit_withdrawn(prompt_request)
+
+    def _forget(self, request_id: int) -> None:
+        del self._waiting[request_id]
+        self._table.admission.num_preempted -= 1
+
+    def _running(self) -> Iterator[PromptRequest]:
+        """Those that schedule certainly has, and whose output grows."""
+        for one in self._table.open_prompts():
+            if one.is_with_schedule and not (one.is_finished or one.is_aborted or one.is_released):
+                yield one
+
+    def _oldest(self) -> Request | None:
+        """The oldest request that is not complete."""
+        return next(
+            (
+                one.request
+                for one in self._table.open_prompts()
+                if one.generates and not (one.is_finished or one.is_aborted or one.is_released)
+            ),
+            None,
+        )
+
+
+KEPT_ID_BYTES = 8
+"""An output id of a preempted stream: in the gateway, and in what is submitted again."""
+
+
+def _start_again(sequence: SequenceOutput, received: bytes, *, is_resumed: bool) -> None:
+    """Drop the output of a sequence that its client has not got."""
+    sequence.pending.clear()
+    sequence.ids[:] = received
+    sequence.records.clear()
+    sequence.pieces = []
+    sequence.num_chars = 0
+    sequence.is_resumed = is_resumed
+    sequence.drafts = None

@@ -1,0 +1,270 @@
+"""Output that grows beyond gateway.max_open_bytes: the largest requests wait, and no client loses anything."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.logprob_records import logprob_dtype
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
+
+NUM_TOP = 20
+STEP = 8
+"""Ids of a delta."""
+WHOLE = COMPLETION | {"logprobs": NUM_TOP, "max_tokens": 100}
+STREAM = WHOLE | {"stream": True}
+MAX_BYTES = 2**20
+PIECES = [b"t"] * (1 + NUM_TOP)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    with Gate(tmp_path, max_open_bytes=MAX_BYTES) as gate:
+        yield gate
+
+
+def grow(
+    gate: Gate, submit: m.Submit, num_steps: int, finish: m.Finish = m.Finish.NONE, text: str = "t" * STEP
+) -> None:
+    """Output with top logprobs."""
+    records = np.zeros(STEP, logprob_dtype(NUM_TOP))
+    for step in range(num_steps):
+        is_last = step == num_steps - 1
+        gate.delta(
+            submit,
+            text,
+            STEP,
+            records=records.tobytes(),
+            pieces=PIECES * STEP,
+            finish=finish if is_last else m.Finish.NONE,
+        )
+
+
+def load(gate: Gate) -> dict[str, int]:
+    gate.rig.load()
+    found: dict[str, int] = gate.client.get("/load").json()
+    return found
+
+
+def until(gate: Gate, condition: Any) -> None:
+    """Wait for a condition of /load."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition(found := load(gate)):
+        assert time.monotonic() < end, found
+
+
+def grow_beyond(gate: Gate, submit: m.Submit) -> None:
+    """Grow a request until one is preempted."""
+    for _ in range(60):
+        grow(gate, submit, 1)
+        gate.rig.load()
+        if not gate.rig.nothing("schedule", 0.0):
+            return
+    raise AssertionError("no request was preempted")
+
+
+def test_the_larger_of_two_waits_and_both_replies_are_complete(gate: Gate) -> None:
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    second = gate.complete(WHOLE | {"seed": 7})
+    victim = gate.begin()
+    grow(gate, oldest, 3)
+    grow_beyond(gate, victim)
+    assert gate.closed() == (victim.request_id, 1), "schedule forgets it"
+    assert load(gate)["open_bytes"] < MAX_BYTES
+    grow(gate, victim, 1)  # was on its way, and is not counted
+    assert gate.rig.nothing("ingest", 0.05), "it came back before there was room"
+    grow(gate, oldest, 9, m.Finish.LENGTH)
+    assert first.result().json()["usage"]["completion_tokens"] == 12 * STEP
+    again = gate.submit()
+    assert (again.request_id, again.attempt, again.options.seed) == (victim.request_id, 2, 7)
+    assert again.prompt == m.IdsPrompt(np.arange(3, dtype=np.int32).tobytes()), "it is not tokenized again"
+    assert not any(again.outputs), "its client has nothing yet"
+    gate.continue_at(again, 0, 0)
+    gate.accept(again)
+    grow(gate, again, 12, m.Finish.LENGTH)
+    reply = second.result().json()
+    assert reply["choices"][0]["text"] == "t" * 12 * STEP
+    assert len(reply["choices"][0]["logprobs"]["tokens"]) == 12 * STEP
+    assert reply["usage"]["completion_tokens"] == 12 * STEP
+    until(gate, lambda found: found["open_bytes"] == 0)
+
+
+def test_a_stream_goes_on_where_it_was(gate: Gate) -> None:
+    """Each id and character is sent once."""
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    second = gate.complete(STREAM)
+    victim = gate.begin()
+    grow(gate, victim, 2)
+    for _ in range(60):  # what a stream has sent is kept by schedule only
+        grow(gate, oldest, 1)
+        gate.rig.load()
+        if not gate.rig.nothing("schedule", 0.0):
+            break
+    assert gate.closed() == (victim.request_id, 1)
+    gate.finish(oldest, finish=m.Finish.LENGTH)
+    assert first.result().status_code == 200
+    again = gate.submit()
+    assert again.attempt == 2
+    assert [len(bytes(ids)) // 4 for ids in again.outputs] == [2 * STEP]  # type: ignore[arg-type]
+    grow(gate, again, 2, m.Finish.LENGTH)
+    choices = [choice for event in events_of(second.result().text) for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "t" * 4 * STEP
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == 4 * STEP
+    until(gate, lambda found: found["open_bytes"] == 0)
+
+
+def test_a_small_request_beside_large_ones_is_not_preempted(gate: Gate) -> None:
+    first, small = gate.complete(WHOLE), None
+    oldest = gate.begin()
+    small = gate.complete(COMPLETION)
+    normal = gate.begin()
+    second = gate.complete(WHOLE)
+    victim = gate.begin()
+    gate.delta(normal, "word ")
+    grow(gate, oldest, 3)
+    grow_beyond(gate, victim)
+    assert gate.closed() == (victim.request_id, 1)
+    gate.finish(normal, "end")
+    assert small.result().json()["choices"][0]["text"] == "word end"
+    gate.finish(oldest)
+    assert first.result().status_code == 200
+    again = gate.submit()
+    gate.continue_at(again, 0, 0)
+    gate.finish(again)
+    assert second.result().status_code == 200
+
+
+@pytest.mark.parametrize("how", ["client leaves", "aborted", "schedule dies", "detokenize dies", "ingest dies"])
+def test_a_request_that_waits_can_end_and_survives_the_stages(gate: Gate, how: str) -> None:
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    connection = gate.raw(STREAM | {"stream": False, "request_id": "mine"}, "/v1/completions")
+    victim = gate.begin()
+    grow(gate, oldest, 3)
+    grow_beyond(gate, victim)
+    assert gate.closed()[0] == victim.request_id
+    if how == "client leaves":
+        connection.close()
+        until(gate, lambda found: found["open_sequences"] == 1)
+    elif how == "aborted":
+        gate.client.post("/abort_requests", json={"request_ids": ["mine"]})
+        assert b'"finish_reason":"abort"' in connection.recv(1 << 20)
+        until(gate, lambda found: found["open_sequences"] == 1)
+    else:
+        gate.rig.restart(how.split()[0] + ".0")
+        if how == "schedule dies":
+            assert gate.submit().request_id == oldest.request_id, "only what schedule had"
+            oldest = m.Submit(oldest.request_id, 2, 0, 0.0, oldest.prompt, oldest.options)
+        assert gate.rig.nothing("ingest", 0.05)
+    grow(gate, oldest, 1, m.Finish.LENGTH)
+    assert first.result().status_code == 200
+    if how.endswith("dies"):
+        again = gate.submit()
+        assert (again.request_id, again.attempt) == (victim.request_id, 2)
+        gate.continue_at(again, 0, 0)
+        grow(gate, again, 1, m.Finish.LENGTH)
+        assert b'"usage"' in connection.recv(1 << 20)
+    connection.close()
+    until(gate, lambda found: found["open_bytes"] == 0 and found["open_sequences"] == 0)
+
+
+def test_new_requests_get_503_while_the_limit_is_reached(gate: Gate) -> None:
+    response = gate.complete(WHOLE)
+    submit = gate.begin()
+    grow(gate, submit, 12)
+    used = load(gate)["open_bytes"]
+    refused = gate.complete(COMPLETION | {"prompt": "x" * (MAX_BYTES - used)}).result()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert f"of {MAX_BYTES} bytes are free" in refused.json()["error"]["message"]
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert gate.client.post("/v1/completions", content=b"{" + b" " * MAX_BYTES).status_code == 503, "before it is read"
+    gate.finish(submit)
+    assert response.result().status_code == 200
+    assert gate.client.post("/v1/completions", content=b"{" + b" " * MAX_BYTES).status_code == 400
+
+
+def test_a_request_that_can_never_fit_gets_400_with_the_fields_to_lower(gate: Gate) -> None:
+    def error(body: Any, path: str = "/v1/completions") -> Any:
+        response = gate.client.post(path, json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] == "request_too_large"
+        return response.json()["error"]
+
+    assert "lower prompt" in error(COMPLETION | {"prompt": "x" * MAX_BYTES})["message"]
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * MAX_BYTES}}]
+    found = error(CHAT | {"tools": tools}, "/v1/chat/completions")
+    assert found["param"] == "messages" and "tools" in found["message"]
+    found = error(WHOLE | {"n": 8})
+    assert found["param"] == "max_tokens"
+    assert "gateway.max_open_bytes" in found["message"] and "lower n, max_tokens, logprobs" in found["message"]
+    response = gate.complete(COMPLETION | {"logprobs": NUM_TOP, "n": 8})  # a default never makes a request invalid
+    submit = gate.begin()
+    assert submit.options.max_tokens is not None and 5 < submit.options.max_tokens < 100
+    assert submit.prompt_options.lowers_max_tokens
+    for index in range(8):
+        gate.finish(submit, index=index)
+    assert response.result().status_code == 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_is_returned_after_any_history(tmp_path: Path, seed: int) -> None:
+    """Requests of all kinds begin, grow, finish, fail, are aborted, lose their clients and their stages."""
+    dice = random.Random(seed)
+    with Gate(tmp_path, max_open_bytes=2 * MAX_BYTES) as gate:
+        open_now: dict[int, m.Submit] = {}
+        answers, connections = [], []
+
+        def receive() -> None:
+            gate.rig.load()
+            while not gate.rig.nothing("ingest", 0.002):
+                submit = gate.submit()
+                open_now[submit.request_id] = submit
+                gate.continue_at(submit, *(2 * (len(bytes(submit.outputs[0])) // 4,) if submit.outputs else (0, 0)))  # type: ignore[arg-type]
+
+        for _ in range(70):
+            receive()
+            kind = dice.choice(["open", "open", "grow", "grow", "grow", "grow", "end", "reject", "leave", "die"])
+            submit = dice.choice(list(open_now.values())) if open_now else None
+            if kind == "open" and len(open_now) < 12:
+                body = dice.choice([WHOLE, STREAM, COMPLETION, COMPLETION | {"stream": True}])
+                if dice.random() < 0.5:
+                    connections.append(gate.raw(body, "/v1/completions"))
+                else:
+                    answers.append(gate.complete(body))
+            elif kind == "leave" and connections:
+                connections.pop().close()
+            elif kind == "die":
+                gate.rig.restart(dice.choice(["schedule.0", "ingest.0", "detokenize.0"]))
+            elif submit is None:
+                continue
+            elif kind == "grow":
+                if not submit.outputs:
+                    gate.accept(submit)
+                grow(gate, submit, dice.randrange(1, 4))
+            elif kind == "end":
+                gate.accept(submit)
+                gate.finish(submit, finish=dice.choice([m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR]))
+                del open_now[submit.request_id]
+            elif kind == "reject":
+                gate.reject(submit, m.Failure(400, "no"))
+                del open_now[submit.request_id]
+            assert load(gate)["open_bytes"] <= 2 * MAX_BYTES + 64 * 1024
+        for connection in connections:
+            connection.close()
+        end = time.monotonic() + PATIENCE_S
+        while load(gate)["open_sequences"]:
+            receive()
+            for submit in list(open_now.values()):
+                gate.accept(submit)
+                gate.finish(submit, finish=m.Finish.LENGTH)
+            assert time.monotonic() < end, load(gate)
+        assert {answer.result().status_code for answer in answers} <= {200, 400, 500, 503}
+        until(gate, lambda found: (found["open_bytes"], found["open_tokens"]) == (0, 0))
