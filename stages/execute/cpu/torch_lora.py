@@ -47,9 +47,9 @@ class TorchLora:
                 rows = torch.from_numpy(np.flatnonzero(slots == slot))
                 taken = x[rows].float()
                 for begin, end, a, b in site.slots[slot]:
-                    out[rows, begin:end] = (
-                        out[rows, begin:end].float() + multiply(multiply(taken, a), b)
-                    ).to(out.dtype)
+                    out[rows, begin:end] = (out[rows, begin:end].float() + multiply(multiply(taken, a), b)).to(
+                        out.dtype
+                    )
 
     def put(self, slot: int, packed: list[Matrices]) -> None:
         """Put an adapter into a slot."""

@@ -35,6 +35,8 @@ class Request(msgspec.Struct, frozen=True):
     priority: int = 0
     fields: tuple[tuple[str, Any], ...] = ()
     """Further fields of its options"""
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """Ids of each sequence that are known already"""
 
     @property
     def options(self) -> m.GenerationOptions:
@@ -174,11 +176,13 @@ class Pair:
             arrival_s=float(request_id),
             prompt_ids=np.array(request.prompt, np.int32).tobytes(),
             options=raw(request.options),
+            outputs=[np.array(ids, np.int32).tobytes() for ids in request.outputs],
+            finishes=bytes(len(request.outputs)),
         )
         for opening in self.scheduler.admit(admit):
             assert isinstance(opening, m.Open), opening
             self._opened[opening.seq] = request_id, opening.index
-            self._texts[request_id, opening.index] = []
+            self._texts[request_id, opening.index] = list(request.outputs[opening.index]) if request.outputs else []
             self.token_outputs[request_id, opening.index] = self.prompt_logprobs[request_id, opening.index] = b""
             self._widths[opening.seq] = request.record_bytes(self._runner.facts)
             self._prompt_widths[opening.seq] = request.prompt_record_bytes

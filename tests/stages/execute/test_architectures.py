@@ -1,5 +1,6 @@
 """Every architecture has the logits of transformers, for any split of a sequence into steps."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline.config.settings import Settings
 from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -20,6 +22,10 @@ MAX_ERROR = 1e-4
 MAX_NATIVE_ERROR = 0.05
 """Of the native program in bfloat16, relative to the standard deviation of the logits. A layer that computes something
 else has tens of percent."""
+
+ALL_FORMS = ["gemma2", "gpt_oss", "falcon rw", "qwen2_moe", "ministral3", "granite"]
+"""Together they have windows, sinks, ALiBi, caps, experts with a gate of their own, growing queries, multipliers, and
+norms and activations of all kinds."""
 
 
 def random_ids(num: int, seed: int) -> list[int]:
@@ -122,6 +128,49 @@ def test_the_native_program_computes_them_in_bfloat16(tmp_path: Path, name: str)
         theirs = [model(torch.tensor([ids])).logits[0, -1].numpy() for ids in prompts]
     for ours, reference in zip((together[1], together[0]), theirs, strict=True):
         assert np.sqrt(np.mean((ours - reference) ** 2)) < MAX_NATIVE_ERROR * reference.std()
+
+
+@pytest.mark.parametrize("name", VARIANTS if os.environ.get("PIPELINE_ALL_CASES") else ALL_FORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_torch_program_has_the_same_bits_for_any_chunks_and_neighbours(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    variant = VARIANTS[name]
+    folder, _ = tiny_architectures.write(tmp_path, variant)
+    how = settings(
+        dtype=dtype, kernels="torch", max_model_len=variant.max_model_len, kv_mib=2, threads=2, max_num_seqs=8
+    )
+    driver = Driver(folder, how)
+    assert isinstance(driver.runner.program, TorchProgram)
+    prompts = [random_ids(num, num) for num in (60, 47, 17, 33)]
+    blocks = [driver.take_blocks(64) for _ in prompts]
+
+    def run(steps: list[list[tuple[int, int, int]]]) -> dict[tuple[int, int], np.ndarray]:
+        """Logits behind each prompt's ends of the entries (prompt, start, count)."""
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for entries in steps:
+            adds = [row_add(row, prompts[row][: at + num], blocks[row]) for row, at, num in entries]
+            driver.step([(*entry, True) for entry in entries], adds=adds)
+            found |= {(row, at + num): one for (row, at, num), one in zip(entries, driver.logits().copy(), strict=True)}
+            driver.step(drops=[row for row, *_ in entries])
+        return found
+
+    alone: dict[tuple[int, int], np.ndarray] = {}
+    for row, prompt in enumerate(prompts):
+        alone |= run([[(row, at, 1)] for at in range(len(prompt))])
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        done, steps = [0] * len(prompts), []
+        while any(at < len(prompt) for at, prompt in zip(done, prompts, strict=True)):
+            rows = [row for row, prompt in enumerate(prompts) if done[row] < len(prompt) and random.random() < 0.8]
+            random.shuffle(rows)
+            steps.append([])
+            for row in rows:
+                num = int(min(len(prompts[row]) - done[row], random.choice([1, 1, 2, 16, 30])))
+                steps[-1].append((row, done[row], num))
+                done[row] += num
+        for at, logits in run([entries for entries in steps if entries]).items():
+            np.testing.assert_array_equal(logits, alone[at], str(at))
 
 
 def test_the_text_model_of_one_for_texts_and_images(tmp_path: Path) -> None:
