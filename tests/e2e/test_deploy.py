@@ -14,12 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.compiled import link_kernels
 from tests.e2e.conftest import SMALL
 from tests.guardian import guard
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama
@@ -27,9 +29,10 @@ from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 ROOT = Path(__file__).resolve().parents[2]
 START_S, PATIENCE_S = 180.0, 60.0
 PREFIX = "Once upon a time there was a server with several replicas. " * 4
-COMPLETION = {"prompt": PREFIX, "max_tokens": 150, "ignore_eos": True, "temperature": 1.0, "seed": 7}
-GREEDY = {"prompt": PREFIX, "max_tokens": 120, "ignore_eos": True, "temperature": 0, "logprobs": 1}
-CHAT = {"messages": [{"role": "user", "content": PREFIX}], "max_tokens": 120, "ignore_eos": True, "seed": 3, "n": 2}
+COMPLETION = {"prompt": PREFIX, "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 7}
+GREEDY = {"prompt": PREFIX, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "logprobs": 1}
+CHAT = {"messages": [{"role": "user", "content": PREFIX}], "max_tokens": 900, "ignore_eos": True, "seed": 3, "n": 2}
+"""So long that all of them are open when the last has begun."""
 
 
 class Deployment:
@@ -147,13 +150,35 @@ def actor_of(url: str) -> psutil.Process:
     raise AssertionError(f"the server at {url} belongs to no actor")
 
 
+def kill_busiest(deployment: Deployment, num_open: int) -> None:
+    """Kill the replica with the most streams, of which `num_open` are open. They can't end before, because the
+    executors stand still."""
+    executors = [
+        process
+        for one in deployment.replicas()
+        for process in actor_of(one["url"]).children(recursive=True)
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("pipeline: execute")
+    ]
+    assert executors
+    try:
+        for process in executors:
+            process.suspend()
+        busy = max(deployment.replicas(), key=lambda one: int(one["open_requests"]))
+        assert busy["open_requests"] >= num_open, "the streams are long enough"
+        actor_of(busy["url"]).kill()
+    finally:
+        for process in executors:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
 def settings_for(folder: Path) -> list[str]:
-    """Options for replicas that serve a tiny model, which is saved in a folder."""
+    """Options for replicas that serve a tiny model, which is saved in a folder, with the CPU library."""
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     model = tiny_llama(max_position_embeddings=2048)
     save_folder(folder / "tiny", model, tokenizer_config={"chat_template": template})
-    given = {"model": folder / "tiny", "cache_dir": folder / "cache"}
-    options = given | {f"execute.{name}": value for name, value in SMALL.items()}
+    given = {"model": folder / "tiny", "cache_dir": link_kernels(folder / "cache")}
+    options = given | {f"execute.{name}": value for name, value in SMALL.items() if name != "kernels"}
     return [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -184,9 +209,7 @@ def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment
         with lock:
             num_ready += 1
             if num_ready == len(requests):
-                busy = max(deployment.replicas(), key=lambda one: int(one["open_requests"]))
-                assert busy["open_requests"] >= 2
-                actor_of(busy["url"]).kill()
+                kill_busiest(deployment, 2)
                 killed.set()
         assert killed.wait(PATIENCE_S)
 

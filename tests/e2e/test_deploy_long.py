@@ -15,8 +15,8 @@ from tests.e2e.test_deploy import (
     PATIENCE_S,
     START_S,
     Deployment,
-    actor_of,
     events,
+    kill_busiest,
     settings_for,
     texts_of,
 )
@@ -38,7 +38,7 @@ def test_a_replica_dies_at_any_moment(deployment: Deployment, at: int, extra: di
     calm = texts_of(events(deployment.url, body))
 
     def kill() -> None:
-        actor_of(max(deployment.replicas(), key=lambda one: int(one["open_requests"]))["url"]).kill()
+        kill_busiest(deployment, 1)
 
     assert texts_of(events(deployment.url, body, at=(at, kill))) == calm
     deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
