@@ -1,6 +1,7 @@
 """What the router reads in a body."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -44,3 +45,32 @@ def test_any_body_has_a_size(body: bytes):
 def test_sequences_are_counted():
     assert prompt(prompt="x", n=4).num_sequences == 4
     assert prompt(prompt="x", n="many").num_sequences == 1
+
+
+MANY = 1024**2
+BODIES = {
+    "ids": b'{"prompt":[' + b",".join([b"1"] * (MANY // 2)) + b"]}",
+    "lists": b'{"prompt":[' + b",".join([b"[]"] * (MANY // 3)) + b"]}",
+    "messages": b'{"messages":[' + b",".join([b"{}"] * (MANY // 3)) + b"]}",
+    "tools": b'{"messages":[],"tools":[' + b",".join([b'{"a":1}'] * (MANY // 8)) + b"]}",
+    "a model": b'{"model":[' + b",".join([b"[]"] * (MANY // 3)) + b"]}",
+    "another field": b'{"x":[' + b",".join([b"[]"] * (MANY // 3)) + b"]}",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_body_of_many_small_values_makes_no_object_for_each(body: bytes):
+    """A list takes 56 bytes, so a body that is decoded takes 20 times its size, and its time."""
+    tracemalloc.start()
+    try:
+        found = prompt_of(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.num_tokens >= 1 and peak < 5 * len(body)
+
+
+def test_a_chat_of_many_values_still_has_the_keys_of_its_beginning():
+    first = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40_000}]
+    keys, more = prompt(messages=first).keys, prompt(messages=[*first, {"role": "assistant", "content": "b"}]).keys
+    assert len(keys) > 100 and list(more[: len(keys) - 1]) == list(keys[:-1])
