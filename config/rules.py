@@ -219,7 +219,7 @@ def remarks(settings: Settings) -> list[str]:
         )
     if settings.gateway.allow_unauthenticated and settings.gateway.api_keys_file:
         found.append("gateway.allow_unauthenticated: has no effect, as gateway.api_keys_file has API keys")
-    if settings.gateway.allowed_hosts and settings.gateway.api_keys_file:
+    if settings.gateway.allowed_hosts and settings.gateway.api_keys_file and settings.gateway.admin_port < 0:
         found.append("gateway.allowed_hosts: has no effect, as gateway.api_keys_file has API keys")
     if settings.gateway.allow_credentials and not settings.gateway.allowed_origins:
         found.append("gateway.allow_credentials: has no effect, as gateway.allowed_origins is empty")

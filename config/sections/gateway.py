@@ -131,8 +131,9 @@ class GatewaySettings(Frozen, frozen=True):
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Host names that clients of a server without API keys may use (the Host header), besides IP "
-            "addresses, localhost, gateway.host and gateway.admin_host. Other names get 403. "
+            description="Host names that clients of a server without API keys, and of the admin listener, may use "
+            "(the Host header), besides IP addresses, localhost, gateway.host and gateway.admin_host. Other names get "
+            "403. "
             '"*.example.com" is every name below example.com, "*" any name. Ports do not matter.'
         ),
     ] = ()
@@ -140,8 +141,8 @@ class GatewaySettings(Frozen, frozen=True):
         tuple[str, ...],
         Meta(
             description='Origins whose web pages may use the server, such as "https://chat.example.com": its responses '
-            "get CORS headers for them. Without API keys, requests from other pages (the Origin header), except its "
-            'own, get 403. "*" is any origin.'
+            "get CORS headers for them. Without API keys, and at the admin listener, requests from other pages (the "
+            'Origin header), except its own, get 403. "*" is any origin.'
         ),
     ] = ()
     allowed_methods: Annotated[

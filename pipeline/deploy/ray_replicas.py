@@ -44,16 +44,18 @@ class Place(msgspec.Struct, array_like=True):
 class ServerReplica:
     """A replica of the deployment: it owns a server, which is started by exec and dies with this process."""
 
-    def __init__(self, settings: bytes, wildcard_host: str, start_timeout_s: float, keys: bytes) -> None:
-        """Start the server, and wait until it is ready. `settings` are msgpack; `wildcard_host` is the address of this
-        machine if the server listens on all; `keys` are as of `Keys.packed`, or empty."""
+    def __init__(self, settings: bytes, start_timeout_s: float, keys: bytes) -> None:
+        """Start the server, and wait until it is ready. `settings` are msgpack; `keys` are as of `Keys.packed`, or
+        empty."""
+        import ray
         from ray import serve
 
         self._id = serve.get_replica_context().replica_id.unique_id
         self._server = EmbeddedServer(msgspec.msgpack.decode(settings, type=Settings), keys=keys)
-        self._place = self._until_ready(wildcard_host, start_timeout_s)
+        self._place = self._until_ready(ray.util.get_node_ip_address(), start_timeout_s)
 
-    def _until_ready(self, wildcard_host: str, timeout_s: float) -> Place:
+    def _until_ready(self, own_host: str, timeout_s: float) -> Place:
+        """`own_host` is the address of this machine, for a server that listens on all."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
             if not self._server.is_alive:
@@ -66,7 +68,7 @@ class ServerReplica:
                     if stats.state == "serving":
                         parts = urlsplit(stats.address)
                         host = parts.hostname or "127.0.0.1"
-                        host = wildcard_host if host in ("0.0.0.0", "::") else host
+                        host = own_host if host in ("0.0.0.0", "::") else host
                         kv_tokens = stats.num_blocks * stats.block_size or DEFAULT_KV_TOKENS
                         return Place(self._id, host, parts.port or 80, kv_tokens)
             time.sleep(LOOK_S)

@@ -19,6 +19,7 @@ from pipeline.config.settings import Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray_start import until_running
 from pipeline.errors import UserError
+from pipeline.hosts import own_ray
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.logs import open_log
@@ -85,18 +86,25 @@ def deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings, k
     """Deploy, and wait for SIGINT or SIGTERM. Then let open responses end, and stop; before replicas are ready, stop at
     once. `keys` are those that clients need. Raises ConfigError if ray is not installed, UserError if replicas can't
     start. The application is deleted on every path."""
+    with contextlib.nullcontext() if what.address else own_ray.environment():
+        return _deploy(settings, ingress, what, keys)
+
+
+def _deploy(settings: Settings, ingress: IngressSettings, what: DeploySettings, keys: Keys | None) -> int:
+    """As `deploy`, in the environment for the cluster."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
         from ray import serve
     except ImportError as error:
         raise ConfigError([NO_RAY]) from error
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     stop = threading.Event()
     deployed = False
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         # Serve's own log lines of each replica would hide ours; `ray logs` has them.
-        ray.init(address=what.address or "local", include_dashboard=False, log_to_driver=False, logging_level="warning")
+        options = {"address": what.address} if what.address else own_ray.OPTIONS
+        ray.init(**options, log_to_driver=False, logging_level="warning")
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         if what.name in serve.status().applications:
             raise UserError(f"--name: the cluster has an application {what.name!r} already; choose another name")
@@ -140,13 +148,13 @@ def _run(app: Any, what: DeploySettings, stop: threading.Event) -> Any:
 def application(settings: Settings, ingress: IngressSettings, what: DeploySettings, keys: Keys | None) -> Any:
     """The application, for `serve.run`. API keys reach its processes as digests, in the arguments of their actors: in
     neither Serve's config nor an environment, which every user of the cluster's dashboard can read."""
-    import ray
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
     from pipeline.deploy.ray_replicas import ServerReplica
 
-    is_wildcard = settings.gateway.host in ("0.0.0.0", "::")
+    # In a cluster of our own, the ingress is on the same machine.
+    is_wildcard = bool(what.address) and settings.gateway.host in ("0.0.0.0", "::")
     # The ingress has the certificate, and each process has the keys already.
     gateway = msgspec.structs.replace(
         settings.gateway,
@@ -186,7 +194,6 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
     )(ServerReplica)
     bound = servers.bind(
         msgspec.msgpack.encode(of_replica),
-        ray.util.get_node_ip_address() if is_wildcard else "",
         what.start_timeout_s,
         packed,
     )

@@ -160,7 +160,8 @@ class Connection(asyncio.Protocol):
                 raise ValueError(f"it has the status {head.status}, which was not asked for")
         self._buffer = b""
         self._has_head = True
-        self._keeps_alive = head.get("connection").lower() != "close"
+        options = (one.strip().lower() for value in head.all("connection") for one in value.split(","))
+        self._keeps_alive = "close" not in options
         self._is_chunked, self._left = _framing(head)
         if not self._has_body or head.status in (204, 304):
             self._is_chunked, self._left = False, 0

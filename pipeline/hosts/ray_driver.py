@@ -9,6 +9,7 @@ If `ray.address` is empty, this process starts a Ray of its own, which ends with
 as it is: when this process ends, Ray ends its actors and frees what they had reserved.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ import msgspec
 import pipeline
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.hosts import own_ray
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT, NOT_INSTALLED, bundle_of, problem_of
 from pipeline.runtime import curve
 from pipeline.runtime import messages as m
@@ -42,6 +44,12 @@ def run(launch: m.Launch) -> None:
     """Find a host for each of the orders, then watch until one ends. Raises UserError with a message for the user."""
     for name, value in ENVIRON.items():
         os.environ.setdefault(name, value)
+    with contextlib.nullcontext() if launch.settings.ray.address else own_ray.environment():
+        _run(launch)
+
+
+def _run(launch: m.Launch) -> None:
+    """As `run`, in the environment for the cluster."""
     ray = _import_ray()
     # The entry point of stages ignores it. The daemons that Ray starts would inherit that.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,15 +81,9 @@ def _import_ray() -> Any:
 
 def _connect(ray: Any, settings: Settings) -> None:
     address = settings.ray.address
-    own: dict[str, Any] = {} if address else {"include_dashboard": False}
+    options: dict[str, Any] = {"address": address} if address else own_ray.OPTIONS
     try:
-        ray.init(
-            address=address or "local",
-            namespace="pipeline",
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-            **own,
-        )
+        ray.init(namespace="pipeline", logging_level=logging.WARNING, log_to_driver=True, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         what = f"can't connect to {address!r}" if address else "can't start Ray on this machine"
         raise UserError(f"ray.address: {what}: {str(error).strip().splitlines()[0]}") from error

@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from pipeline.__main__ import main
-
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
 from tests.deploy.test_relay import BODY, tokens_of
 

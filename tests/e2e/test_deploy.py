@@ -2,6 +2,8 @@
 test_deploy_long.py, with PIPELINE_ALL_REPLICAS=1, lets replicas die at other moments and scales them.
 """
 
+import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -28,6 +30,8 @@ from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, PATIENCE_S = 180.0, 60.0
+KEY = "the-key-of-this-deployment"
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 PREFIX = "Once upon a time there was a server with several replicas. " * 4
 COMPLETION = {"prompt": PREFIX, "max_tokens": 1000, "ignore_eos": True, "temperature": 1.0, "seed": 7}
 GREEDY = {"prompt": PREFIX, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "logprobs": 1}
@@ -38,7 +42,7 @@ CHAT = {"messages": [{"role": "user", "content": PREFIX}], "max_tokens": 900, "i
 class Deployment:
     """`pipeline deploy` in a process of its own. Use as a context manager."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, environ: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "deploy", "--port", "0", *options],
             stderr=subprocess.PIPE,
@@ -46,7 +50,7 @@ class Deployment:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},  # Ray's workers start elsewhere
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | (environ or {}),  # Ray's workers start elsewhere
         )
         guard(self.process)
         self.lines: list[str] = []
@@ -111,7 +115,7 @@ def events(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The events of a stream. `at` is a number of events, and what to do when they are here."""
     request = urllib.request.Request(
-        url + path, json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"} | (headers or {})
+        url + path, json.dumps(body | {"stream": True}).encode(), HEADERS | (headers or {})
     )
     found = []
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
@@ -185,7 +189,8 @@ def settings_for(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     options = settings_for(tmp_path_factory.mktemp("models"))
-    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *options) as deployment:
+    environ = {"PIPELINE_API_KEYS": KEY}
+    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *options, environ=environ) as deployment:
         deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "both replicas serve")
         yield deployment
 
@@ -219,6 +224,54 @@ def test_a_dead_replica_s_streams_continue_at_another_one(deployment: Deployment
     assert deployment.metric("pipeline_ingress_resumed_streams_total") >= resumed + 1
     assert deployment.metric("pipeline_ingress_broken_streams_total") == 0
     deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
+
+
+def status_without_key(url: str) -> int:
+    request = urllib.request.Request(f"{url}/v1/completions", b"{}", {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=PATIENCE_S)
+    with refusal.value as response:
+        return response.code
+
+
+def test_only_those_who_may_reach_the_cluster_and_the_servers(deployment: Deployment) -> None:
+    """Ray listens on loopback, except for one port of each replica, which Ray Serve opens at all addresses. It needs a
+    token, which is in a file that only this user can read. No process's environment or command line has an API key."""
+    urls = [deployment.url, *(one["url"] for one in deployment.replicas())]
+    assert [status_without_key(url) for url in urls] == [401] * len(urls)
+    command = psutil.Process(deployment.process.pid)
+    processes = [command, *command.children(recursive=True)]
+    token_paths = set()
+    for process in processes:
+        elsewhere = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # a worker of Ray that was idle
+            name, environ = " ".join(process.cmdline()), process.environ()
+            if process is not command:  # its first environment is that of the test
+                assert KEY not in name and KEY not in "".join(environ.values())
+            if name.startswith("ray::"):
+                assert environ["RAY_AUTH_MODE"] == "token"
+                token_paths.add(environ["RAY_AUTH_TOKEN_PATH"])
+            for one in process.net_connections("inet"):
+                address = ipaddress.ip_address(one.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                if one.status == psutil.CONN_LISTEN and not address.is_loopback:
+                    elsewhere.append(one.laddr)
+        assert len(elsewhere) <= name.startswith("ray::ServeReplica"), (name, elsewhere)
+    (token,) = map(Path, token_paths)
+    assert token.stat().st_mode & 0o77 == 0 and token.parent.stat().st_mode & 0o77 == 0
+    gcs = next(one for one in processes if one.name() == "gcs_server")
+    port = next(one.laddr.port for one in gcs.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+    join = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='error'); print('joined')"
+    assert "joined" in python(join, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}).stdout
+    assert "joined" not in python(join, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}).stdout
+
+
+def python(code: str, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", code]
+    local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | local | environ, timeout=PATIENCE_S, check=False
+    )
 
 
 def test_servers_that_run_already_are_relayed_to_and_a_signal_lets_streams_end(deployment: Deployment) -> None:
