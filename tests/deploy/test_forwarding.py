@@ -69,7 +69,7 @@ class Raw(FakeReplica):
         super().__init__()
         self.data = data
 
-    def _reply(self, writer, status, answer):  # type: ignore[no-untyped-def]
+    def _reply(self, writer, status, answer):
         if answer is self.health[1]:
             super()._reply(writer, status, answer)
         else:

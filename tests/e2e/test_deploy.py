@@ -241,25 +241,22 @@ def test_only_those_who_may_reach_the_cluster_and_the_servers(deployment: Deploy
     assert [status_without_key(url) for url in urls] == [401] * len(urls)
     command = psutil.Process(deployment.process.pid)
     processes = [command, *command.children(recursive=True)]
-    token_paths = set()
     for process in processes:
         elsewhere = []
         with contextlib.suppress(psutil.NoSuchProcess):  # a worker of Ray that was idle
             name, environ = " ".join(process.cmdline()), process.environ()
             if process is not command:  # its first environment is that of the test
                 assert KEY not in name and KEY not in "".join(environ.values())
-            if name.startswith("ray::"):
-                assert environ["RAY_AUTH_MODE"] == "token"
-                token_paths.add(environ["RAY_AUTH_TOKEN_PATH"])
             for one in process.net_connections("inet"):
                 address = ipaddress.ip_address(one.laddr.ip)
                 address = getattr(address, "ipv4_mapped", None) or address
                 if one.status == psutil.CONN_LISTEN and not address.is_loopback:
                     elsewhere.append(one.laddr)
         assert len(elsewhere) <= name.startswith("ray::ServeReplica"), (name, elsewhere)
-    (token,) = map(Path, token_paths)
-    assert token.stat().st_mode & 0o77 == 0 and token.parent.stat().st_mode & 0o77 == 0
     gcs = next(one for one in processes if one.name() == "gcs_server")
+    assert gcs.environ()["RAY_AUTH_MODE"] == "token"
+    token = Path(gcs.environ()["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o77 == 0 and token.parent.stat().st_mode & 0o77 == 0
     port = next(one.laddr.port for one in gcs.net_connections("inet") if one.status == psutil.CONN_LISTEN)
     join = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='error'); print('joined')"
     assert "joined" in python(join, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}).stdout

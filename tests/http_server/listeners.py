@@ -68,7 +68,7 @@ async def listener(
         has_admin = name != "gateway"
         with gate_of(folder, keys, has_admin, gateway) as gate:
             is_admin = name == "admin"
-            port = int(gate.admin.rsplit(":")[-1]) if is_admin else gate.address[1]  # type: ignore[attr-defined]
+            port = int(gate.admin.rsplit(":")[-1]) if is_admin else gate.address[1]
             yield Listener(
                 name, keys and not is_admin, is_admin or not has_admin, is_admin, handles[is_admin], ("127.0.0.1", port)
             )
