@@ -74,7 +74,7 @@ NO_ADAPTER = (
 def convert_allowed(source: Path, model_dir: Path, settings: Settings, deadline_s: float) -> str:
     """Convert an adapter that a client has named; see `convert`. Raises NotAnAdapter, too, if it is not in an allowed
     folder. In one, errors tell what is wrong."""
-    folders = [os.path.realpath(Path(one).expanduser()) for one in settings.lora.allowed_folders]
+    folders = [os.path.realpath(os.path.expanduser(one)) for one in settings.lora.allowed_folders]  # noqa: PTH111
     lora = settings.lora
     if folders:
         for path in (source, source / CONFIG, source / WEIGHTS):

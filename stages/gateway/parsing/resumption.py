@@ -9,6 +9,7 @@ its ids (`Continuation`). The first arrival can only bring the deadline nearer.
 """
 
 import binascii
+import io
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -23,6 +24,7 @@ from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resumption
 
 MAX_POINTS_BYTES = 16 * 1024 * 1024
+MAX_HEAD_BYTES = 1024
 _LINE = re.compile(rb"([0-9]{1,4}) ([0-9]{1,10}) ([01]) ([A-Za-z0-9+/=]*)")
 MAX_UNIX_S = 2**32
 """Far behind any clock, and small enough for every date."""
@@ -81,10 +83,14 @@ def with_points(parsed: ParsedRequest, points: bytes, now_s: float, max_ids: int
     ids = [bytearray() for _ in range(parsed.n)]
     num_chars, has_ended = [0] * parsed.n, [False] * parsed.n
     max_bytes = 4 * (max_ids if parsed.options.max_tokens is None else min(max_ids, parsed.options.max_tokens))
-    for number, line in enumerate(points.split(b"\n"), 1):
-        if not line:
+    longest, is_blank = max(MAX_HEAD_BYTES, 4 * max_bytes // 3 + 64), False
+    for number, text in enumerate(io.BytesIO(points), 1):
+        content = text.removesuffix(b"\n").removeprefix(PREFIX)
+        was_blank, is_blank = is_blank, not content
+        if is_blank and not was_blank:  # as between the events of a stream
             continue
-        content = line.removeprefix(PREFIX)
+        if len(content) > longest:
+            raise invalid(RESUME, f"'{RESUME}': line {number} is too long for a resume point", "invalid_value")
         if content.startswith(b"{") and head is None:
             head = _head_of(content)
         elif (match := _LINE.fullmatch(content)) and head is not None and int(match[1]) < parsed.n:

@@ -234,6 +234,19 @@ def test_points_that_say_nothing_new_are_refused(gate: Gate, lines: str) -> None
     assert result.status_code == 400 and "does not follow" in result.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n" * 1000, "line 2 is not a resume point"),
+        (": point {" + " " * 2000 + "}\n", "line 1 is too long"),
+        (": point 0 1 0 " + "A" * 2000 + "\n", "line 1 is too long"),
+    ],
+)
+def test_lines_are_read_one_by_one_up_to_the_first_that_is_wrong(gate: Gate, text: str, message: str) -> None:
+    result = send(gate, PATH, BODY, text).result()
+    assert result.status_code == 400 and message in result.json()["error"]["message"], result.text
+
+
 def test_more_ids_than_a_sequence_may_have_are_refused_at_once(gate: Gate) -> None:
     result = send(gate, PATH, BODY, points(2, num_ids=9)).result()
     assert result.status_code == 400 and "more than 8 ids" in result.json()["error"]["message"]
