@@ -1,11 +1,23 @@
 """Output that is sent repeatedly is stored once."""
 
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.gateway.request import SequenceOutput
+from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.parse import parse_completion
+from pipeline.stages.gateway.request import Request, SequenceOutput
+from pipeline.text.formats.chat_formats import ChatFormats
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import COMPLETION
+from tests.stages.gateway.parsing.bodies import LIMITS
 
 
 def packed(begin: int, end: int) -> bytes:
@@ -32,3 +44,22 @@ def test_missing_text_is_a_broken_invariant() -> None:
         sequence.extend("b", 1, packed(0, 1), 0)
     with pytest.raises(AssertionError):
         sequence.extend("a", 0, packed(1, 2), 1)
+
+
+def test_nothing_waits_for_a_finished_request() -> None:
+    """No message and no deadline would end the wait."""
+    stage: Any = SimpleNamespace(replay_context=ReplayContext(), trace=None)
+    request = Request(parse_completion(json.dumps(COMPLETION).encode(), LIMITS), stage, 1, ChatFormats())
+
+    async def wait(condition: bool) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await request.until(lambda: condition)
+
+    request.num_open = 1
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(wait(False), 0.01))
+    request.num_open = 0
+    assert request.is_finished
+    asyncio.run(wait(True))
+    with pytest.raises(ApiError, match="has ended without what its response needs"):
+        asyncio.run(wait(False))

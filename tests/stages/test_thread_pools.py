@@ -1,0 +1,26 @@
+"""Work that blocks has a pool of its own kind (pipeline/runtime/work_pool.py): asyncio's default one is shared by all."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SERVERS = ("stages", "pipeline/runtime", "pipeline/supervisor", "pipeline/deploy", "pipeline/hosts", "pipeline/lora")
+
+
+def uses_of_the_default_pool(source: str) -> Iterator[int]:
+    """The lines with `to_thread(…)` or `run_in_executor(None, …)`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            is_default = bool(node.args) and isinstance(node.args[0], ast.Constant) and node.args[0].value is None
+            if name == "to_thread" or (name == "run_in_executor" and is_default):
+                yield node.lineno
+
+
+def test_no_server_process_uses_the_default_thread_pool() -> None:
+    assert list(uses_of_the_default_pool("await asyncio.to_thread(f)\nloop.run_in_executor(None, f)\nto_thread(f)"))
+    paths = [path for folder in SERVERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 300
+    found = [f"{path}:{line}" for path in paths for line in uses_of_the_default_pool(path.read_text("utf-8"))]
+    assert not found
