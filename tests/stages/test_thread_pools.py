@@ -1,4 +1,4 @@
-"""Work that blocks has a pool of its own kind (pipeline/runtime/work_pool.py): asyncio's default one is shared by all."""
+"""Work that blocks has a pool of its own kind, see pipeline/runtime/work_pool.py: all share asyncio's default one."""
 
 import ast
 from collections.abc import Iterator
