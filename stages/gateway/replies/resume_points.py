@@ -130,8 +130,12 @@ class Continuation:
     def check_text(self) -> None:
         """Raises ApiError if the points don't describe the text of their ids."""
         if (index := self._wrong) is not None:
-            sequence, num_chars, has_ended = (each[index] for each in self._claims)
-            end = " and has ended" if has_ended else ""
+            sequences, nums_chars, have_ended = self._claims
+            sequence, num_chars, end = (
+                sequences[index],
+                nums_chars[index],
+                " and has ended" if have_ended[index] else "",
+            )
             message = (
                 f"'{RESUME}': at its last point, sequence {index} has {num_chars} characters{end}, but its token ids "
                 f"give {sequence.num_chars} characters{' and do not end it' if end else ''}"

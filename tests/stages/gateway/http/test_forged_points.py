@@ -116,7 +116,7 @@ def test_a_gateway_answers_whatever_the_points_say(shared_gate: Gate, text: byte
     if submit is not None:
         assert arrived_s - 1 <= submit.arrival_s <= time.time(), "the scheduler's order"
         gate.accept(submit)
-        num_ids = len(bytes(submit.outputs[0])) // 4 if submit.outputs else 0  # type: ignore[arg-type]
+        num_ids = len(bytes(submit.outputs[0])) // 4 if submit.outputs else 0
         gate.continue_at(submit, 0, num_ids)
         gate.delta(submit, "ab" if num_ids else "", num_ids=0)
         gate.delta(submit, "c", finish=m.Finish.STOP)
