@@ -267,3 +267,15 @@ def test_presets_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture
     assert main(["config", "presets", "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["exact"]["settings"]["execute"]["dtype"] == "float32"
+
+
+def test_libraries_of_a_user_beside_those_of_others_are_listed(tmp_path: Path) -> None:
+    """As in a cache that several users share: kernels/cpu/build.py makes a folder for each."""
+    for folder in ("kernels", "kernels-1000"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"of {folder}.so").write_bytes(bytes(10))
+    found = {one.name: one for one in entries.entries_of(tmp_path)}
+    assert {one.kind for one in found.values()} == {"kernels"}
+    assert set(found) == {"of kernels", "of kernels-1000"}
+    entries.remove(tmp_path, found["of kernels-1000"])
+    assert not list((tmp_path / "kernels-1000").iterdir())

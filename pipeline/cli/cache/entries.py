@@ -3,6 +3,7 @@
 import fcntl
 import importlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,8 @@ CACHE = "pipeline.stages.prepare.cache"
 """The module with `Cache`, imported by name as by the other commands."""
 
 Kind = Literal["model", "wheel", "kernels", "crashes", "unfinished", "other"]
-KERNELS = "kernels"
+KERNELS = re.compile(r"kernels(-\d+)?")
+"""Folders of libraries; see kernels/cpu/build.py."""
 PARTIAL = ".partial-"
 
 
@@ -92,8 +94,9 @@ def remove(root: Path, entry: Entry) -> bool:
 
 def _read(path: Path, starting_s: float) -> Iterator[Entry]:
     try:
-        if path.name == KERNELS:
-            yield from _kernels(path)
+        if KERNELS.fullmatch(path.name):
+            with suppress(PermissionError):  # another user's
+                yield from _kernels(path)
         elif path.name == CRASHES and path.is_dir():
             yield from _crashes(path)
         elif path.is_dir() and path.name != DRAFTS:
