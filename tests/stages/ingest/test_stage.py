@@ -55,6 +55,17 @@ def test_a_request_that_overtakes_start_waits_for_it(tmp_path: Path) -> None:
         assert rig.receive("gateway", m.Accepted).request_id == 9
 
 
+def test_a_continued_stream_has_its_template_s_time_and_the_place_of_a_new_request(tmp_path: Path) -> None:
+    with Rig("ingest", model_dir=tiny.folder(tmp_path, template="{{ strftime_now('%Y') }}")) as rig:
+        rig.start(tiny.facts())
+        new = tiny.submit(tiny.chat("hi"), max_tokens=5)
+        for template_s, year in ((0.0, "1970"), (1.6e9, "2020")):
+            rig.send(msgspec.structs.replace(new, template_s=template_s), "gateway.0")
+            admit = rig.receive("schedule", m.Admit)
+            assert tiny.byte_tokenizer().decode(ids_in(rig, admit.prompt_ids)) == year
+            assert admit.arrival_s == new.arrival_s
+
+
 def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     rig.send(tiny.submit(tiny.chat("hi"), request_id=9, attempt=3, max_tokens=5), "gateway.0")
     accepted, admit = rig.receive("gateway"), rig.receive("schedule")
