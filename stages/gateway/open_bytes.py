@@ -65,7 +65,9 @@ def text_bytes(text: str | None) -> int:
     """A text in one process. A text that is not ASCII is also kept in UTF-8 once it was encoded."""
     if text is None:
         return 0
-    return len(text) + TEXT_BYTES if text.isascii() else 3 * sys.getsizeof(text)
+    if text.isascii():
+        return len(text) + TEXT_BYTES
+    return min(3 * sys.getsizeof(text), 8 * len(text) + 2 * TEXT_BYTES)
 
 
 def prompt_bytes(prompt: m.Prompt) -> int:
@@ -265,11 +267,12 @@ def items_bytes(items: Sequence[object]) -> int:
 def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) -> ApiError:
     """400 for a request that can't fit. It names what makes it large."""
     fields = []
+    prompt_param = "messages" if parsed.is_chat and parsed.prompt_param == "prompt" else parsed.prompt_param
     if size > max_bytes // 2:
-        fields.append(parsed.prompt_param)
+        fields.append(prompt_param)
         fields += ["tools"] if parsed.is_chat else []
     if len(parsed.prompts) > 1:
-        fields.append(f"the number of prompts in {parsed.prompt_param}")
+        fields.append(f"the number of prompts in {prompt_param}")
     if num_bytes > size:
         fields += ["n"] if parsed.num_sequences > 1 else []
         fields += [parsed.max_tokens_param] if parsed.embedding is None else []

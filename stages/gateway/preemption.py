@@ -21,7 +21,7 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_bytes import keeps_output, output_bytes
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput, next_attempt
 from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 
@@ -30,6 +30,7 @@ class Preemption:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
+        table.on_room = self.update
         self._waiting: dict[int, int] = {}
         """Preempted prompt requests, the oldest attempt first, with the bytes that each had given back."""
 
@@ -86,6 +87,7 @@ class Preemption:
             prompt_request.prompt_records.clear()
             prompt_request.prompt_pieces = []
             prompt_request.submit = msgspec.structs.replace(prompt_request.submit, outputs=[])
+        prompt_request.submit = next_attempt(prompt_request)
         for sequence in prompt_request.sequences:
             # Schedule has nothing of it now; in the gateway are its ids, and what a slow client has not taken.
             size = output_bytes(cost, sequence)

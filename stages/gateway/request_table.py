@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.open_bytes import bounded, form_bytes, output_cost, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput, next_attempt
+from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.request_errors import timeout_error
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -69,6 +69,8 @@ class RequestTable:
             topology.max_open_tokens_of_one(stage.settings),
             topology.max_open_bytes_of_one(stage.settings),
         )
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when a request is settled while others wait for its bytes."""
         self.hidden_size: int | None = None
         """Length of an embedding; None until it is known."""
         self._by_number: dict[int, Request] = {}
@@ -129,9 +131,8 @@ class RequestTable:
         prompt_request.is_preempted, prompt_request.is_confirmed = True, False
 
     def submit_withdrawn(self, prompt_request: PromptRequest) -> None:
-        """Submit a request, which was withdrawn, with the output that it has."""
+        """Submit a request that was withdrawn."""
         prompt_request.is_preempted = False
-        prompt_request.submit = next_attempt(prompt_request)
         self.submit_again(prompt_request)
 
     def give_up(self, prompt_request: PromptRequest) -> None:
@@ -209,7 +210,8 @@ class RequestTable:
         try:
             request = self._open(parsed)
         except ApiError as error:
-            self.count_overloaded(error)
+            if error.code == "overloaded":
+                self.count_overloaded(error)
             raise
         if self._trace.on:
             ids = [one.id for one in request.prompt_requests]
@@ -468,6 +470,8 @@ class RequestTable:
             )
         if not self._table:
             self._idle.set()
+        if self.admission.num_preempted:
+            self.on_room()
 
     # ------------------------------------------------------------------------------------------------------------ send
 

@@ -51,6 +51,9 @@ EFFECTS = {
     "gateway.max_open_tokens": (
         "tests/stages/gateway/test_admission.py::TestGateway::test_the_prompts_real_length_replaces_the_estimate"
     ),
+    "gateway.max_open_bytes": (
+        "tests/stages/gateway/test_preemption.py::test_new_requests_get_503_while_the_limit_is_reached"
+    ),
     "gateway.request_timeout_s": (
         "tests/stages/gateway/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
     ),

@@ -74,8 +74,9 @@ def gateway(num_stopped: int, first_s: float) -> Any:
         counting.opened(1, 1, 16)
         counting.first_s.observe(first_s)
         counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
-    admission = Admission(16, 1000)
-    admission.take(2, 300, 0.0)
+    admission = Admission(16, 1000, 5000)
+    admission.take(2, 300, 0.0, 70)
+    admission.num_preempted = counting.num_preemptions = 2
     counting.num_timed_out = 3
     return counting.counts(2, admission)
 
@@ -215,6 +216,14 @@ def test_open_tokens_are_shown_with_their_limit() -> None:
     assert value(samples, "pipeline_open_tokens") == 600
     assert value(samples, "pipeline_max_open_tokens") == 2000
     assert value(samples, "pipeline_calls_timed_out_total") == 6
+
+
+def test_open_bytes_are_shown_with_their_limit() -> None:
+    samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
+    assert value(samples, "pipeline_open_bytes") == 140
+    assert value(samples, "pipeline_max_open_bytes") == 10000
+    assert value(samples, "pipeline_requests_preempted") == 4
+    assert value(samples, "pipeline_request_preemptions_total") == 4
 
 
 def test_gateways_are_summed() -> None:

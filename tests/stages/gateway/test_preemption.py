@@ -17,7 +17,7 @@ from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
 NUM_TOP = 20
 STEP = 8
 """Ids of a delta."""
-WHOLE = COMPLETION | {"logprobs": NUM_TOP, "max_tokens": 100}
+WHOLE = COMPLETION | {"logprobs": NUM_TOP, "max_tokens": 210}
 STREAM = WHOLE | {"stream": True}
 MAX_BYTES = 2**20
 PIECES = [b"t"] * (1 + NUM_TOP)
@@ -44,6 +44,14 @@ def grow(
             pieces=PIECES * STEP,
             finish=finish if is_last else m.Finish.NONE,
         )
+
+
+def end(gate: Gate, submit: m.Submit, finish: m.Finish = m.Finish.LENGTH) -> None:
+    """The last output."""
+    if submit.options.num_logprobs > 0:
+        grow(gate, submit, 1, finish)
+    else:
+        gate.finish(submit, finish=finish)
 
 
 def load(gate: Gate) -> dict[str, int]:
@@ -102,27 +110,23 @@ def test_a_stream_goes_on_where_it_was(gate: Gate) -> None:
     oldest = gate.begin()
     second = gate.complete(STREAM)
     victim = gate.begin()
-    grow(gate, victim, 2)
-    for _ in range(60):  # what a stream has sent is kept by schedule only
-        grow(gate, oldest, 1)
-        gate.rig.load()
-        if not gate.rig.nothing("schedule", 0.0):
-            break
+    grow(gate, victim, 50)  # what a stream has sent is kept by schedule only
+    grow(gate, oldest, 26)
     assert gate.closed() == (victim.request_id, 1)
-    gate.finish(oldest, finish=m.Finish.LENGTH)
+    end(gate, oldest)
     assert first.result().status_code == 200
     again = gate.submit()
     assert again.attempt == 2
-    assert [len(bytes(ids)) // 4 for ids in again.outputs] == [2 * STEP]  # type: ignore[arg-type]
+    assert [len(bytes(ids)) // 4 for ids in again.outputs] == [50 * STEP]  # type: ignore[arg-type]
     grow(gate, again, 2, m.Finish.LENGTH)
     choices = [choice for event in events_of(second.result().text) for choice in event["choices"]]
-    assert "".join(choice["text"] for choice in choices) == "t" * 4 * STEP
-    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == 4 * STEP
+    assert "".join(choice["text"] for choice in choices) == "t" * 52 * STEP
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == 52 * STEP
     until(gate, lambda found: found["open_bytes"] == 0)
 
 
 def test_a_small_request_beside_large_ones_is_not_preempted(gate: Gate) -> None:
-    first, small = gate.complete(WHOLE), None
+    first = gate.complete(WHOLE)
     oldest = gate.begin()
     small = gate.complete(COMPLETION)
     normal = gate.begin()
@@ -134,11 +138,11 @@ def test_a_small_request_beside_large_ones_is_not_preempted(gate: Gate) -> None:
     assert gate.closed() == (victim.request_id, 1)
     gate.finish(normal, "end")
     assert small.result().json()["choices"][0]["text"] == "word end"
-    gate.finish(oldest)
+    end(gate, oldest)
     assert first.result().status_code == 200
     again = gate.submit()
     gate.continue_at(again, 0, 0)
-    gate.finish(again)
+    end(gate, again)
     assert second.result().status_code == 200
 
 
@@ -186,7 +190,7 @@ def test_new_requests_get_503_while_the_limit_is_reached(gate: Gate) -> None:
     assert f"of {MAX_BYTES} bytes are free" in refused.json()["error"]["message"]
     assert int(refused.headers["Retry-After"]) >= 1
     assert gate.client.post("/v1/completions", content=b"{" + b" " * MAX_BYTES).status_code == 503, "before it is read"
-    gate.finish(submit)
+    end(gate, submit)
     assert response.result().status_code == 200
     assert gate.client.post("/v1/completions", content=b"{" + b" " * MAX_BYTES).status_code == 400
 
@@ -200,71 +204,100 @@ def test_a_request_that_can_never_fit_gets_400_with_the_fields_to_lower(gate: Ga
 
     assert "lower prompt" in error(COMPLETION | {"prompt": "x" * MAX_BYTES})["message"]
     tools = [{"type": "function", "function": {"name": "f", "description": "x" * MAX_BYTES}}]
-    found = error(CHAT | {"tools": tools}, "/v1/chat/completions")
+    found = error(CHAT | {"tools": tools, "tool_choice": "required"}, "/v1/chat/completions")
     assert found["param"] == "messages" and "tools" in found["message"]
     found = error(WHOLE | {"n": 8})
     assert found["param"] == "max_tokens"
     assert "gateway.max_open_bytes" in found["message"] and "lower n, max_tokens, logprobs" in found["message"]
-    response = gate.complete(COMPLETION | {"logprobs": NUM_TOP, "n": 8})  # a default never makes a request invalid
+    top = {"logprobs": True, "top_logprobs": NUM_TOP}
+    gate.post(CHAT | top | {"n": 8})  # a default never makes a request invalid
     submit = gate.begin()
     assert submit.options.max_tokens is not None and 5 < submit.options.max_tokens < 100
     assert submit.prompt_options.lowers_max_tokens
-    for index in range(8):
-        gate.finish(submit, index=index)
-    assert response.result().status_code == 200
+
+    gate.reject(submit, m.Failure(400, "no"))
+
+
+class History:
+    """Requests of all kinds begin, grow, finish, fail, and lose their clients and their stages, by chance."""
+
+    def __init__(self, gate: Gate, seed: int) -> None:
+        self.gate = gate
+        self.dice = random.Random(seed)
+        self.open: dict[int, m.Submit] = {}
+        self.answers: list[Any] = []
+        self.connections: list[Any] = []
+        self.num_steps: dict[int, int] = {}
+
+    def receive(self) -> None:
+        """What ingest got."""
+        self.gate.rig.load()
+        while not self.gate.rig.nothing("ingest", 0.0):
+            message = self.gate.rig.receive("ingest")
+            if isinstance(message, m.Submit):
+                self.open[message.request_id] = message
+                num_ids = len(bytes(message.outputs[0])) // 4 if message.outputs else 0  # type: ignore[arg-type]
+                self.gate.continue_at(message, num_ids, num_ids)
+
+    def step(self) -> None:
+        self.receive()
+        kinds = [self.begin, self.begin, self.grow, self.grow, self.grow, self.end, self.reject, self.leave, self.die]
+        self.dice.choice(kinds)()
+
+    def begin(self) -> None:
+        if len(self.open) < 12:
+            body = self.dice.choice([WHOLE, STREAM, COMPLETION, COMPLETION | {"stream": True}])
+            if self.dice.random() < 0.5:
+                self.connections.append(self.gate.raw(body, "/v1/completions"))
+            else:
+                self.answers.append(self.gate.complete(body))
+
+    def leave(self) -> None:
+        if self.connections:
+            self.connections.pop(self.dice.randrange(len(self.connections))).close()
+
+    def die(self) -> None:
+        self.gate.rig.restart(self.dice.choice(["schedule.0", "ingest.0", "detokenize.0"]))
+
+    def grow(self) -> None:
+        if self.open:
+            submit = self.dice.choice(list(self.open.values()))
+            self.gate.accept(submit)
+            self.num_steps[submit.request_id] = num_steps = self.num_steps.get(submit.request_id, 0) + 1
+            if submit.options.num_logprobs > 0 and num_steps < 8:
+                grow(self.gate, submit, self.dice.randrange(1, 4))
+            elif submit.options.num_logprobs < 0:
+                self.gate.delta(submit, "x")
+
+    def end(self) -> None:
+        if self.open:
+            submit = self.open.pop(self.dice.choice(list(self.open)))
+            self.gate.accept(submit)
+            end(self.gate, submit, self.dice.choice([m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR]))
+
+    def reject(self) -> None:
+        if self.open:
+            self.gate.reject(self.open.pop(self.dice.choice(list(self.open))), m.Failure(400, "no"))
+
+    def finish_all(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        end_s = time.monotonic() + PATIENCE_S
+        while load(self.gate)["open_sequences"]:
+            self.receive()
+            for submit in self.open.values():
+                self.gate.accept(submit)
+                end(self.gate, submit)
+            assert time.monotonic() < end_s, load(self.gate)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_is_returned_after_any_history(tmp_path: Path, seed: int) -> None:
-    """Requests of all kinds begin, grow, finish, fail, are aborted, lose their clients and their stages."""
-    dice = random.Random(seed)
-    with Gate(tmp_path, max_open_bytes=2 * MAX_BYTES) as gate:
-        open_now: dict[int, m.Submit] = {}
-        answers, connections = [], []
-
-        def receive() -> None:
-            gate.rig.load()
-            while not gate.rig.nothing("ingest", 0.002):
-                submit = gate.submit()
-                open_now[submit.request_id] = submit
-                gate.continue_at(submit, *(2 * (len(bytes(submit.outputs[0])) // 4,) if submit.outputs else (0, 0)))  # type: ignore[arg-type]
-
+    with Gate(tmp_path, max_open_bytes=MAX_BYTES) as gate:
+        history = History(gate, seed)
         for _ in range(70):
-            receive()
-            kind = dice.choice(["open", "open", "grow", "grow", "grow", "grow", "end", "reject", "leave", "die"])
-            submit = dice.choice(list(open_now.values())) if open_now else None
-            if kind == "open" and len(open_now) < 12:
-                body = dice.choice([WHOLE, STREAM, COMPLETION, COMPLETION | {"stream": True}])
-                if dice.random() < 0.5:
-                    connections.append(gate.raw(body, "/v1/completions"))
-                else:
-                    answers.append(gate.complete(body))
-            elif kind == "leave" and connections:
-                connections.pop().close()
-            elif kind == "die":
-                gate.rig.restart(dice.choice(["schedule.0", "ingest.0", "detokenize.0"]))
-            elif submit is None:
-                continue
-            elif kind == "grow":
-                if not submit.outputs:
-                    gate.accept(submit)
-                grow(gate, submit, dice.randrange(1, 4))
-            elif kind == "end":
-                gate.accept(submit)
-                gate.finish(submit, finish=dice.choice([m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR]))
-                del open_now[submit.request_id]
-            elif kind == "reject":
-                gate.reject(submit, m.Failure(400, "no"))
-                del open_now[submit.request_id]
-            assert load(gate)["open_bytes"] <= 2 * MAX_BYTES + 64 * 1024
-        for connection in connections:
-            connection.close()
-        end = time.monotonic() + PATIENCE_S
-        while load(gate)["open_sequences"]:
-            receive()
-            for submit in list(open_now.values()):
-                gate.accept(submit)
-                gate.finish(submit, finish=m.Finish.LENGTH)
-            assert time.monotonic() < end, load(gate)
-        assert {answer.result().status_code for answer in answers} <= {200, 400, 500, 503}
+            history.step()
+            assert load(gate)["open_bytes"] <= MAX_BYTES + 64 * 1024
+        history.finish_all()
+        assert {answer.result().status_code for answer in history.answers} <= {200, 400, 500, 503, 507}
         until(gate, lambda found: (found["open_bytes"], found["open_tokens"]) == (0, 0))

@@ -1,0 +1,110 @@
+"""What open requests keep in all processes of a real server is measured: at the worst, it stays within
+gateway.max_open_bytes.
+
+    PIPELINE_ALL_CASES=1 pytest tests/e2e/http/test_open_bytes.py      1,024 requests and the default limit
+"""
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+MODEL = "SmolLM2-135M-Instruct"
+MIB = 1024**2
+NUM_REQUESTS, MAX_OPEN_MIB = (1024, 256) if os.environ.get("PIPELINE_ALL_CASES") else (64, 32)
+STORED_MIB = 8
+WORK_MIB = 192
+"""What does not belong to open requests: 64 MiB of bodies that are being received, a body that is parsed, a prompt that
+is tokenized (the library takes more than 100 bytes for each token), and what the allocators keep."""
+TEXT = "hello " * (3 * MIB // 6)
+INTERVAL_S = 0.05
+
+pytestmark = pytest.mark.usefixtures("smollm2_dir")
+
+Request = tuple[str, dict[str, Any]]
+WORST: dict[str, Request] = {
+    "truncated": ("/v1/completions", {"prompt": TEXT, "truncate_prompt_tokens": 16, "max_tokens": 200}),
+    "background": (
+        "/v1/responses",
+        {"input": TEXT, "truncation": "auto", "background": True, "max_output_tokens": 200},
+    ),
+    "documents": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "documents": [{"title": "a", "text": TEXT}],
+            "max_tokens": 200,
+        },
+    ),
+    "log probabilities": (
+        "/v1/completions",
+        {"prompt": "Count:", "n": 4, "logprobs": 20, "max_tokens": 200, "ignore_eos": True},
+    ),
+}
+"""Requests that once kept up to a hundred times what was counted for them."""
+
+
+class Sampler:
+    """The largest sum of the proportional set sizes of a server's processes, in bytes, sampled in a thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._processes = [one for one in server.seen.values() if one.is_running()]
+        self.most = self.now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def now(self) -> int:
+        return sum(one.memory_full_info().pss for one in self._processes)
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.most = max(self.most, self.now())
+
+    def __enter__(self) -> "Sampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+async def send(client: httpx.AsyncClient, request: Request) -> int:
+    path, body = request
+    return (await client.post(path, json={"model": MODEL} | body)).status_code
+
+
+async def test_the_worst_requests_stay_within_the_limit() -> None:
+    sets = (f"gateway.max_open_bytes={MAX_OPEN_MIB * MIB}", f"gateway.max_stored_response_bytes={STORED_MIB * MIB}")
+    with Server(*sets) as server:
+        limits = httpx.Limits(max_connections=NUM_REQUESTS)
+        async with httpx.AsyncClient(base_url=server.url, timeout=500, limits=limits) as client, asyncio.timeout(500):
+            for request in WORST.values():  # imports and caches
+                small = request[1] | {"prompt": "Hi", "input": "Hi", "documents": None, "n": 1}
+                body = {name: value for name, value in small.items() if name in request[1] and value is not None}
+                await send(client, (request[0], body))
+            server.until_idle()
+            sampler = Sampler(server)
+            before = sampler.most
+            with sampler:
+                worst = [list(WORST.values())[number % len(WORST)] for number in range(NUM_REQUESTS)]
+                statuses = Counter(await asyncio.gather(*(send(client, request) for request in worst)))
+                most_open = MAX_OPEN_MIB * MIB
+                async with asyncio.timeout(400):
+                    while (load := (await client.get("/load")).json())["open_sequences"]:
+                        assert load["open_bytes"] <= most_open + MIB, load
+                        await asyncio.sleep(INTERVAL_S)
+            grown_mib = (sampler.most - before) / MIB
+            assert set(statuses) == {200, 503}, statuses
+            assert grown_mib < MAX_OPEN_MIB + STORED_MIB + WORK_MIB, f"{grown_mib:.0f} MiB, {statuses}"
+            assert (await client.get("/load")).json()["open_bytes"] == 0
+            for name, request in WORST.items():
+                assert await send(client, request) == 200, f"{name}: it fits if nothing else is open"
+        server.until_idle()
+    print(f"grown: {grown_mib:.0f} MiB, {dict(statuses)}")
