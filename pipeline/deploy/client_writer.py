@@ -34,7 +34,7 @@ class ClientWriter:
         return bool(self._pending)
 
     def write(self, data: bytes) -> None:
-        if not data:
+        if not data or self._http_request.method == "HEAD":
             return
         self.has_begun = True
         transport = self._http_request.transport

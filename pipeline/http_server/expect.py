@@ -6,6 +6,7 @@ from aiohttp import HttpVersion11, web
 
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
+from pipeline.http_server.guard import Handle
 
 
 async def answer_expect(http_request: web.Request) -> web.StreamResponse | None:
@@ -14,8 +15,30 @@ async def answer_expect(http_request: web.Request) -> web.StreamResponse | None:
     if http_request.version < HttpVersion11:
         return None  # RFC 9110, 10.1.1: ignore it
     if expectation.lower() != "100-continue":
-        message = f"unsupported expectation '{shown(expectation)}': only 100-continue is supported"
-        return error_response(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))
+        return _unknown_expectation(http_request)
     await http_request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     http_request.writer.output_size = 0  # the response itself has not started
     return None
+
+
+def format_early_errors(handle: Handle) -> Handle:
+    """Wrap `handle`, which is outside of all routes: give errors that aiohttp raises before any middleware runs, of an
+    Expect header for a path without a route, the shape of their path."""
+
+    async def formatted(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except web.HTTPExpectationFailed:
+            return _unknown_expectation(request)
+
+    return formatted
+
+
+def _unknown_expectation(http_request: web.BaseRequest) -> web.Response:
+    """417. It ends the connection: a client that waits for 100 Continue does not send the body, which would otherwise
+    be read from its next request."""
+    expectation = shown(http_request.headers["Expect"])
+    message = f"unsupported expectation '{expectation}': only 100-continue is supported"
+    refusal = error_response(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))
+    refusal.force_close()
+    return refusal

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
+from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
 from pipeline.http_server.rules import ListenerRules
@@ -168,6 +169,7 @@ class HttpListener:
             "max_field_size": max_header_bytes,
             "max_headers": MAX_HEADERS,
         }
+        app.on_response_prepare.append(close_if_unclear)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CLOSE_S, **self._options)
         self._site: _Site | None = None
 

@@ -14,6 +14,7 @@ from collections.abc import Container
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.cors import Cors
+from pipeline.http_server.expect import format_early_errors
 from pipeline.http_server.guard import Handle, require_allowed_origin, require_key
 from pipeline.http_server.origins import OriginPolicy
 from pipeline.http_server.refusal_log import RefusalLog
@@ -67,4 +68,4 @@ class ListenerRules:
             guarded, check = require_allowed_origin(handle, self._policy), self._policy.check
         if self._cors is not None:
             guarded = self._cors.wrap(guarded, check)
-        return self._refusal_log.wrap(guarded)
+        return self._refusal_log.wrap(format_early_errors(guarded))

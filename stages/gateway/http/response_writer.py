@@ -38,7 +38,7 @@ _replies = WorkPool("building large replies", max_threads=2)
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def send(http_request: web.Request, response: web.Response, timeout_s: float) -> web.StreamResponse:
+async def send(http_request: web.Request, response: web.StreamResponse, timeout_s: float) -> web.StreamResponse:
     """Send a complete response. Raises ConnectionError if the client disconnects, or is disconnected because it reads
     nothing for `timeout_s`."""
     with _SlowClientTimeout(http_request, timeout_s):
@@ -131,9 +131,11 @@ async def send_log(
     http_request: web.Request, log: EventLog, first: int, request_id: str, timeout_s: float, keep_alive_s: float
 ) -> web.StreamResponse:
     """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
-    `send_stream`. Raises ConnectionError as `send`."""
+    `send_stream`; only the headers if the method is HEAD. Raises ConnectionError as `send`."""
     headers = {"Content-Type": shapes.EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
+    if http_request.method == "HEAD":
+        return await send(http_request, response, timeout_s)
     with _SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
