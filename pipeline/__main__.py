@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from pipeline.cli.commands import bench, cache, chat, check_model, config, deploy, looking, profile, recording, serve
 from pipeline.cli.commands.vllm_flags import dashed, hint
+from pipeline.cli.complain import complain
 from pipeline.config.closest import closest
 from pipeline.config.load import ConfigError
 from pipeline.version import VERSION
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         for problem in error.problems:
-            print(f"pipeline: error: {problem}", file=sys.stderr)
+            complain("pipeline", problem)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

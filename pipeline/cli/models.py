@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pipeline.cli.cache.command import ago
 from pipeline.cli.cache.entries import Entry, entries_of, root_of
+from pipeline.cli.complain import complain
 from pipeline.cli.no_server import START_ONE
 from pipeline.cli.server_choice import look
 from pipeline.cli.watch import draw
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     try:
         cached = cached_models(entries_of(root_of(settings)))
     except (UserError, OSError) as error:
-        print(f"pipeline models: error: {error}", file=sys.stderr)
+        complain("pipeline models", error)
         return 1
     served = [ServedModel(one.model, one.address, one.pid, one.state, one.max_model_len) for one in servers]
     models = Models(served, cached, supported_models())

@@ -53,7 +53,7 @@ def of_replicas(texts: Mapping[str, str]) -> str:
     families: dict[str, tuple[list[str], list[str]]] = {}
     for replica, text in texts.items():
         name = ""
-        for line in text.splitlines():
+        for line in text.split("\n"):  # not splitlines: a label may have other separators
             if line.startswith("# "):
                 _, kind, name, *_ = line.split(" ", 3)
                 comments, _ = families.setdefault(name, ([], []))

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.server_choice import choose_server
 from pipeline.config.load import ConfigError
@@ -58,7 +59,7 @@ def record(args: argparse.Namespace) -> int:
             is_early = _wait(server, path, names[0], args.seconds)
             state = _end(server, path, names[0])
     except UserError as error:
-        print(f"pipeline record: error: {error}", file=sys.stderr)
+        complain("pipeline record", error)
         return FAILED
     if is_early:
         print(f"pipeline record: ended early: {state.ended}", file=sys.stderr)
@@ -131,7 +132,7 @@ def run_replay(args: argparse.Namespace) -> int:
             expected = args.expect or (args.file if header.has_sent and header.from_start else None)
             comparison = compare(out, expected)
         except UserError as error:
-            print(f"pipeline replay: error: {error}", file=sys.stderr)
+            complain("pipeline replay", error)
             return FAILED
     _print(args.file, replayed, comparison, expected)
     return 0 if comparison.are_same else DIFFERENT

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import msgspec
 from rich.console import Console
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.cli.server_choice import choose_server
 from pipeline.config.load import ConfigError
@@ -111,12 +112,12 @@ def record_traffic(args: argparse.Namespace) -> int:
             finally:
                 file.close()
     except UserError as error:
-        print(f"pipeline record: error: {error}", file=sys.stderr)
+        complain("pipeline record", error)
         return FAILED
     if file.is_full:
         print("pipeline record: ended early: the file reached its size limit", file=sys.stderr)
     if num_lost:
-        print(f"pipeline record: warning: {num_lost:,} requests were lost: too many at once", file=sys.stderr)
+        complain("pipeline record", f"{num_lost:,} requests were lost: too many at once", "warning")
     print(f"{args.out}: {file.num_requests:,} requests, {file.num_bytes:,} bytes")
     return _write_profile(args.replica, profile) if args.replica is not None else 0
 

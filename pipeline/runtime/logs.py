@@ -2,6 +2,10 @@
 
 Fields are passed as `extra={"fields": {...}}`. To follow a request, use its id: `grep request=1f3a`, or in JSON
 `"request":"1f3a"`. The gateway's first line about it has the id that the client knows.
+
+Clients choose some of what is logged. So no value ends a line or reaches a terminal as a control character (see
+`printable`), and each is bounded. Of a text with several lines, such as a traceback, all but the first are indented: no
+text can look like another event.
 """
 
 import logging
@@ -13,7 +17,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from pipeline.runtime.printable import bounded, json_printable, printable
+
 LogFormat = Literal["text", "json"]
+
+INDENT = "    "
+"""Of the second and further lines of a text."""
+MAX_TEXT_CHARS = 512 * 1024
+"""Of a message or a traceback: the stacks of a stage's threads are up to 256 KiB."""
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -27,12 +38,13 @@ class KeyValueFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: dict[str, Any] = getattr(record, "fields", {})
         stage = _stage_of(record, self._stage)
-        line = f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {stage} {record.getMessage()}"
+        line = f"{clock}.{record.msecs:03.0f} {record.levelname[0]} {stage} {_lines(record.getMessage())}"
         for key, value in fields.items():
-            text = str(value)
-            line += f" {key}={text!r}" if " " in text else f" {key}={text}"
+            text = bounded(str(value))
+            is_plain = " " not in text and text.isprintable()
+            line += f" {printable(key)}={text if is_plain else repr(text)}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "\n" + INDENT + _lines(self.formatException(record.exc_info))
         return line
 
 
@@ -57,22 +69,28 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "stage": _stage_of(record, self._stage),
             "pid": os.getpid(),
-            "message": record.getMessage(),
+            "message": bounded(record.getMessage(), MAX_TEXT_CHARS),
         }
         for key, value in getattr(record, "fields", {}).items():
-            line[f"{key}_" if key in self.OWN else key] = value
+            line[f"{key}_" if key in self.OWN else key] = bounded(value) if isinstance(value, str) else value
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = bounded(self.formatException(record.exc_info), MAX_TEXT_CHARS)
         try:
-            return self._encoder.encode(line).decode()
+            text = self._encoder.encode(line).decode()
         except (TypeError, ValueError, RecursionError):  # not JSON: lone surrogates, keys of other types, cycles
-            return self._encoder.encode({_text(key): _text(value) for key, value in line.items()}).decode()
+            text = self._encoder.encode({_text(key): _text(value) for key, value in line.items()}).decode()
+        return json_printable(text)
 
 
 def _stage_of(record: logging.LogRecord, stage: str) -> str:
     """The stage that logged a line. With `--inline`, stages are threads, and the thread's name determines it."""
     thread = record.threadName or ""
     return thread.removeprefix("stage ") if thread.startswith("stage ") else stage
+
+
+def _lines(text: str) -> str:
+    """A text of one line, or of several."""
+    return f"\n{INDENT}".join(printable(line) for line in bounded(text, MAX_TEXT_CHARS).split("\n"))
 
 
 def _text(value: object) -> str:

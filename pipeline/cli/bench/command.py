@@ -19,6 +19,7 @@ from pipeline.cli.bench.options import Length, Workload, given_options, workload
 from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
 from pipeline.cli.bench.tasks import prompt_of
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = _run_loop(_measure(args, workload))
     except ServerError as error:
-        print(f"pipeline bench: error: {error}", file=sys.stderr)
+        complain("pipeline bench", error)
         return 1
     if args.json == "-":
         sys.stdout.buffer.write(as_json(report))
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for level in report.levels:
         for reason, count in level.errors.items():
             where = f"{level.concurrency} streams, temperature {level.temperature:g}"
-            print(f"pipeline bench: error: {where}: {count} × {reason}", file=sys.stderr)
+            complain("pipeline bench", f"{where}: {count} × {reason}")
     return 1 if any(level.num_errors for level in report.levels) else 0
 
 

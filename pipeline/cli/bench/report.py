@@ -10,6 +10,7 @@ from rich.table import Table
 
 from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import Workload
+from pipeline.cli.safe_console import SafeConsole
 
 TABLE_WIDTH = 80
 PIPE_WIDTH = 130
@@ -42,8 +43,8 @@ def as_text(report: BenchReport, width: int = TABLE_WIDTH) -> RenderableType:
 
 def console(pipe_width: int = PIPE_WIDTH) -> Console:
     """Standard output, with a width of `pipe_width` if it is not a terminal."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=pipe_width)
+    found = SafeConsole(highlight=False)
+    return found if found.is_terminal else SafeConsole(highlight=False, width=pipe_width)
 
 
 def _tables(levels: Sequence[Summary], width: int) -> list[Table]:

@@ -1,7 +1,6 @@
 """`pipeline cache ls` and `pipeline cache prune`."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from pipeline.cli.cache.entries import Entry, Kind, disk_bytes, entries_of, remove, root_of
+from pipeline.cli.complain import complain
 from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
@@ -116,5 +116,5 @@ def _table(entries: Sequence[Entry], width: int) -> Table:
 
 
 def _failed(action: str, error: Exception) -> int:
-    print(f"pipeline cache {action}: error: {error}", file=sys.stderr)
+    complain(f"pipeline cache {action}", error)
     return 1

@@ -15,6 +15,7 @@ from pipeline.cli.chat.dialogue import FAILED, Dialogue
 from pipeline.cli.chat.options import DEFAULT_URL
 from pipeline.cli.chat.reader import LineReader
 from pipeline.cli.chat.screen import Screen
+from pipeline.cli.complain import complain
 from pipeline.cli.no_server import host_and_port
 from pipeline.cli.server_choice import look
 from pipeline.client.embedded.server import EmbeddedServer
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             )
             return dialogue.run(LineReader(screen.is_live))
         except (AnswerError, UserError) as error:
-            print(f"pipeline chat: error: {error}", file=sys.stderr)
+            complain("pipeline chat", error)
             return FAILED
         finally:
             if connection is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.cli.chat.connection import ChatAnswer
+from pipeline.cli.complain import complain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,15 +76,15 @@ class Screen:
         if self.is_live:
             self.console.print(f"error: {words}", style="red", markup=False, highlight=False, overflow="ignore")
         else:
-            print(f"pipeline chat: error: {words}", file=sys.stderr, flush=True)
+            complain("pipeline chat", words)
 
     @property
     def console(self) -> "Console":
         # Imported here: a pipe does not need it, and the import takes a quarter of the startup time.
         if self._console is None:
-            from rich.console import Console
+            from pipeline.cli.safe_console import SafeConsole
 
-            self._console = Console()
+            self._console = SafeConsole()
         return self._console
 
     @property

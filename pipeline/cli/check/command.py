@@ -6,7 +6,6 @@ stage's process does.
 
 import argparse
 import importlib
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import msgspec
 from pipeline.cli.check import fidelity
 from pipeline.cli.check.judge import CheckResult, judge
 from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
+from pipeline.cli.complain import complain
 from pipeline.cli.profile.report import console, stack_width
 from pipeline.cli.stacked import StackedTable
 from pipeline.config.load import ConfigError
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         with _checkpoint(args, settings) as (for_prepare, for_execute):
             model, windows, findings = _check(for_prepare, for_execute, args.tokens)
     except UserError as error:
-        print(f"pipeline check-model: error: {error}", file=sys.stderr)
+        complain("pipeline check-model", error)
         return FAILED
     screen = console()
     screen.print(f"{args.checkpoint}: {model}", markup=False, soft_wrap=True)
     for table in table_of(findings).tables(stack_width(screen)):
         screen.print(table, markup=False)
     for line in windows:
-        print(f"pipeline: warning: {line}", file=sys.stderr)
+        complain("pipeline", line, "warning")
     failed = [finding for finding in findings if not finding.passed]
     screen.print(
         f"failed: {len(failed)} of {len(findings)} checks" if failed else f"passed: {len(findings)} checks",

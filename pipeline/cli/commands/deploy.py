@@ -1,11 +1,11 @@
 """`pipeline deploy`."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from pipeline.cli import option_types as types
 from pipeline.cli.commands.settings import SERVE_FLAGS, Commands, add_flags, add_settings, settings_of
+from pipeline.cli.complain import complain
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -78,7 +78,7 @@ def _deploy(args: argparse.Namespace) -> int:
         what = deploy_settings(args, settings)
         return deploy(settings, ingress, what, _keys(settings))
     except UserError as error:
-        print(f"pipeline deploy: error: {error}", file=sys.stderr)
+        complain("pipeline deploy", error)
         return FAILED
     except OSError as error:  # the address is not available
         raise ConfigError([str(error)]) from error

@@ -1,12 +1,12 @@
 """The options of commands that take settings."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.cli.commands import vllm_flags
+from pipeline.cli.complain import complain
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
@@ -85,4 +85,4 @@ def load_with_warnings(
 
 
 def print_warning(text: str) -> None:
-    print(f"pipeline: warning: {text}", file=sys.stderr)
+    complain("pipeline", text, "warning")

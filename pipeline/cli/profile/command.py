@@ -9,6 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, writing
 from pipeline.cli.profile.options import plan_of
 from pipeline.cli.profile.report import as_json, as_tables, console, stack_width
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             raise UserError(problem)
         profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
     except UserError as error:
-        print(f"pipeline profile: error: {error}", file=sys.stderr)
+        complain("pipeline profile", error)
         return 1
     if args.json == "-":
         sys.stdout.buffer.write(as_json(profile))

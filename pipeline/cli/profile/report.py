@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.profile.results import Case, Floor, MachineRates, Profile, StepTime
+from pipeline.cli.safe_console import SafeConsole
 from pipeline.cli.stacked import StackedTable
 
 LEAST_WIDTH = 130
@@ -39,8 +40,8 @@ def as_tables(profile: Profile, width: int | None = None) -> list[Table | str]:
 
 def console() -> Console:
     """Standard output, wide enough for the tables if it is not a terminal."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
+    found = SafeConsole(highlight=False)
+    return found if found.is_terminal else SafeConsole(highlight=False, width=LEAST_WIDTH)
 
 
 def stack_width(screen: Console) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.cli.commands.settings import load_with_warnings, source_of
+from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
             settings = load_with_warnings(path, source.sets, source.flags, source.options)
             found = server.reload(settings, source, args.timeout, is_dry_run=args.dry_run)
     except UserError as error:
-        print(f"pipeline reload: error: {error}", file=sys.stderr)
+        complain("pipeline reload", error)
         return 1
     for change in found.changes:
         print(line_of(change))
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if found.problem:
         kept = "the other settings" if to_scale(found.changes) else "the settings"
-        print(f"pipeline reload: error: {found.problem}; {kept} stay as they were", file=sys.stderr)
+        complain("pipeline reload", f"{found.problem}; {kept} stay as they were")
         return 1
     print(summary(found.changes, args.dry_run))
     return 0

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin
@@ -21,6 +22,6 @@ def run(args: argparse.Namespace) -> int:
                 pause_s = server.restart(name, args.timeout)
                 print(f"{name} was replaced; it was away for {pause_s * 1000:.0f} ms")
     except UserError as error:
-        print(f"pipeline restart: error: {error}", file=sys.stderr)
+        complain("pipeline restart", error)
         return 1
     return 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.server_choice import choose_server
 from pipeline.cli.trace.options import MAX_SECONDS
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             data = _request(server, args.request) if args.request else _window(server, args.seconds)
         args.out.write_bytes(data)
     except (UserError, OSError) as error:
-        print(f"pipeline trace: error: {error}", file=sys.stderr)
+        complain("pipeline trace", error)
         return 1
     print(f"{args.out}: open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
     return 0
@@ -48,7 +49,7 @@ def _window(server: Admin, seconds: float) -> bytes:
     started = server.send_command(m.Trace(0, seconds + MARGIN_S), [])
     for name, answer in started.items():
         if answer.error:
-            print(f"pipeline trace: warning: {name} is missing from the trace: {answer.error}", file=sys.stderr)
+            complain("pipeline trace", f"{name} is missing from the trace: {answer.error}", "warning")
     if all(answer.error for answer in started.values()):
         raise UserError("no stage is ready to be recorded")
     parts = _Parts({name for name, answer in started.items() if answer.error})
@@ -93,11 +94,11 @@ class _Parts:
             if name in self._missing:
                 continue
             if answer.error:
-                print(f"pipeline trace: warning: events of {name} are missing: {answer.error}", file=sys.stderr)
+                complain("pipeline trace", f"events of {name} are missing: {answer.error}", "warning")
                 continue
             part = self._decoder.decode(bytes(answer.body))
             if part.num_lost:
-                print(f"pipeline trace: warning: {name} lost {part.num_lost} events", file=sys.stderr)
+                complain("pipeline trace", f"{name} lost {part.num_lost} events", "warning")
             before = self._taken.get((name, part.pid), StageTrace(name, part.pid, [], 0))
             records, num_lost = before.records + part.records, before.num_lost + part.num_lost
             self._taken[name, part.pid] = StageTrace(name, part.pid, records, num_lost)

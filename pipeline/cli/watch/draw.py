@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.safe_console import SafeConsole
 from pipeline.cli.watch.view import View
 
 NONE = "–"
@@ -27,8 +28,8 @@ def console() -> Console:
     columns = os.environ.get("COLUMNS", "")
     is_set = columns.isdecimal() and int(columns) > 0
     if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(highlight=False, width=None if is_set else PIPE_COLUMNS, file=_Trimmed())
+        return SafeConsole(highlight=False)
+    return SafeConsole(highlight=False, width=None if is_set else PIPE_COLUMNS, file=_Trimmed())
 
 
 class _Trimmed(io.StringIO):

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.complain import complain
 from pipeline.cli.no_server import START_ONE, no_server
 from pipeline.cli.server_choice import is_selected, listed, look, matches
 from pipeline.cli.watch import draw
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         everything, found, silent = found, [stats for stats in found if matches(stats, args)], []
         if not found:
             running = f"; running are:{listed(everything)}" if everything else ""
-            print(f"pipeline ps: error: {_missing(args)}{running}", file=sys.stderr)
+            complain("pipeline ps", f"{_missing(args)}{running}")
             return 1
     if args.json:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import msgspec
-from rich.console import Console
 from rich.live import Live
 
+from pipeline.cli.complain import complain
+from pipeline.cli.safe_console import SafeConsole
 from pipeline.cli.server_choice import choose_server
 from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import View, view_of
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             return _live(server, args.interval)
     except UserError as error:
-        print(f"pipeline top: error: {error}", file=sys.stderr)
+        complain("pipeline top", error)
         return 1
 
 
@@ -57,7 +58,7 @@ def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
 def _live(server: Admin, interval_s: float) -> int:
     """Update until q, Ctrl-C, or the end of the server."""
     history: deque[ServerStats] = deque(maxlen=max(2, round(WINDOW_S / interval_s)))
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     view: View | None = None
     explains = False
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:

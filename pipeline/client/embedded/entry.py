@@ -10,6 +10,8 @@ import select
 import sys
 import threading
 
+from pipeline.cli.complain import complain
+
 EXIT_USAGE = 2
 EXIT_ORPHANED = 4
 
@@ -33,7 +35,7 @@ def main(launch_fd: int) -> int:
     try:
         return serve(launch.settings, keys=Keys.unpacked(launch.keys) if launch.keys else None)
     except (ConfigError, OSError) as error:  # the message is for the user
-        print(f"pipeline: error: {error}", file=sys.stderr)
+        complain("pipeline", error)
         return EXIT_USAGE
 
 

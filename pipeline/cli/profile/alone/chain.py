@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.profile.alone.clock import Used, used
 from pipeline.cli.profile.alone.command import Tell, progress_of
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
         with progress_of("chain") as tell:
             result = measure(options, args.streams, args.tokens, args.seconds, args.warmup, tell)
     except UserError as error:
-        print(f"pipeline profile: error: {error}", file=sys.stderr)
+        complain("pipeline profile", error)
         return 1
     data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
     if args.json == "-":

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import as_table
 from pipeline.cli.profile.command import prepare
 from pipeline.cli.profile.report import console
+from pipeline.cli.safe_console import SafeConsole
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.logs import open_log
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
                 trace=args.trace,
             )
     except UserError as error:
-        print(f"pipeline profile: error: {error}", file=sys.stderr)
+        complain("pipeline profile", error)
         return 1
     data = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
     if args.json == "-":
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 @contextmanager
 def progress_of(what: str) -> Iterator[Tell]:
     """A progress bar in a terminal, nothing elsewhere."""
-    screen = Console(stderr=True)
+    screen = SafeConsole(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), console=screen, transient=True, disable=not screen.is_terminal
     )
