@@ -1,11 +1,17 @@
 """The limit of open files: each connection needs a descriptor."""
 
+import errno
 import logging
+import os
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 SPARE = 64
 """Descriptors for clients that get 503, for /health, and for connections that are closing."""
+REMIND_S = 60.0
+"""Interval of the lines that say that no descriptor is left."""
 
 
 def num_open() -> int:
@@ -31,3 +37,26 @@ def raise_limit(max_open_sequences: int, log: logging.Logger) -> int:
             extra={"fields": {"limit": limit, "needed": needed, "max_open_sequences": max_open_sequences}},
         )
     return limit
+
+
+class DescriptorWatch:
+    """Logs that no descriptor is left. The event loop then closes new connections without a word, so that it does not
+    spin, and serves those that it has."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._next_s = 0.0
+
+    def check(self) -> None:
+        """Call it once per heartbeat."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and (now_s := self._clock()) >= self._next_s:
+                self._next_s = now_s + REMIND_S
+                self._log.error(
+                    "no descriptor is left, so new connections are closed: raise the limit of open files (ulimit -n, "
+                    "LimitNOFILE=) or lower gateway.max_open_sequences",
+                    extra={"fields": {"limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "why": error.strerror}},
+                )

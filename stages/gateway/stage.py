@@ -104,6 +104,7 @@ class GatewayStage:
             adapters=self._adapters,
         )
         self._refusal_log = RefusalLog(stage.log)
+        self._descriptor_watch = descriptors.DescriptorWatch(stage.log)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
         self._http: list[HttpListener] = []
@@ -246,6 +247,7 @@ class GatewayStage:
                 self._readiness.pinged_s = time.monotonic()
                 self._requests.log_refused()
                 self._refusal_log.flush()
+                self._descriptor_watch.check()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
             case m.Start(facts):
                 self._take_requests(facts)
