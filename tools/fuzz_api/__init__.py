@@ -1,0 +1,1 @@
+"""Sends generated and mutated requests to a real server; see __main__.py."""
