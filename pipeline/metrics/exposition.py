@@ -23,7 +23,7 @@ def text_of(stats: ServerStats) -> bytes:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         lines.append(f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n")
         lines += map(_line, family.samples)
-    return "".join(lines).encode()
+    return "".join(lines).encode(errors="replace")  # half a character of a model's name is no reason to fail
 
 
 def families_of(stats: ServerStats) -> Iterator[Metric]:
