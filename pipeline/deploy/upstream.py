@@ -280,6 +280,11 @@ class Upstream:
         else:
             connection.close()
 
+    def drop(self, connection: Connection) -> None:
+        """End a connection."""
+        self._busy.discard(connection)
+        connection.close()
+
     def close(self) -> None:
         """End all connections, and with them their requests."""
         for connection in (*self._idle, *self._busy):
@@ -306,7 +311,7 @@ class Whole:
 
 
 async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int, bytes]:
-    """GET. Returns status and body. Raises UpstreamLost, also at the timeout."""
+    """GET over a connection of its own, which then ends. Returns status and body. Raises UpstreamLost, also at the timeout."""
     sink = Whole()
     request = f"GET {target} HTTP/1.1\r\nHost: {host_header(upstream)}\r\n\r\n".encode()
     connection = None
@@ -318,7 +323,7 @@ async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int,
         raise UpstreamLost(f"{upstream.host}:{upstream.port} did not answer {target} in {timeout_s:g} s") from error
     finally:
         if connection is not None:
-            upstream.give_back(connection)
+            upstream.drop(connection)
     return sink.response.status, bytes(sink.body)
 
 

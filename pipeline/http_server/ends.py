@@ -2,6 +2,7 @@
 
 from aiohttp import HttpVersion11, hdrs, web
 
+
 def close(response: web.StreamResponse) -> None:
     """Let the connection end with a response that is being prepared."""
     response.force_close()

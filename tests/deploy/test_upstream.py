@@ -78,3 +78,21 @@ async def test_a_closed_port_and_a_silent_server_are_errors():
     await server.wait_closed()
     with pytest.raises(UpstreamLost, match=str(port)):
         await Upstream("127.0.0.1", port).connect()
+
+
+async def test_a_fetch_leaves_no_connection_open():
+    """Probes come every second: kept connections would fill the replica's descriptors."""
+    ends = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        ends.put_nowait(await reader.read())
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        upstream = Upstream(*server.sockets[0].getsockname())
+        for _ in range(2):
+            assert await fetch(upstream, "/health", 5.0) == (200, b"ok")
+            async with asyncio.timeout(30.0):
+                assert await ends.get() == b""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 import pytest
 
+from pipeline.config.settings import GatewaySettings
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.stages.gateway.http.routes import ROUTES
@@ -330,7 +331,7 @@ def ingress(gateway: Target) -> Iterator[Target]:
 
     async def start() -> Ingress:
         fixed = FixedReplicas([gateway.address], probe_s=0.5)
-        ingress = Ingress(fixed, IngressSettings(port=0))
+        ingress = Ingress(fixed, IngressSettings(gateway=GatewaySettings(port=0)))
         await ingress.start()
         await fixed.start(PATIENCE_S)
         return ingress
