@@ -48,7 +48,8 @@ def request_bytes(request: web.Request, body: bytes, extra: Mapping[str, str]) -
     pairs += extra.items()
     if body or request.method not in BODILESS:
         pairs.append(("Content-Length", str(len(body))))
-    target = _AUTHORITY.sub("", request.raw_path, count=1) if "://" in request.raw_path else request.raw_path
+    absolute = _AUTHORITY.match(request.raw_path)
+    target = request.raw_path if absolute is None else request.raw_path[absolute.end() :]
     if not target.startswith(("/", "*")):
         target = f"/{target}"
     lines = [f"{request.method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in pairs)]

@@ -57,6 +57,24 @@ async def test_headers_of_one_connection_stay_on_it():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("target", "passed"),
+    [
+        (b"/v1/models?next=http://a/b", "/v1/models?next=http://a/b"),
+        (b"http://localhost/v1/models?a=%20b", "/v1/models?a=%20b"),
+        (b"/v1//models/../x", "/v1//models/../x"),
+    ],
+)
+async def test_the_target_reaches_a_replica_without_its_host(target: bytes, passed: str):
+    replica = FakeReplica()
+    async with deployed(replica) as (ingress, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(ingress.url.rsplit(":")[-1]))
+        writer.write(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % target)
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert replica.seen[0][0] == f"GET {passed} HTTP/1.1"
+
+
 def test_connection_names_further_headers():
     pairs = [("CONNECTION", "X-A , x-b"), ("x-a", "1"), ("X-B", "2"), ("X-C", "3"), ("transfer-ENCODING", "chunked")]
     assert end_to_end(pairs) == [("X-C", "3")]
