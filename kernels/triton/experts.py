@@ -34,6 +34,8 @@ COMBINED = 1024
 """Numbers of a token that a program combines."""
 SORTED = 1024
 """Choices that a program looks at together."""
+_LOWEST = tl.constexpr(-3.4e38)
+"""Of the ranks of experts; those that are taken, or not there, have -inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,8 @@ def _route(
             ranked = all_scores / total
     if BIASED:
         ranked += tl.load(selection_bias + columns, mask=inside, other=0.0)
+    # Each choice is another expert, also among NaN and -inf: an expert's list has room for each token once.
+    ranked = tl.where(ranked > _LOWEST, ranked, _LOWEST)
     ranked = tl.where(inside, ranked, -float("inf"))
     places = tl.arange(0, CHOICES_BLOCK)
     picked = tl.zeros([CHOICES_BLOCK], tl.int32)

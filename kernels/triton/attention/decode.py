@@ -268,8 +268,8 @@ def _decode_kernel(
         row_slopes = load_of_heads(slopes, row_heads, present, ALIBI)
         sums, largest, all_weights = attend_tiles(
             sums, largest, all_weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-            blocks, first_tile, end_tile, first_key, position, positions, row_slopes, SCALE, CAP, ALIBI, True, True,
-            NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+            blocks, first_tile, end_tile, first_key, position, positions, row_slopes, SCALE, CAP, ALIBI, True, False,
+            True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)

@@ -14,8 +14,9 @@ The cost has no steps: grid and division have no threshold in the number of rows
 its own tokens. As many tokens as a narrow tile holds (5 with 3 heads per group, 4 with 4) cost as much as one, because
 the tile has 16 rows in any case. More go to a tile of 64 rows, which is bound by the same bytes.
 
-Keys outside every row's range are not loaded. They may hold NaN of an earlier sequence, and 0 x NaN is NaN. Each row
-has its own sums, so a NaN stays in its sequence.
+Keys outside every row's range are not loaded. They may hold NaN of an earlier sequence, and 0 x NaN is NaN. Those of
+later tokens of the step are loaded with the tile, and their values that are not finite replaced. Each row has its own
+sums, so a NaN stays in its sequence, and behind the token that it comes from: the blocks before it may be shared.
 
 Seen in the machine code for sm_90 (nothing has been timed): keys and values are copied 16 bytes per thread, bypassing
 registers, two tiles ahead; a tile's block ids are loaded one tile before its keys; wide tiles multiply by groups of
@@ -224,22 +225,22 @@ def _attend_kernel(
                 sums, largest, weights = attend_tiles(
                     sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
                     blocks, first_tile, full_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True,
-                    SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
-                    UPCAST,
+                    True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N,
+                    PRECISION, UPCAST,
                 )  # fmt: skip
                 blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
                 sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
                 blocks, full_tile, full_end, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, False,
-                SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
+                False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
                 UPCAST,
             )  # fmt: skip
             masked_tile = full_end
             blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
             sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table, blocks,
-            masked_tile, end_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True, SINGLE_LOOP,
-            NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+            masked_tile, end_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True, True,
+            SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
         if SINGLE_LOOP:
             weights = tl.sum(weights, 1)

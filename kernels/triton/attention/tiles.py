@@ -86,6 +86,18 @@ def _load_scales(places, readable, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _where_seen(value, weight, seen, SCALE_BYTES: tl.constexpr):
+    """Values [BLOCK_N, DIMS] with zeros in place of what is not finite, and weights [BLOCK_M, BLOCK_N] that are NaN
+    instead where it is seen: 0 x NaN would be NaN in the other rows too. In 8 bits only the scales, which are in the
+    weights, may be NaN."""
+    if SCALE_BYTES == 0:
+        nothing = value * 0.0
+        weight += tl.sum(nothing.to(tl.float32), 1)[None, :]
+        value = tl.where(nothing == 0.0, value, 0.0).to(value.dtype)
+    return value, tl.where(seen, weight, 0.0)
+
+
+@triton.jit
 def attend_tiles(
     sums,
     largest,
@@ -107,6 +119,7 @@ def attend_tiles(
     CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
+    UNSEEN: tl.constexpr,
     SUM_LATER: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -126,7 +139,8 @@ def attend_tiles(
     they are capped by CAP, unless it is 0, and with ALIBI `slopes` [BLOCK_M] are subtracted for each position before
     the query.
     Without MASKED, all positions attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
-    that warps that share a row need not exchange sums in each tile.
+    that warps that share a row need not exchange sums in each tile. With UNSEEN, a tile may have keys that some rows
+    do not see: values that are not finite make NaN of those that do, and of no other.
     """
     dims = tl.arange(0, DIMS)
     for tile in range(first_tile, end_tile):
@@ -178,6 +192,8 @@ def attend_tiles(
         sums = sums * shrink[:, None]
         if SCALE_BYTES > 0:
             weight = weight * value_scale[None, :]
+        if UNSEEN:
+            value, weight = _where_seen(value, weight, seen, SCALE_BYTES)
         if UPCAST:
             sums = tl.dot(weight, value.to(tl.float32), sums, input_precision="ieee")
         else:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
 from tests.kernels.triton.steps import MadeStep, attention_reference, in_8_bits, make_step
@@ -247,3 +248,47 @@ def check_random(chance: random.Random) -> None:
     if chance.random() < 0.3:
         made.keys, made.values = in_8_bits(made.keys), in_8_bits(made.values)
     check(made, tasks_for(heads, window, tiles), num_launches=1, dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter multiplies in NumPy
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.3e38])
+@pytest.mark.parametrize(
+    ("heads", "window", "entries"),
+    [
+        ((4, 2, 16), None, [(3, 3), (60, 20), (100, 40)]),
+        ((4, 2, 16), 21, [(3, 3), (60, 20), (100, 40)]),
+        ((2, 1, 24), 40, [(30, 60)]),
+    ],
+)
+def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
+    heads: tuple[int, int, int], window: int | None, entries: list[tuple[int, int]], value: float, eight_bits: bool
+) -> None:
+    """Not the tokens before it in the same tile: others may share their blocks."""
+    made, tasks = make_step(entries, heads[1], heads[2], torch.float32, window=window), tasks_for(heads, window)
+    step = made.step
+    tasks.plan(step, one_each=False)
+    queries, outs = torch.randn(step.num_tokens, heads[0] * heads[2]), []
+    bad = [int(step.offsets[entry]) + 2 * count // 3 for entry, (_, count) in enumerate(entries)]
+    for is_spoilt in (False, True):
+        keys, values = made.keys.clone(), made.values.clone()
+        for token in bad if is_spoilt else []:
+            slot = int(step.slots[token])
+            values[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE, 5] = value
+            if value != 3.3e38:
+                keys[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE, 3] = value
+        if eight_bits:
+            keys, values = in_8_bits(keys), in_8_bits(values)
+        out = torch.full_like(queries, POISON)
+        attend(out, queries, keys, values, step, tasks)
+        outs.append(out)
+    for entry, (start, count) in enumerate(entries):
+        begin = int(step.offsets[entry])
+        for token in range(begin, begin + count):
+            sees = token >= bad[entry] and (window is None or token - bad[entry] < window)
+            if not sees:
+                assert torch.equal(outs[1][token], outs[0][token]), (start, token)
+            elif value != 3.3e38:
+                assert outs[1][token].isnan().any()
+            else:
+                assert not torch.equal(outs[1][token], outs[0][token])

@@ -25,6 +25,25 @@ def test_a_router_chooses_the_largest_scores(num_tokens: int, normalized: bool, 
     torch.testing.assert_close(weights, torch.tensor(factors), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_that_is_not_finite_has_different_experts(scoring: str, biased: bool, value: float) -> None:
+    """Twice the same one would write beyond the expert's list, into those of others."""
+    form, bias = RouteForm(NUM, scoring, True, 1.0), random(NUM, seed=2) if biased else None
+    partials, found = random(2, 6, NUM + 1, seed=1), []
+    for is_spoilt in (False, True):
+        if is_spoilt:
+            partials[:, 1], partials[0, 3, 2:] = value, value
+        chosen, weights = torch.full((6, CHOICES), -1, dtype=torch.int32), poisoned(6, CHOICES, dtype=torch.float32)
+        route(chosen, weights, partials, form, bias)
+        assert all(len(set(row)) == CHOICES and set(row) <= set(range(NUM)) for row in chosen.tolist())
+        found.append((chosen, weights))
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before[[0, 2, 4, 5]], after[[0, 2, 4, 5]])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 9, 700])
 def test_choices_are_sorted_by_expert(num_tokens: int) -> None:
     chosen = torch.stack([torch.randperm(NUM, generator=torch.Generator().manual_seed(i)) for i in range(num_tokens)])
