@@ -72,7 +72,7 @@ class AdapterTensors:
 
 
 def scaled(matrix: FloatMatrix, factor: float) -> FloatMatrix:
-    """A matrix times a factor. It may overflow: whoever stores it checks that."""
+    """A matrix times a factor. It may overflow, which is checked when it is stored."""
     with np.errstate(over="ignore", invalid="ignore"):
         product: FloatMatrix = matrix * np.float32(factor)
     return product
