@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.stored_matrix import Format
 from pipeline.lora.convert import convert
@@ -14,7 +16,7 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from tests.lora.random_adapters import ALL, write_adapter
 from tests.stages.execute import checkpoints
-from tests.stages.execute.native_driver import ISAS, emulation, write
+from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
 from tests.stages.execute.pair import Pair, Request, make_runner
 from tests.stages.execute.structured import EOS, TOKENIZER, ids_of, lark
 from tests.stages.execute.test_lora import ON
@@ -32,14 +34,20 @@ def block_bytes(kv_dtype: str) -> int:
 
 
 class Model:
-    def __init__(self, folder: Path, format: Format, isa: str, kv_dtype: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        format: Format,
+        isa: str,
+        kv_dtype: str,
+        overflows: dict[str, tuple[str, ...]] = OVERFLOWS,
+    ) -> None:
         config = checkpoints.config_of(**SHAPE)
         write(folder, config, (format,))
         TOKENIZER.save(str(folder / "tokenizer.json"))
-        dtype: Any = "f32" if isa == "torch" else "bf16"
         self.adapters = [
-            convert(write_adapter(folder / name, config, targets=targets, scale=1e20), folder, dtype, 16)
-            for name, targets in OVERFLOWS.items()
+            convert(write_adapter(folder / name, config, targets=targets, scale=1e20), folder, "bf16", 16)
+            for name, targets in overflows.items()
         ]
         self.kernels, self.folder, self.kv_dtype = isa, folder, kv_dtype
 
@@ -91,6 +99,53 @@ def overflowing(adapter_id: str) -> list[Request]:
             (3, 8, (("min_tokens", 3), ("bad_words_ids", ((5,),)), ("num_prompt_logprobs", 1))),
         )
     ]
+
+
+INFINITE = 290
+"""A token whose embedding is not finite."""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_prompt_that_overflows_leaves_its_prefix_to_others(tmp_path: Path, isa: str, kv_dtype: str) -> None:
+    """Its blocks before the token that overflows are those of the prefix cache, computed in the same chunk."""
+    model = Model(tmp_path, "bf16", isa, kv_dtype, {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][INFINITE] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    prefix = tuple(random_ids(81, 3))  # whole blocks end shortly before the token, in the same matmul
+    bad = Request((*prefix, INFINITE, *random_ids(20, 4)), 5)
+    good = [Request((*prefix, *random_ids(9, seed)), 20, fields=(("num_logprobs", 2),)) for seed in (5, 6)]
+    runner = model.runner()
+    try:
+        pair = Pair(runner)
+        expected = [pair.run([request]) for request in good], list(pair.token_outputs.values())
+        pair = Pair(runner)
+        pair.run([bad])
+        assert list(pair.errors.values()) == [m.NAN_LOGITS]
+        found = [pair.run([request]) for request in good], list(pair.token_outputs.values())[1:]
+        assert pair.scheduler.load().num_cached_tokens >= 160
+        assert found == expected
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_speculation_changes_nothing(tmp_path: Path, isa: str) -> None:
+    model, found = Model(tmp_path, "bf16", isa, "bfloat16", {"values": OVERFLOWS["values"]}), []
+    requests = [*others(), *overflowing(model.adapters[0])]
+    for num_speculative_tokens in (0, 6):
+        runner = model.runner(num_speculative_tokens)
+        try:
+            pair = Pair(runner, max_loras=4, adaptive_speculation=False)
+            texts = pair.run(requests)
+            found.append(outcome(pair, texts, len(requests)))
+            assert set(pair.errors.values()) == {m.NAN_LOGITS}
+            counts = pair.scheduler.speculation.counts()
+            assert (counts.num_draft_tokens > 0) == bool(num_speculative_tokens)
+        finally:
+            runner.close()
+    assert found[0] == found[1]
 
 
 def test_failures_are_counted() -> None:
