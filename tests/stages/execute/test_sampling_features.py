@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.logits_processor_inputs import bits_of
+from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of
+from pipeline.kernels.logits_processors import allows_any
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.program import MasksLate
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.sampling_features import logits_processors_of
+from pipeline.stages.execute.sampling_features import logits_processors_of, no_token_error
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.stages.execute.driver import Driver, GivenMasks, row_add, settings
@@ -278,3 +279,35 @@ def test_a_reused_row_has_no_options_of_its_predecessor(driver: Driver) -> None:
         driver, [options_of(num_logprobs=0, **EVERYTHING), options_of(pooling=m.Pooling.MEAN, num_prompt_logprobs=1)], 1
     )
     assert generate(driver, [options_of(), options_of()], 6) == plain
+
+
+def processors_of(**fields: Any) -> LogitsProcessors | None:
+    return logits_processors_of(options_of(**fields), np.array(PROMPT, np.int32), len(PROMPT), {EOS_ID}, VOCAB_SIZE)
+
+
+ONLY_THE_END = {"allowed_ids": np.array([EOS_ID], np.int32).tobytes(), "min_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_grammar", "is_nan", "names"),
+    [
+        ({}, False, False, None),
+        ({}, True, False, None),  # a grammar that allows nothing has failed before
+        ({"repetition_penalty": 1.2}, True, False, None),
+        (ONLY_THE_END, False, False, "'allowed_token_ids' and 'min_tokens' exclude"),
+        (ONLY_THE_END, False, True, None),
+        ({"min_tokens": 3}, True, False, "the structured output format and 'min_tokens' exclude"),
+        ({"min_tokens": 3}, True, True, None),
+    ],
+)
+def test_the_error_without_an_id_names_what_excludes_all(
+    fields: dict[str, Any], has_grammar: bool, is_nan: bool, names: str | None
+) -> None:
+    error = no_token_error(processors_of(**fields), 0, has_grammar, is_nan)
+    assert error == m.NAN_LOGITS if names is None else names in error and error.startswith(m.NOTHING_LEFT)
+
+
+@pytest.mark.parametrize(("fields", "leaves"), [(ONLY_THE_END, False), ({"min_tokens": 3}, True), (EVERYTHING, True)])
+def test_whether_logits_processors_leave_an_id(fields: dict[str, Any], leaves: bool) -> None:
+    processors = processors_of(**fields)
+    assert processors is not None and allows_any(processors, len(PROMPT), VOCAB_SIZE) == leaves
