@@ -88,7 +88,7 @@ class Restarts:
                     self._begin_span(one, "restarts", f"{name} has ended")
                     one.kill()
                 self._resources.renew(one.name, has_crashed=has_crashed)
-        except (MemoryError, UserError) as error:
+        except (MemoryError, OSError, UserError) as error:  # OSError: no descriptor is left, for example
             return str(error)
         for one in together:
             self._due_s[one.name] = now_s + delay_s

@@ -1,5 +1,7 @@
 """`serve`: open the listening sockets, read the API keys, and run the supervisor."""
 
+import contextlib
+import resource
 import socket
 import time
 
@@ -15,6 +17,14 @@ from pipeline.supervisor.listeners import listen, zmq_address
 from pipeline.supervisor.supervisor import Supervisor
 
 
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one, for this process and all that it starts: a restart needs a
+    dozen descriptors, and the supervisor could not do one without them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # "unlimited" may be more than the kernel's fs.nr_open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None = None) -> int:
     """Run a server until a signal stops it. Returns the process's exit code. `keys` replace those of the settings and
     the environment.
@@ -24,6 +34,7 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
     """
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
+    raise_descriptor_limit()
     keys = bind_policy.keys_of(settings, log, keys)
     if settings.gateway.ssl_certfile:  # imported only then, because it takes a while
         from pipeline.runtime.tls import server_context

@@ -1,6 +1,7 @@
 """A stage's process imports its code before the model's folder is known, and runs after that."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.process import Child
+from pipeline.supervisor.serve import raise_descriptor_limit
 
 PATIENCE_S = 60.0
 
@@ -179,3 +181,13 @@ def test_a_thread_waits_too(stage: Stage) -> None:
     assert child.has_begun and child.wait(PATIENCE_S) and child.exit_code == 0
     child.close()
     assert stage.read_all() == "runs with /models/a"
+
+
+def test_the_supervisor_raises_the_limit_of_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,5 +1,6 @@
 """Who is informed of a restart, and what happens to a process that can't be."""
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -117,6 +118,19 @@ def test_a_neighbour_that_reads_nothing_any_more_is_killed(
     bench.die("schedule.0")
     assert bench.num_aborts() == {"execute.0": 1}
     assert "execute.0 takes no messages; killing it" in caplog.text
+
+
+def test_without_a_free_descriptor_a_restart_is_given_up_with_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stages are stopped in order then, which an exception here would not do."""
+
+    def renew(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/meminfo")
+
+    monkeypatch.setattr(bench.resources, "renew", renew)
+    child: Any = bench.children["schedule.0"]
+    assert "Too many open files" in bench.restarts.died(child, "was killed by SIGKILL")
 
 
 def test_a_start_does_not_count_the_time_in_which_the_supervisor_was_suspended(bench: Bench) -> None:
