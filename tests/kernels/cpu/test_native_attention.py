@@ -142,8 +142,8 @@ class Attention:
         self.queries = r.rows(most, case.width)
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
         plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
-        at = None if form is None else ctypes.byref(r.kept(form))
-        r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan, at)
+        reference = None if form is None else ctypes.byref(r.kept(form))
+        r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan, reference)
 
     def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
         """(entry, start, count) of each row of a step. Returns [count, width] of each."""

@@ -62,11 +62,10 @@ class Model:
             )
 
 
+STORED: list[tuple[Format, str]] = [("bf16", "bfloat16"), ("bf16", "int8"), ("q8_0", "bfloat16")]
+"""Formats of weights and of the KV cache."""
 CASES: list[tuple[Format, str, str, str]] = [
-    (format, isa, kv_dtype, overflow)
-    for format, kv_dtype in (("bf16", "bfloat16"), ("bf16", "int8"), ("q8_0", "bfloat16"))
-    for isa in ISAS
-    for overflow in OVERFLOWS
+    (format, isa, kv_dtype, overflow) for format, kv_dtype in STORED for isa in ISAS for overflow in OVERFLOWS
 ]
 if not os.environ.get("PIPELINE_ALL_CASES"):
     CASES = [
