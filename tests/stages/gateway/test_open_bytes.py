@@ -15,12 +15,19 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway import open_bytes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.request import SequenceOutput
+from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from tests.fakes import FakeExecutor
+from tests.rig import raw
+from tests.stages.detokenize.test_output_processor import VOCABULARY
+from tests.stages.schedule.test_logprob_records import LIMITS as SCHEDULE_LIMITS
 
 MODEL = "tiny"
 LIMITS = RequestLimits(MODEL, 1024, max_prompt_tokens=8192, vocab_size=50_000)
@@ -163,6 +170,48 @@ class TestOutput:
             sequence.extend(f"{place % 10}", place, b"\0\0\0\0", place)
             assert len(sequence.pending) <= 14
         assert sequence.take_text() == "".join(f"{place % 10}" for place in range(5000))
+
+
+class TestOtherStages:
+    @pytest.mark.parametrize("num_top", [-1, 20])
+    def test_it_bounds_what_schedule_and_detokenize_have(self, num_top: int) -> None:
+        """Until the request is closed: with its output, which a successor of detokenize would get again."""
+        num_prompt, num_output, n = 100, 120, 4
+        options = m.GenerationOptions(
+            n=n, max_tokens=num_output, num_logprobs=num_top, compiled_grammar="g" * 5000, stop=["s" * 50], seed=3
+        )
+        prompt = np.arange(1, 1 + num_prompt, dtype=np.int32).tobytes()
+        submit = m.Submit(2, 1, 0, 0.0, m.IdsPrompt(prompt), options)
+        cost = open_bytes.output_cost(completion(stream=True, logprobs=None if num_top < 0 else num_top), None)
+        counted = open_bytes.accepted_bytes(submit, m.Accepted(2, 1, prompt)) + n * num_output * cost.id_bytes
+        scheduler = Scheduler(SchedulerConfig(**SCHEDULE_LIMITS))
+        executor, processor = FakeExecutor(SCHEDULE_LIMITS["num_blocks"]), OutputProcessor(VOCABULARY)
+
+        def run(request_id: int) -> None:
+            admit = m.Admit(request_id, 1, 0, 0.0, prompt, raw(options))
+            for one in scheduler.admit(admit):
+                assert isinstance(one, m.Open)
+                processor.open(one)
+            while (step := scheduler.plan()) is not None:
+                scheduler.settle(executor.run(step))
+                scheduler.output_buffer.pending()
+                scheduler.output_buffer.mark_sent()
+
+        run(1)  # what is allocated once
+        scheduler.close(m.Closed(1, 1))
+        tracemalloc.start()
+        try:
+            run(2)
+            taken = snapshot()
+        finally:
+            tracemalloc.stop()
+        assert counted >= taken > n * num_output * 4
+
+
+def snapshot() -> int:
+    """Bytes that code of schedule and detokenize has allocated since tracemalloc was started."""
+    kept = [tracemalloc.Filter(True, f"*/stages/{stage}/*") for stage in ("schedule", "detokenize")]
+    return sum(one.size for one in tracemalloc.take_snapshot().filter_traces(kept).statistics("filename"))
 
 
 class TestBounded:

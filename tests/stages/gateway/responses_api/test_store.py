@@ -106,7 +106,7 @@ def test_running_responses_stay() -> None:
 
 @pytest.mark.parametrize("by_bytes", [False, True])
 def test_a_scope_that_stores_much_evicts_its_own(by_bytes: bool) -> None:
-    """Two responses of one key stay whatever the other stores; what is free is for whoever comes."""
+    """Two responses of one key stay whatever the other stores; what is free is for the next that comes."""
     size = ResponseStore(9, MANY)
     size.put(stored("a00", scope="x"))
     store = ResponseStore(MANY, 6 * size.num_bytes) if by_bytes else ResponseStore(6, MANY)
