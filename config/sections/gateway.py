@@ -45,8 +45,8 @@ class GatewaySettings(Frozen, frozen=True):
             le=MAX_BYTES,
             description="Maximum size of what open requests keep, in bytes, in all processes together: prompts, tools, "
             "options, output, log probabilities and events, also of background responses. Requests beyond the limit "
-            "get 503 at once, and one that can't fit alone gets 400. If output grows beyond it, the largest requests "
-            "but the oldest wait. Replicas have equal shares.",
+            "get 503 at once, and one that needs more than three quarters of it alone gets 400. If output grows beyond "
+            "it, the largest requests but the oldest wait. Replicas have equal shares.",
         ),
     ] = 256 * 1024**2
     request_timeout_s: Annotated[

@@ -204,8 +204,8 @@ class Scaling:
                     stage,
                     after,
                     drain_timeout_s,
-                    "a gateway has more open sequences than its new share of gateway.max_open_sequences, and they did "
-                    "not end within supervisor.drain_timeout_s",
+                    "a gateway has more open sequences or bytes than its new share of gateway.max_open_sequences and "
+                    "gateway.max_open_bytes, and they did not end within supervisor.drain_timeout_s",
                 )
             for name in names:
                 processes.add(name)

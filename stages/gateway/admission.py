@@ -5,8 +5,11 @@
 
 A request is always admitted if nothing else is open, so that a prompt longer than the limit of tokens can be served; no
 request that exceeds the limit of bytes alone gets here. A prompt's tokens count once, for any number of sequences.
-Estimates of tokens may be too low, so their sum may exceed the limit. Output may exceed the limit of bytes by what one
-message brings: then requests are preempted (preemption.py).
+Estimates of tokens may be too low, so their sum may exceed the limit.
+
+A quarter of the bytes is for requests without their output, and no request may need more than three quarters. So one
+request can always end, whatever the others keep. Output may exceed the limit by what one wake brings: then requests are
+preempted (preemption.py).
 """
 
 import math
@@ -35,6 +38,8 @@ class _End(NamedTuple):
 
 
 NO_LIMIT = 2**62
+BASE_PART = 4
+"""The part of the bytes, a quarter, that open requests may have without their output."""
 
 
 class Admission:
@@ -49,10 +54,17 @@ class Admission:
         self.num_sequences = 0
         self.num_tokens = 0
         self.num_bytes = 0
+        self.num_base_bytes = 0
+        """The part of `num_bytes` that is there without output."""
         self.num_preempted = 0
         """Requests that wait for room in the limit of bytes; see preemption.py."""
         self._busy_since_s = 0.0
         self._ends: deque[_End] = deque(maxlen=MAX_ENDS)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The most that a request may keep with its output."""
+        return self.max_bytes - self.max_bytes // BASE_PART
 
     def check_room(self, now_s: float, body_bytes: int = 0) -> None:
         """Call it before the body is read. Raises ApiError, 503, if no request at all would be admitted, or none with
@@ -65,7 +77,7 @@ class Admission:
             raise overloaded(
                 f"the limit of {self.max_tokens} open prompt tokens is reached", self._retry_after_s(0, 1, now_s)
             )
-        if self.num_sequences and body_bytes >= self.max_bytes - self.num_bytes:
+        if self.num_sequences and body_bytes >= self._num_free_bytes:
             raise self._lacks_bytes(body_bytes, now_s)
 
     def admit(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
@@ -83,16 +95,21 @@ class Admission:
                 f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens}",
                 self._retry_after_s(0, min(num_tokens - num_left, self.num_tokens), now_s),
             )
-        if self.num_sequences and num_bytes > self.max_bytes - self.num_bytes:
+        if self.num_sequences and num_bytes > self._num_free_bytes:
             raise self._lacks_bytes(num_bytes, now_s)
 
     def _lacks_bytes(self, num_bytes: int, now_s: float) -> ApiError:
-        num_left = max(0, self.max_bytes - self.num_bytes)
+        num_left = max(0, self._num_free_bytes)
         return overloaded(
-            f"{num_left} of {self.max_bytes} bytes are free for what open requests keep, and this request needs "
-            f"{num_bytes} at least",
+            f"{num_left} of {self.max_bytes} bytes are free for new requests, and this one keeps {num_bytes} at least "
+            "(gateway.max_open_bytes)",
             self._retry_after_s(0, 0, now_s, min(num_bytes - num_left, self.num_bytes)),
         )
+
+    @property
+    def _num_free_bytes(self) -> int:
+        """For new requests."""
+        return min(self.max_bytes - self.num_bytes, self.max_bytes // BASE_PART - self.num_base_bytes)
 
     def take(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
         """A prompt request was opened."""
@@ -100,22 +117,27 @@ class Admission:
             self._busy_since_s = now_s
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
-        self.num_bytes += num_bytes
+        self.change_bytes(num_bytes, num_bytes)
 
-    def change_bytes(self, num_more: int) -> None:
-        """An open request keeps more bytes, or fewer."""
+    def change_bytes(self, num_more: int, num_base_more: int = 0) -> None:
+        """An open request keeps more bytes, or fewer, `num_base_more` of them without its output."""
         self.num_bytes += num_more
+        self.num_base_bytes += num_base_more
 
     def correct(self, estimate: int, num_tokens: int) -> None:
         """The number of tokens of an open prompt is known."""
         self.num_tokens += num_tokens - estimate
 
-    def give(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
+    def give(
+        self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0, num_base_bytes: int = 0
+    ) -> None:
         """A prompt request is settled."""
         self.num_sequences -= num_sequences
         self.num_tokens -= num_tokens
-        self.num_bytes -= num_bytes
-        assert min(self.num_sequences, self.num_tokens, self.num_bytes) >= 0, "more was returned than taken"
+        self.change_bytes(-num_bytes, -num_base_bytes)
+        assert min(self.num_sequences, self.num_tokens, self.num_bytes, self.num_base_bytes) >= 0, (
+            "more was returned than taken"
+        )
         self._ends.append(_End(now_s, num_sequences, num_tokens, num_bytes))
 
     def estimate(self, prompt: m.Prompt, *, is_computed: bool) -> int:

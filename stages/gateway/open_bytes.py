@@ -45,7 +45,7 @@ CHAR_BYTES = 5
 """A character of output that was not sent: up to 4 as text, and its part of a complete reply's JSON."""
 CHARS_PER_ID = 8
 """Characters of text for `most_bytes`; twice what is typical."""
-ENTRY_BYTES = 192
+ENTRY_BYTES = 160
 """JSON of one log probability in a complete reply, of a sampled or top token, while the reply is put together."""
 EVENT_BYTES = 256
 """An event of a background response, without its text and log probabilities."""
@@ -161,10 +161,8 @@ class Output(Protocol):
     """What a sequence has in the gateway."""
 
     pending: list[str]
+    ids: bytearray
     records: bytearray
-
-    @property
-    def num_ids(self) -> int: ...
 
 
 class OutputCost(msgspec.Struct, frozen=True):
@@ -179,10 +177,6 @@ class OutputCost(msgspec.Struct, frozen=True):
     """A byte of a prompt's record: in schedule, in the gateway, and in a complete reply."""
     most_id_bytes: float
     """The most that an output id can take, as far as it is known before."""
-
-    def bytes_of(self, num_ids: int, num_record_bytes: int, num_chars: int) -> int:
-        """The output of a sequence: its ids, and the records and characters that were not sent."""
-        return self.id_bytes * num_ids + int(self.record_bytes * num_record_bytes) + CHAR_BYTES * num_chars
 
 
 RECORD_COPIES = 2.5
@@ -227,8 +221,11 @@ def keeps_output(parsed: ParsedRequest) -> bool:
 
 
 def output_bytes(cost: OutputCost, sequence: "Output") -> int:
-    """The output of a sequence that was not released yet."""
-    return cost.bytes_of(sequence.num_ids, len(sequence.records), sum(map(len, sequence.pending)))
+    """The output of a sequence: its ids, and the text and records that were not released yet. Called for each delta."""
+    size = cost.id_bytes * (len(sequence.ids) // ID_BYTES)
+    if sequence.pending:
+        size += CHAR_BYTES * sum(map(len, sequence.pending))
+    return size + int(cost.record_bytes * len(sequence.records)) if sequence.records else size
 
 
 def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:
@@ -279,7 +276,7 @@ def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) 
         fields += ["top_logprobs" if parsed.is_chat else "logprobs"] if parsed.details.num_top else []
     param = fields[0] if size > max_bytes // 2 else parsed.max_tokens_param
     message = (
-        f"this request may keep {num_bytes} bytes in memory with all of its output, and the limit is {max_bytes} "
-        f"(gateway.max_open_bytes): lower {', '.join(dict.fromkeys(fields))}"
+        f"this request may keep {num_bytes} bytes in memory with all of its output, and the limit is {max_bytes}, "
+        f"three quarters of gateway.max_open_bytes: lower {', '.join(dict.fromkeys(fields))}"
     )
     return invalid(param, message, "request_too_large")

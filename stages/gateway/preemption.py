@@ -66,10 +66,10 @@ class Preemption:
     def _end_if_too_large(self, oldest: Request) -> None:
         """The others gave way. If it exceeds the limit alone, its ids have more text than `most_bytes` expects."""
         num_bytes = oldest.num_bytes + sum(one.num_bytes for one in oldest.prompt_requests)
-        if num_bytes > self._table.admission.max_bytes:
+        if num_bytes > (most := self._table.admission.max_request_bytes):
             message = (
-                f"this request keeps {num_bytes} bytes in memory with its output, and the limit is "
-                f"{self._table.admission.max_bytes} (gateway.max_open_bytes)"
+                f"this request keeps {num_bytes} bytes in memory with its output, and the limit is {most}, three "
+                "quarters of gateway.max_open_bytes"
             )
             oldest.fail(ApiError(HTTPStatus.INSUFFICIENT_STORAGE, message, code="output_too_large"))
 
@@ -93,7 +93,7 @@ class Preemption:
             size = output_bytes(cost, sequence)
             sequence.num_bytes = size if is_kept else size - (cost.id_bytes - KEPT_ID_BYTES) * sequence.num_ids
         num_more = prompt_request.base_bytes + prompt_request.num_output_bytes - num_before
-        self._table.count_bytes(prompt_request, num_more)
+        self._table.count_output(prompt_request, num_more)
         self._table.admission.num_preempted += 1
         self._table.metrics.num_preemptions += 1
         self._waiting[prompt_request.id] = -num_more
@@ -119,21 +119,20 @@ class Preemption:
         self._table.admission.num_preempted -= 1
 
     def _running(self) -> Iterator[PromptRequest]:
-        """Those that schedule certainly has, and whose output grows."""
+        """Those whose output grows, or will: schedule has them, or will get them after the death of a stage."""
         for one in self._table.open_prompts():
-            if one.is_with_schedule and not (one.is_finished or one.is_aborted or one.is_released):
+            if one.generates and one.prompt_ids is not None and not (_is_over(one) or one.is_preempted):
                 yield one
 
     def _oldest(self) -> Request | None:
         """The oldest request that is not complete."""
-        return next(
-            (
-                one.request
-                for one in self._table.open_prompts()
-                if one.generates and not (one.is_finished or one.is_aborted or one.is_released)
-            ),
-            None,
-        )
+        each = (one.request for one in self._table.open_prompts() if one.generates and not _is_over(one))
+        return next(each, None)
+
+
+def _is_over(one: PromptRequest) -> bool:
+    """Whether it only waits for its closing messages, or for nothing."""
+    return one.is_finished or one.is_aborted or one.is_released
 
 
 KEPT_ID_BYTES = 8

@@ -17,7 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost
+from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost, output_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.responses_api.types import ResponseObject
@@ -222,6 +222,16 @@ class PromptRequest(msgspec.Struct, eq=False):
         records = int(self.request.output_cost.prompt_record_bytes * len(self.prompt_records))
         return records + sum(sequence.num_bytes for sequence in self.sequences)
 
+    def drop_output(self) -> None:
+        """Nobody reads the output any more. What schedule has of it still counts."""
+        self.prompt_records.clear()
+        self.prompt_pieces = []
+        for sequence in self.sequences:
+            sequence.pending.clear()
+            sequence.records.clear()
+            sequence.pieces = []
+            sequence.num_bytes = output_bytes(self.request.output_cost, sequence)
+
     def echo(self) -> None:
         """Put the prompt's text before the text of each sequence. Call it before any text is taken."""
         prompt = self.submit.prompt
@@ -253,7 +263,6 @@ class Request:
         number: int,
         formats: ChatFormats,
         output_cost: OutputCost = PLAIN,
-        num_bytes: int = 0,
     ) -> None:
         self.parsed = parsed
         self.formats = formats
@@ -275,8 +284,8 @@ class Request:
         self.on_response: Callable[[ResponseObject], None] | None = None
         """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""
         self.output_cost = output_cost
-        self.num_bytes = num_bytes
-        """What admission counts, besides its prompt requests."""
+        self.num_bytes = self.num_base_bytes = 0
+        """What admission counts, besides its prompt requests; and the part without output."""
         self.prompt_requests: list[PromptRequest] = []
         self.sequences: list[SequenceOutput] = []
         """Of all prompts; the position is the choice's index."""

@@ -126,8 +126,11 @@ class RequestTable:
             self._send_abort(prompt_request)
 
     def withdraw(self, prompt_request: PromptRequest) -> None:
-        """Have schedule forget a request that runs there. It keeps its place here until `submit_withdrawn`."""
-        self.send_closed(prompt_request.id, prompt_request.submit.attempt)
+        """Have the stages forget a request, which keeps its place here until `submit_withdrawn`."""
+        if prompt_request.is_confirmed:
+            self.send_closed(prompt_request.id, prompt_request.submit.attempt)
+        else:  # submitted again after the death of a stage: schedule refuses it when it comes
+            self._send_abort(prompt_request)
         prompt_request.is_preempted, prompt_request.is_confirmed = True, False
 
     def submit_withdrawn(self, prompt_request: PromptRequest) -> None:
@@ -227,14 +230,14 @@ class RequestTable:
             raise overloaded("the queue to its stages is full")
         estimates = [self.admission.estimate(prompt, is_computed=not parsed.is_lookup) for prompt in parsed.prompts]
         now_s = time.monotonic()
-        parsed = bounded(parsed, self.admission.max_bytes, self.hidden_size, self.admission.max_prompt_tokens)
+        parsed = bounded(parsed, self.admission.max_request_bytes, self.hidden_size, self.admission.max_prompt_tokens)
         form, sizes = form_bytes(parsed), [submitted_bytes(parsed, prompt) for prompt in parsed.prompts]
         num_bytes = form + sum(sizes)
         self.admission.admit(len(parsed.prompts) * parsed.num_sequences, sum(estimates), now_s, num_bytes)
         cost = output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost)
         self._register(request)
-        self.keep(request, form)
+        self.keep(request, form, form)
         for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):
             submit = self._submit(parsed, prompt)
             ingest = self._ingest_of(submit.request_id)
@@ -280,15 +283,24 @@ class RequestTable:
             template_s=0.0 if parsed.resumption is None else parsed.resumption.arrival_s,
         )
 
-    def keep(self, request: Request, num_bytes: int) -> None:
-        """Count what a request keeps until its response is over, besides its prompt requests, as `num_bytes`."""
-        self.admission.change_bytes(num_bytes - request.num_bytes)
-        request.num_bytes = num_bytes
+    def keep(self, request: Request, num_bytes: int, num_base_bytes: int | None = None) -> None:
+        """Count what a request keeps until its response is over, besides its prompt requests, as `num_bytes`. If
+        `num_base_bytes` is given, it is the part without output."""
+        num_base_bytes = request.num_base_bytes if num_base_bytes is None else num_base_bytes
+        self.admission.change_bytes(num_bytes - request.num_bytes, num_base_bytes - request.num_base_bytes)
+        request.num_bytes, request.num_base_bytes = num_bytes, num_base_bytes
 
-    def count_bytes(self, prompt_request: PromptRequest, num_more: int) -> None:
-        """Count more or fewer bytes for an open prompt request."""
+    def count_output(self, prompt_request: PromptRequest, num_more: int) -> None:
+        """Count more or fewer bytes for the output of an open prompt request."""
         prompt_request.num_bytes += num_more
         self.admission.change_bytes(num_more)
+
+    def count_base(self, prompt_request: PromptRequest, num_bytes: int) -> None:
+        """Count this many bytes for an open prompt request without its output."""
+        num_more = num_bytes - prompt_request.base_bytes
+        prompt_request.base_bytes = num_bytes
+        prompt_request.num_bytes += num_more
+        self.admission.change_bytes(num_more, num_more)
 
     def _set_deadline(self, request: Request) -> None:
         timeout_s = request.timeout_s = request.parsed.timeout_s or self._timeout_s
@@ -375,7 +387,7 @@ class RequestTable:
         if self._by_number.pop(request.number, None) is not None:
             self._deadlines.remove(request.number)
         self._unregister(request)
-        self.keep(request, 0)
+        self.keep(request, 0, 0)
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
         if has_finished and not request.parsed.is_lookup:
             now_s = time.monotonic()
@@ -392,6 +404,9 @@ class RequestTable:
 
     def _release(self, prompt_request: PromptRequest) -> None:
         prompt_request.is_released = True
+        num_before = prompt_request.num_output_bytes
+        prompt_request.drop_output()
+        self.count_output(prompt_request, prompt_request.num_output_bytes - num_before)
         if prompt_request.is_finished:
             self.close_if_finished(prompt_request)  # only its prompt's ids were still expected
         elif prompt_request.is_preempted:
@@ -466,7 +481,11 @@ class RequestTable:
         """Return its credits."""
         if self._table.pop(prompt_request.id, None) is not None:
             self.admission.give(
-                prompt_request.submit.options.n, prompt_request.num_counted, time.monotonic(), prompt_request.num_bytes
+                prompt_request.submit.options.n,
+                prompt_request.num_counted,
+                time.monotonic(),
+                prompt_request.num_bytes,
+                prompt_request.base_bytes,
             )
         if not self._table:
             self._idle.set()

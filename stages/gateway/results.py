@@ -97,9 +97,7 @@ class ResultHandler:
                 options=options,
                 prompt_options=m.PromptOptions(lowers_max_tokens=submit.prompt_options.lowers_max_tokens),
             )
-        size = accepted_bytes(prompt_request.submit, message)
-        self._table.count_bytes(prompt_request, size - prompt_request.base_bytes)
-        prompt_request.base_bytes = size
+        self._table.count_base(prompt_request, accepted_bytes(prompt_request.submit, message))
         if request.is_accepted:
             request.drop_prompts()
 
@@ -216,7 +214,7 @@ class ResultHandler:
     def _count_output(self, prompt_request: PromptRequest, sequence: SequenceOutput) -> None:
         """Count what a sequence keeps now. What a stream has sent since its last output is counted no more."""
         size = output_bytes(prompt_request.request.output_cost, sequence)
-        self._table.count_bytes(prompt_request, size - sequence.num_bytes)
+        self._table.count_output(prompt_request, size - sequence.num_bytes)
         sequence.num_bytes = size
 
     def _extend_prompt_records(self, message: m.Deltas) -> None:
@@ -232,7 +230,7 @@ class ResultHandler:
             ):
                 num_before = prompt_request.num_output_bytes
                 prompt_request.extend_prompt_records(offset, records, self._once(pieces) or [])
-                self._table.count_bytes(prompt_request, prompt_request.num_output_bytes - num_before)
+                self._table.count_output(prompt_request, prompt_request.num_output_bytes - num_before)
 
     def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:
         """The prompt request that a message is about. Returns None for a message of an earlier attempt, and if there is

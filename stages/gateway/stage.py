@@ -293,7 +293,8 @@ class GatewayStage:
         """Answer as soon as no more is open than this gateway's share: then another gateway may have the rest. Called
         in each wake; the supervisor's pings come once a second."""
         admission = self._requests.admission
-        if self._rescaling is not None and admission.num_sequences <= admission.max_sequences:
+        fits = admission.num_sequences <= admission.max_sequences and admission.num_bytes <= admission.max_bytes
+        if self._rescaling is not None and fits:
             self._stage.reconnected(self._rescaling)
             self._rescaling = None
 

@@ -86,7 +86,8 @@ class ResponsesApi:
         if not form.store:
             items.clear()
         else:  # the conversation is kept until the response is stored
-            self._requests.keep(request, request.num_bytes + items_bytes(items))
+            num_bytes = request.num_bytes + items_bytes(items)
+            self._requests.keep(request, num_bytes, num_bytes)
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
         if form.background:
             queued = self._start(request, items, log)

@@ -209,15 +209,13 @@ class ZmqStream:
 class UnsentOutput:
     """Output of one sequence that was not sent to the client yet."""
 
-    __slots__ = ("_has_records", "_index", "_num_ids", "_sequence", "_text", "is_over")
+    __slots__ = ("_has_records", "_index", "_num_ids", "_sequence", "is_over")
 
     def __init__(self, index: int, sequence: SequenceOutput, has_records: bool) -> None:
         """With `has_records` deltas include the logprob records, and the sequence keeps the unsent ones."""
         self._index = index
         self._sequence = sequence
         self._has_records = has_records
-        self._text = ""
-        """Text taken from the sequence, but not sent yet."""
         self._num_ids = sequence.num_received
         """Output ids that were sent."""
         self.is_over = False
@@ -227,8 +225,7 @@ class UnsentOutput:
     def is_due(self) -> bool:
         sequence = self._sequence
         return bool(
-            self._text
-            or sequence.pending
+            sequence.pending
             or sequence.num_ids > self._num_ids
             or (sequence.finish in FINISH_REASONS and not self.is_over)
         )
@@ -236,12 +233,12 @@ class UnsentOutput:
     def output(self, *, is_last: bool = False) -> p.Output:
         """All unsent output. With `is_last`, an unfinished sequence gets finish_reason `abort`."""
         sequence = self._sequence
-        self._text += sequence.take_text()
+        text = "".join(sequence.pending)  # taken when it was sent, so that admission counts it until then
         return p.Output(
             index=self._index,
-            text=self._text,
+            text=text,
             token_ids=bytes(sequence.ids[self._num_ids * ID_BYTES :]),
-            text_offset=sequence.num_chars - len(self._text),
+            text_offset=sequence.num_chars - len(text),
             token_offset=self._num_ids,
             finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None),
             stop_reason=sequence.stop_reason,
@@ -251,7 +248,7 @@ class UnsentOutput:
 
     def sent(self) -> None:
         """The result of `output` was sent."""
-        self._text = ""
+        self._sequence.pending.clear()
         self._num_ids = self._sequence.num_ids
         self._sequence.records.clear()
         self._sequence.pieces = []

@@ -241,4 +241,4 @@ class TestBounded:
     def test_the_parallel_samples_of_the_largest_request_fit_by_default(self) -> None:
         """n = 128 with the longest reply of a normal model, and the log probabilities of a large batch."""
         for parsed in (completion(n=128, max_tokens=8192), completion(n=32, max_tokens=1500, logprobs=20)):
-            assert open_bytes.bounded(parsed, 2**28, None, 8192) is parsed
+            assert open_bytes.bounded(parsed, 3 * 2**26, None, 8192) is parsed
