@@ -104,9 +104,10 @@ class ZmqStream:
             await self._write(channel)
             if self._is_aborted:
                 self._choose()
-                self._requests.release(request)
+                last = self._delta([one.output(is_last=True) for one in self._unfinished])
+                self._requests.release(request)  # drops the output
                 if request.parsed.embedding is None:
-                    channel.post(self._delta([one.output(is_last=True) for one in self._unfinished]))
+                    channel.post(last)
             channel.post(self._finished())
         except ApiError as error:
             self._send_due(channel)
