@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.stages.gateway.preemption import Preemption
 from pipeline.stages.gateway.request import PromptRequest
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
+from tests.stages.gateway.peers import RawPeer
 
 NUM_TOP = 20
 STEP = 8
@@ -198,6 +200,19 @@ def test_new_requests_get_503_while_the_limit_is_reached(gate: Gate) -> None:
     end(gate, submit)
     assert response.result().status_code == 200
     assert gate.client.post("/v1/completions", content=b"{" + b" " * MAX_BYTES).status_code == 400
+
+
+def test_clients_over_zmq_get_a_time_to_wait_for(gate: Gate) -> None:
+    """`LLM` and `AsyncLLM` wait after `overloaded`, as for sequences."""
+    with RawPeer(gate) as peer:
+        peer.generate(1, "x" * (MAX_BYTES // 10))
+        gate.submit()
+        peer.generate(2, "x" * (MAX_BYTES // 10))
+        failure = peer.receive(p.Failed).failure
+        assert (failure.status, failure.code) == (503, "overloaded")
+        assert failure.retry_after_s is not None and "gateway.max_open_bytes" in failure.message
+        peer.generate(3)
+        assert gate.submit().prompt == m.TextPrompt("Hi")
 
 
 def test_a_request_that_can_never_fit_gets_400_with_the_fields_to_lower(gate: Gate) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
@@ -123,3 +124,19 @@ def test_a_suspect_with_enough_new_ids_is_cleared(gate: Gate) -> None:
     assert submit.num_schedule_deaths == 1
     gate.delta(submit, "", finish=m.Finish.LENGTH)
     assert response.result().status_code == 200
+
+
+def test_an_accepted_request_is_submitted_again_by_its_ids(gate: Gate) -> None:
+    """The gateway keeps neither the text nor what was cut off."""
+    response = gate.complete(COMPLETION | {"prompt": "long " * 50, "truncate_prompt_tokens": 3})
+    submit = gate.begin()
+    assert submit.prompt == m.TextPrompt("long " * 50) and submit.prompt_options.truncate == 3
+    gate.delta(submit, "a")
+    gate.rig.load()
+    gate.rig.restart("schedule.0")
+    again = gate.submit()
+    assert again.prompt == m.IdsPrompt(np.arange(3, dtype=np.int32).tobytes())
+    assert again.prompt_options == m.PromptOptions()
+    assert again.outputs == [np.zeros(1, np.int32).tobytes()]
+    gate.delta(again, "b", finish=m.Finish.LENGTH)
+    assert response.result().json()["choices"][0]["text"] == "ab"
