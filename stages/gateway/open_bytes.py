@@ -108,8 +108,8 @@ def options_bytes(options: m.GenerationOptions) -> int:
     for texts in (options.bad_words, options.stop):
         if texts:
             size += _texts_bytes(texts) + VALUE_BYTES * len(texts)
-    numbers = options.bias_ids, options.bias_values, options.stop_token_ids, options.logprob_token_ids
-    return size + VALUE_BYTES * sum(map(len, numbers))
+    num = len(options.bias_ids) + len(options.bias_values)
+    return size + VALUE_BYTES * (num + len(options.stop_token_ids) + len(options.logprob_token_ids))
 
 
 def stop_bytes(stop: Sequence[str]) -> int:

@@ -170,9 +170,9 @@ def add_first(result: TextLogprobs, token_id: int, piece: bytes, offsets: TextOf
 
 def of_prompt(
     each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool = False
-) -> "list[dict[str, PromptLogprob] | Raw | None]":
+) -> list[dict[str, PromptLogprob] | None]:
     """One entry for each id of the prompt, as JSON; the first is None."""
-    result: list[dict[str, PromptLogprob] | Raw | None] = [None]
+    result: list[Any] = [None]
     for record in each:
         ranks = {one.id: rank for rank, one in enumerate(record.top, 1)}
         entry = {

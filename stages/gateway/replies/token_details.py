@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Raw
 
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
@@ -113,7 +112,7 @@ class TokenDetailFormatter:
         return logprobs.decode_records(ids, records, pieces, num_top)
 
 
-def prompt_logprobs(prompt_request: PromptRequest) -> "list[dict[str, PromptLogprob] | Raw | None] | None":
+def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | None:
     """The prompt_logprobs of a prompt request, as JSON; None if they were not requested."""
     details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
