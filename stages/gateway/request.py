@@ -223,7 +223,7 @@ class PromptRequest(msgspec.Struct, eq=False):
         return records + sum(sequence.num_bytes for sequence in self.sequences)
 
     def drop_output(self) -> None:
-        """Nobody reads the output any more. What schedule has of it still counts."""
+        """The output is not read any more. What schedule has of it still counts."""
         self.prompt_records.clear()
         self.prompt_pieces = []
         for sequence in self.sequences:
