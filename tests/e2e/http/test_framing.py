@@ -241,7 +241,7 @@ def walk(target: Target, paths: list[tuple[str, bytes]], number: int = 0) -> Non
         for method, query in itertools.product(METHODS, QUERIES):
             if query and body != b"{}":
                 body = json.dumps(json.loads(body) | {"stream": True}).encode()
-            for name in FORMS if ALL else ("plain", next(names), next(names)):
+            for name in FORMS if ALL else (next(names), *(() if query else ("plain", next(names)))):
                 try:
                     wire.check(method, path + query, FORMS[name], body)
                 except (FramingError, TimeoutError, ConnectionError) as error:
