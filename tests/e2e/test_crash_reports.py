@@ -101,7 +101,7 @@ def test_a_stage_that_crashes_leaves_the_stacks_of_its_threads(server: Server) -
     stacks = (report / "stacks.txt").read_text()
     assert stacks.startswith("Fatal Python error: Segmentation fault")
     assert "stages/execute/stage.py" in stacks and "Current thread" in stacks
-    assert "stacks of execute.0:\nFatal Python error: Segmentation fault" in server.log()
+    assert "stacks of execute.0:\n    Fatal Python error: Segmentation fault" in server.log()
     assert json.loads((report / "report.json").read_bytes())["signal"] == "SIGSEGV"
     assert complete(server, "still here")[0] == 200
 

@@ -69,7 +69,11 @@ async def send(context: zmq.asyncio.Context, address: str, case: list[list[bytes
             if left_s <= 0:
                 raise Problem(f"no pong and no end within {deadline_s:g} s")
             if await socket.poll(min(left_s * 1000, 50)):
-                reply = msgspec.msgpack.decode(await socket.recv())
+                try:
+                    reply = msgspec.msgpack.decode(await socket.recv(zmq.NOBLOCK))
+                except zmq.Again:  # the connection has just ended
+                    await asyncio.sleep(0.01)
+                    continue
                 if reply[0] in ("failed", "error") and reply[-1][0] >= 500 and reply[-1][0] not in (503, 504):
                     raise Problem(f"a failure of the server: {reply}")
                 if reply == ["pong", NONCE]:

@@ -329,7 +329,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 def complaints_of(log: str) -> list[str]:
     """Lines of a server's log that report an error: `10:31:07.120 E schedule.0 …`, or the start of a traceback."""
-    return [f"log: {line}" for line in log.splitlines() if re.match(r"[\d:.]+ [EC] |Traceback ", line)]
+    return [f"log: {line}" for line in log.splitlines() if re.match(r"[\d:.]+ [EC] | *Traceback ", line)]
 
 
 if __name__ == "__main__":
