@@ -35,8 +35,7 @@ def allocate(
     num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> Tensor:
     """Memory for all layers: [num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], or for int8 [num_layers,
-    2, num_blocks, bytes]. It is zeroed, so that a lack of memory shows at the start, and unused slots have no NaN,
-    which would pass the attention mask."""
+    2, num_blocks, bytes]. It is zeroed, so that a lack of memory shows at the start."""
     shape: tuple[int, ...] = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
     if dtype == torch.int8:
         shape = (num_layers, 2, num_blocks, BLOCK_SIZE * num_kv_heads * (head_dim + KV_SCALE_BYTES))

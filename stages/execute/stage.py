@@ -61,6 +61,11 @@ def run(launch: m.Launch) -> None:
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
         stage.log.info("loaded", extra={"fields": fields})
+        if not runner.facts.is_batch_invariant and stage.launch.rank == 0:
+            stage.log.warning(
+                "not batch-invariant: a request's ids may depend on the other requests of its steps, and a stream that "
+                "continues after a crash or at another replica may get other ids from there on"
+            )
         runner.preload_adapters([one.id for one in launch.adapters])
         stage.ready(_facts_of(runner, weights, launch.facts))
         try:

@@ -150,6 +150,9 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """The model's end-of-sequence ids."""
     max_num_top: int = 0
     """The most top logprobs of a record; 0 if any number is possible."""
+    is_batch_invariant: bool = True
+    """Whether ids and logprobs are the same in any batch and any chunks. If not, a stream that continues after a crash
+    may get other ids from there on than it would have had."""
 
     @property
     def quantization(self) -> str:

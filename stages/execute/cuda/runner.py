@@ -139,6 +139,7 @@ class CudaRunner:
             max_num_drafts=num_drafts,
             eos_ids=sorted(config.eos_ids),
             max_num_top=settings.limits.max_logprobs,
+            is_batch_invariant=False,  # split-K and cuBLAS sum in other orders for other numbers of rows
         )
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         num_groups = len(layout.groups)

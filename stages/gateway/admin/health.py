@@ -33,6 +33,8 @@ class HealthBody(msgspec.Struct):
     nan_logits: dict[str, int] | None = None
     """sequences that failed because their logits were NaN, since the executor's start, and when the last one did (Unix
     time); null if there are none"""
+    batch_invariant: bool | None = None
+    """whether ids are the same in any batch, and so continued streams exact; null until the executor is ready"""
 
 
 class HealthQuery:
@@ -60,10 +62,12 @@ class HealthQuery:
         self._pending.handle(health.nonce, health)
 
 
-def body_of(health: m.Health | None, status: str, reason: str | None, num_open: int) -> HealthBody:
+def body_of(
+    health: m.Health | None, status: str, reason: str | None, num_open: int, batch_invariant: bool | None = None
+) -> HealthBody:
     """The body of /health. `status` is the gateway's own; if that is ok, the worst status of the stages is reported."""
     if health is None:
-        return HealthBody(status, reason, open_requests=num_open)
+        return HealthBody(status, reason, open_requests=num_open, batch_invariant=batch_invariant)
     body = HealthBody(
         health.status if status == "ok" else status,
         reason,
@@ -72,6 +76,7 @@ def body_of(health: m.Health | None, status: str, reason: str | None, num_open: 
             for stage in health.stages
         ],
         open_requests=num_open + health.num_open_elsewhere,
+        batch_invariant=batch_invariant,
     )
     if health.num_nan:
         body.nan_logits = {"sequences": health.num_nan, "last": int(health.last_nan_s)}

@@ -24,7 +24,9 @@ PROMPT = [5, 9, 200, 31, 7]
 SCHEDULE = "schedule.0"
 
 
-def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(slight_dir: Path, tmp_path: Path) -> None:
+def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(
+    slight_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A replay of the recording publishes results at the same points."""
     sampled_ids = m.GenerationOptions(temperature=2.0, seed=4, ignore_eos=True)
     greedy = m.GenerationOptions(temperature=0.0, ignore_eos=True)
@@ -37,7 +39,8 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(slight
     recording, out = tmp_path / "execute.rec", tmp_path / "out.rec"
     with Rig("execute", config, slight_dir, record=recording) as rig:
         facts = begin(rig)
-        assert (facts.block_size, facts.max_model_len) == (16, 96)
+        assert (facts.block_size, facts.max_model_len, facts.is_batch_invariant) == (16, 96, False)
+        assert "not batch-invariant" in caplog.text
         assert rig.load() == m.ExecuteLoad(0)
         rig.send(make_step([(0, 0, 5, True), (1, 0, 5, True)], adds=adds, step_id=1), SCHEDULE)
         for ahead in range(3):
