@@ -24,7 +24,14 @@ FORMAT = {"anyOf": [{"enum": ["json", "", None]}, {"type": "object"}]}
 
 ModelName = Annotated[str, Meta(min_length=1, description="The model's name in /api/tags; `:latest` may be left out.")]
 Images = Annotated[list[str], Meta(description="Not supported: must be null or empty.")]
-Duration = Annotated[str, Meta(pattern=r"^-?(\d+|((\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h))+)$")]
+MAX_DURATION_CHARS = 256
+"""Go writes no duration longer than 25 characters."""
+Duration = Annotated[
+    str,
+    Meta(  # no two parts of it match the same text, so that a long one takes no longer than its length
+        pattern=r"^-?([0-9]+|(([0-9]+(\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h))+)$", max_length=MAX_DURATION_CHARS
+    ),
+]
 KeepAlive = Annotated[
     float | Duration, Meta(description="No effect: the model stays loaded. Seconds, or a duration such as 5m.")
 ]
@@ -90,9 +97,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
-    mirostat: Annotated[Any, Meta(description="Not supported: must be null or 0.")] = None
-    tfs_z: Annotated[Any, Meta(description="Not supported: must be null or 1.")] = None
-    typical_p: Annotated[Any, Meta(description="Not supported: must be null or 1.")] = None
+    mirostat: Annotated[Raw, Meta(description="Not supported: must be null or 0.")] = Raw()
+    tfs_z: Annotated[Raw, Meta(description="Not supported: must be null or 1.")] = Raw()
+    typical_p: Annotated[Raw, Meta(description="Not supported: must be null or 1.")] = Raw()
 
 
 OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}
@@ -178,7 +185,7 @@ class OllamaEmbedBody(msgspec.Struct, kw_only=True):
     dimensions: (
         Annotated[int, Meta(ge=1, description="Length that vectors are truncated to; default the model's.")] | None
     ) = None
-    options: Annotated[dict[str, Any], Meta(description="No effect.")] | None = None
+    options: Annotated[dict[str, Raw], Meta(description="No effect.")] | None = None
     keep_alive: KeepAlive | None = None
 
 
@@ -187,7 +194,7 @@ class OllamaEmbeddingsBody(msgspec.Struct, kw_only=True):
 
     model: ModelName
     prompt: Annotated[str, Meta(description="The text.")] | None = None
-    options: Annotated[dict[str, Any], Meta(description="No effect.")] | None = None
+    options: Annotated[dict[str, Raw], Meta(description="No effect.")] | None = None
     keep_alive: KeepAlive | None = None
 
 

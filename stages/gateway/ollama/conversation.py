@@ -4,6 +4,7 @@ Ollama's tool calls may have no ids, and some chat templates need them: a call w
 and a result without one answers the first call that has no result yet, by its name if it has one.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from pipeline.stages.gateway.errors import invalid, unsupported
@@ -14,7 +15,7 @@ from pipeline.stages.gateway.parsing.conversation import FunctionCall, MessagePa
 
 def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
     """The messages of a chat request. Raises ApiError."""
-    open_calls: list[ToolCallParam] = []
+    open_calls = _OpenCalls()
     num_calls = 0
     found = []
     for place, message in enumerate(messages):
@@ -33,9 +34,9 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
         )
         if message.role == "tool":
             translated.name = message.tool_name or None
-            translated.tool_call_id = _answered(message, open_calls) or f"call{num_calls:05}"
+            translated.tool_call_id = open_calls.answered(message) or f"call{num_calls:05}"
         elif calls:
-            open_calls = calls.copy()
+            open_calls = _OpenCalls(calls)
         found.append(translated)
     return found
 
@@ -48,10 +49,30 @@ def _call(at: str, call: b.OllamaToolCallParam, number: int) -> ToolCallParam:
     return ToolCallParam(call.id or f"call{number:05}", FunctionCall(call.function.name, arguments))
 
 
-def _answered(message: b.OllamaMessage, open_calls: list[ToolCallParam]) -> str | None:
-    """The id of the call that a tool's message answers, which is then removed from `open_calls`."""
-    wanted = message.tool_call_id
-    for place, call in enumerate(open_calls):
-        if wanted == call.id if wanted else message.tool_name in (None, "", call.function.name):
-            return open_calls.pop(place).id
-    return wanted or None
+class _OpenCalls:
+    """The calls of an assistant's message that have no result yet. Finding one takes the same time however many there
+    are."""
+
+    def __init__(self, calls: Sequence[ToolCallParam] = ()) -> None:
+        self._calls = calls
+        self._is_open = [True] * len(calls)
+        self._all = deque(range(len(calls)))
+        self._by_id: dict[str, deque[int]] = {}
+        self._by_name: dict[str, deque[int]] = {}
+        for place, call in enumerate(calls):
+            self._by_id.setdefault(call.id, deque()).append(place)
+            self._by_name.setdefault(call.function.name, deque()).append(place)
+
+    def answered(self, message: b.OllamaMessage) -> str | None:
+        """The id of the call that a tool's message answers, which is then no longer open. If none is open, the id that
+        the message gives."""
+        if wanted := message.tool_call_id:
+            places = self._by_id.get(wanted)
+        else:
+            places = self._by_name.get(message.tool_name) if message.tool_name else self._all
+        while places:
+            place = places.popleft()
+            if self._is_open[place]:
+                self._is_open[place] = False
+                return self._calls[place].id
+        return wanted or None

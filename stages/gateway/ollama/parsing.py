@@ -207,7 +207,7 @@ def _fields(body: b.OllamaBody, limits: RequestLimits) -> dict[str, Any]:
 
 def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
     for name, values in b.OPTIONS_NEUTRAL.items():
-        if (value := getattr(options, name)) is not None and not is_neutral(value, values):
+        if not is_neutral(getattr(options, name), values):
             raise unsupported(f"options.{name}")
     repetition = 1.0 if options.repeat_penalty is None else options.repeat_penalty
     presence, frequency = options.presence_penalty or 0.0, options.frequency_penalty or 0.0

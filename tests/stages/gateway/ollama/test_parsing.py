@@ -356,3 +356,33 @@ def test_show_has_an_older_name_of_the_model() -> None:
         with pytest.raises(ApiError) as error:
             read_show(body, LIMITS)
         assert error.value.status == status
+
+
+@pytest.mark.parametrize(
+    "value", ["5m", "1h30m", "-1", "-1m", "1.5h", ".5s", "0", "1h2m3.5s", "100ms", "7us", "7µs", "1.s"]
+)
+def test_durations_are_those_of_go(value: str) -> None:
+    assert parse(CHAT | {"keep_alive": value}) == parse(CHAT)
+
+
+@pytest.mark.parametrize("value", ["5x", "1.", "5m5", "-", " 5m", "1.5", "5m ", "٣m", "1" * 300, "1" * 1_000_000 + "x"])
+def test_other_texts_are_no_durations(value: str) -> None:
+    assert refused(CHAT | {"keep_alive": value}).param == "keep_alive"
+
+
+def test_each_result_answers_one_call_in_order() -> None:
+    ids = ["a", "b", "c", "b"]
+    names = ["f", "g", "f", "g"]
+    calls = [{"id": i, "function": {"name": name}} for i, name in zip(ids, names, strict=True)]
+    results = [
+        {"tool_call_id": "c"},
+        {"tool_name": "f"},
+        {"tool_name": "f"},
+        {},
+        {"tool_call_id": "b"},
+        {"tool_call_id": "z"},
+    ]
+    messages = [{"role": "tool", "content": "x", **one} for one in results]
+    prompt = prompt_of({"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *messages)
+    answered = [one.tool_call_id for one in prompt.messages if one.role == "tool"]
+    assert answered == ["c", "a", "call00004", "b", "b", "z"]
