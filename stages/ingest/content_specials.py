@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeline.text.formats.marks import pattern_of
+
 MASK = "x"
 
 
@@ -31,8 +33,7 @@ class ContentSpecials:
         added = tokenizer.get_added_tokens_decoder()
         texts = {number: token.content for number, token in added.items() if token.special and token.content}
         self._ids = np.array(sorted(texts), np.int64)
-        longest_first = sorted(texts.values(), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = pattern_of(texts.values())
         before = tokenizer.encode_special_tokens
         tokenizer.encode_special_tokens = True  # as plain text, whatever the name suggests
         try:

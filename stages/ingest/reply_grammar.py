@@ -8,14 +8,14 @@ from tokenizers import Tokenizer
 from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest.prompt_processor import RequestRefused
-from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 
 TAIL_IDS = 48
 """How many of the prompt's last ids are decoded to find out whether it opens the reasoning. A mark is one id or a
 few."""
 
 
-def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
+def calls_beside(submit: Submit, formats: ChatFormats, max_bytes: int) -> Grammar | None:
     """The tool calls that are an alternative to the request's grammar: with tools and a response format, a reply may be
     either. None if the request has no such tools."""
     prompt, grammar = submit.prompt, submit.options.grammar
@@ -23,7 +23,10 @@ def calls_beside(submit: Submit, formats: ChatFormats) -> Grammar | None:
         return None
     if grammar is not None and grammar.kind == "calls":  # strict functions, without a response format
         return None
-    written = formats.calls("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls)
+    try:
+        written = formats.calls("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls, max_bytes=max_bytes)
+    except SchemasTooLarge as error:
+        raise RequestRefused(Failure(400, f"'tools': {error}", "tools", "invalid_grammar")) from None
     return Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 

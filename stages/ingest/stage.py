@@ -203,7 +203,8 @@ class IngestStage:
             outcome: str | RequestRefused
             checked = await self._grammar_checker.check(grammar)
             outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
-            if (calls := reply_grammar.calls_beside(submit, self._formats)) is not None:
+            most = self._stage.settings.limits.max_grammar_bytes
+            if (calls := reply_grammar.calls_beside(submit, self._formats, most)) is not None:
                 outcome = either(outcome, await self._grammar_checker.check(calls))
         except RequestRefused as refusal:
             outcome = refusal

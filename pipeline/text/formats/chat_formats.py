@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.calls import CallParser, NoCalls
@@ -65,6 +66,13 @@ FALLBACK = LLAMA3
 TAIL_CHARS = 64
 """The length of the prompt's end that shows whether the prompt opens the reasoning."""
 
+PIECE_CHARS = 4096
+"""Longer text is parsed in pieces: a parser that looks for the end of something then never looks through all the rest
+of a reply, for each of many beginnings."""
+
+MAX_SCHEMA_BYTES = 2**31
+"""More than any request has."""
+
 BLANK = r"/\n*/"
 ANY_ARGUMENTS = '{"type": "object"}'
 ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
@@ -76,6 +84,10 @@ class _Tokenizer(msgspec.Struct):
     """The part of a tokenizer.json that is used here."""
 
     added_tokens: list[AddedToken] = []
+
+
+class SchemasTooLarge(Exception):
+    """The message is for the client."""
 
 
 class ReplyParser:
@@ -97,6 +109,10 @@ class ReplyParser:
 
     def push(self, text: str) -> list[Event]:
         """Add text. Returns the events that are now certain."""
+        if len(text) > PIECE_CHARS:
+            return [
+                event for at in range(0, len(text), PIECE_CHARS) for event in self.push(text[at : at + PIECE_CHARS])
+            ]
         if self._specials is not None:
             text = self._specials.push(text)
         return self._read(text)
@@ -202,21 +218,32 @@ class ChatFormats(msgspec.Struct, frozen=True):
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
         return ReplyParser(specials, self.reasoning.parser(stage), calls, has_content=has_content)
 
-    def calls(self, choice: str, name: str, tools: str, *, parallel: bool) -> LarkGrammar:
+    def calls(
+        self, choice: str, name: str, tools: str, *, parallel: bool, max_bytes: int = MAX_SCHEMA_BYTES
+    ) -> LarkGrammar:
         """The Lark grammar of tool calls: required ones, or those that `auto` allows. The arguments are as in
-        `ChatPrompt`. Raises ValueError if the tools are invalid, which the gateway rules out."""
+        `ChatPrompt`. Raises SchemasTooLarge if their schemas have more than `max_bytes` together, and ValueError if the
+        tools are invalid, which the gateway rules out."""
         form = self.tools_of(choice)
         if form is None:
             raise ValueError("the model has no tool-call format")
         lark = LarkBuilder(self.template, self.added)
-        return lark.grammar(self._calls(lark, form, name if choice == "named" else None, tools, parallel=parallel))
+        chosen = name if choice == "named" else None
+        functions = [one.function for one in _tools.decode(tools) if chosen in (None, one.function.name)]
+        if not functions:
+            raise ValueError(f"there is no tool named {name!r}")
+        _check_size([one.parameters for one in functions], max_bytes)
+        calls = [CallRule(one.name, lark.schema(one.schema), one.schema) for one in functions]
+        return lark.grammar(form.grammar(lark, calls, parallel=parallel and chosen is None))
 
-    def strict_calls(self, tools: str, *, parallel: bool) -> LarkGrammar | None:
+    def strict_calls(self, tools: str, *, parallel: bool, max_bytes: int = MAX_SCHEMA_BYTES) -> LarkGrammar | None:
         """The Lark grammar of a reply that may have calls, in which those of strict functions match their schemas. None
-        if there are none, or if nothing in the format shows where a call begins."""
+        if there are none, or if nothing in the format shows where a call begins. Raises SchemasTooLarge if their
+        schemas have more than `max_bytes` together."""
         functions = [tool.function for tool in _tools.decode(tools)]
         if self.tools is None or not any(one.strict for one in functions):
             return None
+        _check_size([one.parameters for one in functions if one.strict], max_bytes)
         lark = LarkBuilder(self.template, self.added)
         schemas = [(one.name, one.schema if one.strict else ANY_ARGUMENTS) for one in functions]
         calls = [CallRule(name, lark.schema(text), text) for name, text in schemas]
@@ -262,19 +289,22 @@ class ChatFormats(msgspec.Struct, frozen=True):
             part=part,
         )
 
-    def _calls(self, lark: LarkBuilder, form: ToolFormat, name: str | None, tools: str, *, parallel: bool) -> str:
-        functions = [tool.function for tool in _tools.decode(tools) if name in (None, tool.function.name)]
-        if not functions:
-            raise ValueError(f"there is no tool named {name!r}")
-        calls = [CallRule(one.name, lark.schema(one.schema), one.schema) for one in functions]
-        return form.grammar(lark, calls, parallel=parallel and name is None)
-
     def _is_special(self, mark: str) -> bool:
         return mark in self.added and self.added[mark].special
 
     def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
         marks = () if tools is None else tools.marks
         return marks if self.reasoning is None else (*marks, *self.reasoning.marks)
+
+
+def _check_size(schemas: Iterable[Raw], max_bytes: int) -> None:
+    """Refuse schemas before a grammar is made of them: that takes much longer than reading them."""
+    num_bytes = sum(len(bytes(schema)) for schema in schemas)
+    if num_bytes > max_bytes:
+        raise SchemasTooLarge(
+            f"the schemas of tools whose calls must match them have {num_bytes} bytes together, and the limit is "
+            f"{max_bytes} (limits.max_grammar_bytes)"
+        )
 
 
 def _chosen(formats: Collection[Any], setting: str, template: str) -> Any:

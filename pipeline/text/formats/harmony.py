@@ -161,7 +161,8 @@ class HarmonyParser:
             return None
         if end < 0:
             self._begin(FINAL, "")
-            return at
+            # The mark that began the header would begin it again.
+            return at + len(CHANNEL) if text.startswith(CHANNEL, at) else at
         channel, recipient = _CHANNEL.search(text, at, end), _RECIPIENT.search(text, at, end)
         self._begin(channel[1] if channel else "", recipient[1] if recipient else "")
         return end + len(MESSAGE)

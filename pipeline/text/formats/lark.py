@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Raw
 
+from pipeline.text.formats.marks import Marks
+
 
 class AddedToken(msgspec.Struct, frozen=True):
     """One of a tokenizer.json's `added_tokens`."""
@@ -42,7 +44,7 @@ class LarkBuilder:
         self._rules: list[str] = []
         self._schemas: dict[str, Raw] = {}
         self._parts: dict[str, Raw] = {}
-        self._apart = sorted((one.content for one in added.values() if one.stands_apart), key=len, reverse=True)
+        self._apart = Marks.of(frozenset(one.content for one in added.values() if one.stands_apart and one.content))
 
     def text(self, text: str) -> str:
         return msgspec.json.encode(text).decode()
@@ -61,16 +63,12 @@ class LarkBuilder:
         """Texts, with the tokens in them that text can't match."""
         text = "".join(texts)
         parts, at = [], 0
-        while at < len(text):
-            token = next((one for one in self._apart if text.startswith(one, at)), "")
-            if token:
-                parts.append(self.mark(token))
-                at += len(token)
-                continue
-            begin = at
-            while at < len(text) and not any(text.startswith(one, at) for one in self._apart):
-                at += 1
-            parts.append(self.text(text[begin:at]))
+        while found := self._apart.find(text, at):
+            parts += [self.text(text[at : found.start()])] if found.start() > at else []
+            parts.append(self.mark(found[0]))
+            at = found.end()
+        if at < len(text):
+            parts.append(self.text(text[at:]))
         return " ".join(parts)
 
     def terminal(self, body: str) -> str:

@@ -20,7 +20,7 @@ _KEY_END = re.compile(r"[:,{}\[\]]")
 _HEX = {"x": 2, "u": 4, "U": 8}
 _OCTAL = re.compile(r"[0-7]{1,3}")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\"}
-MAX_BARE_CHARS = 4096
+MAX_BARE_CHARS = 1024
 NO_TYPES: Mapping[str, Types] = {}
 
 
@@ -57,6 +57,8 @@ class LooseValue:
         self._delimiter = ""
         self._held: list[str] | None = None
         """A string whose text is kept, because it becomes a key or another type."""
+        self._num_searched = 0
+        """Characters of the text that waits for more in which the end of a key or bare value is not."""
 
     @property
     def is_whole(self) -> bool:
@@ -71,6 +73,7 @@ class LooseValue:
             if end is None:
                 break
             at = end
+            self._num_searched = 0
         return at, "".join(out)
 
     def closing(self) -> str:
@@ -142,8 +145,9 @@ class LooseValue:
         if begun is None or begun > at:
             self._held = []
             return begun
-        end = _KEY_END.search(text, at)
+        end = _KEY_END.search(text, at + self._num_searched, at + MAX_BARE_CHARS)
         if end is None:
+            self._num_searched = len(text) - at
             return None if len(text) - at <= MAX_BARE_CHARS else self._break(at)
         if end[0] != ":":
             return self._break(at)
@@ -175,8 +179,9 @@ class LooseValue:
             if self._held is None:
                 out.append('"')
             return begun
-        end = _BARE_END.search(text, at)
+        end = _BARE_END.search(text, at + self._num_searched, at + MAX_BARE_CHARS)
         if end is None:
+            self._num_searched = len(text) - at
             return None if len(text) - at <= MAX_BARE_CHARS else self._break(at)
         if end.start() == at:
             return self._break(at)

@@ -1,15 +1,19 @@
 """Search for marks in streamed text."""
 
 import re
+from collections.abc import Collection
 from functools import lru_cache
+from os.path import commonpath
+
+MAX_NESTING = 32
+"""Of groups in a pattern."""
 
 
 class Marks:
     """Finds the first of a set of marks, and a prefix of a mark at the end of a text. Stateless."""
 
     def __init__(self, marks: frozenset[str]) -> None:
-        longest_first = sorted(marks, key=lambda mark: (-len(mark), mark))
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if marks else None
+        self._pattern = pattern_of(marks)
         self._firsts = frozenset(mark[0] for mark in marks)
         self._longest = max(map(len, marks), default=0)
         self._beginnings = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
@@ -31,3 +35,33 @@ class Marks:
             if text[place] in self._firsts and text[place:] in self._beginnings:
                 return place
         return len(text)
+
+
+def pattern_of(marks: Collection[str]) -> "re.Pattern[str] | None":
+    """A pattern that finds the longest of these marks; None without marks.
+
+    It is a tree of their common beginnings. A plain alternation would try all marks at each `<` of a text, and a model
+    has hundreds.
+    """
+    return re.compile(_tree(sorted(set(marks)))) if marks else None
+
+
+def _tree(ends: list[str], nesting: int = 0) -> str:
+    """A regular expression of the longest of some texts, which are sorted."""
+    if nesting == MAX_NESTING:
+        return f"(?:{'|'.join(map(re.escape, sorted(ends, key=len, reverse=True)))})"
+    by_first: dict[str, list[str]] = {}
+    for end in ends:
+        by_first.setdefault(end[:1], []).append(end)
+    is_end = by_first.pop("", None) is not None
+    branches = []
+    for some in by_first.values():
+        shared = commonpath(some)
+        rest = _tree([one[len(shared) :] for one in some], nesting + 1) if len(some) > 1 else ""
+        branches.append(re.escape(shared) + rest)
+    if not branches:
+        return ""
+    whole = "|".join(branches)
+    if is_end:
+        return f"(?:{whole})?"
+    return whole if len(branches) == 1 else f"(?:{whole})"

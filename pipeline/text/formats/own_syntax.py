@@ -12,11 +12,15 @@ from msgspec import Raw
 
 from pipeline.grammars.keywords import KEYWORDS
 from pipeline.text.formats.lark import LarkBuilder
-from pipeline.text.formats.schema_types import STRING_ONLY, Types, resolved, types_of
+from pipeline.text.formats.schema_types import DEFINITIONS, STRING_ONLY, Types, TypeTable, resolved
 
 OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
 OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "$ref"})
-DEFINITIONS = ("$defs", "definitions")
+MAX_KEY_CHARS = 1024
+"""The longest name of a parameter that parsers read."""
+MAX_WRITTEN_CHARS = 65536
+"""The parameters of a tool may have this many characters together, or as many as the tool's schema: each is written
+with all definitions."""
 CLASS = re.compile(r"\\\\|\\([dDwW])")
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
 """Character classes as JSON Schema has them. In Lark's patterns they are those of Unicode."""
@@ -46,7 +50,7 @@ class Parameter(msgspec.Struct, frozen=True):
         raw = msgspec.json.decode(self.text, type=dict[str, Raw]).get("items")
         if raw is None:  # behind a reference
             return None
-        return _parameter(self.name, bytes(raw).decode(), msgspec.json.decode(self.text), _definitions(self.text), True)
+        return _parameter(self.name, bytes(raw).decode(), _Definitions(self.text, msgspec.json.decode(self.text)), True)
 
 
 def parameters(schema: str) -> list[Parameter] | None:
@@ -61,27 +65,41 @@ def parameters(schema: str) -> list[Parameter] | None:
         return None
     if not properties and "additionalProperties" not in root:
         return None  # any arguments
-    definitions = _definitions(schema)
+    definitions = _Definitions(schema, root)
+    all_required = frozenset(required)
+    num_left = max(len(schema), MAX_WRITTEN_CHARS)
     found = []
     for name, raw in msgspec.json.decode(raws.get("properties", Raw(b"{}")), type=dict[str, Raw]).items():
-        one = _parameter(name, bytes(raw).decode(), root, definitions, name in required)
-        if one is None:
+        one = None
+        if len(name) <= MAX_KEY_CHARS:
+            one = _parameter(name, bytes(raw).decode(), definitions, name in all_required)
+        if one is None or (num_left := num_left - len(one.text)) < 0:
             return None
         found.append(one)
     return found
 
 
-def _parameter(name: str, text: str, root: Any, definitions: str, is_required: bool) -> Parameter | None:
-    """A part of the schema `root`; None if it can't stand alone. `definitions` is as `_definitions` returns it."""
+class _Definitions:
+    """The definitions in a schema, given as text and decoded."""
+
+    def __init__(self, text: str, root: Any) -> None:
+        members = msgspec.json.decode(text, type=dict[str, Raw])
+        self.root = root
+        self.text = "".join(f'"{key}": {bytes(members[key]).decode()}, ' for key in DEFINITIONS if key in members)
+        """As members of an object: `"$defs": {…}, `"""
+        self.are_local = _refers_only_to_definitions(self.text)
+        self.types = TypeTable(root)
+
+
+def _parameter(name: str, text: str, definitions: _Definitions, is_required: bool) -> Parameter | None:
+    """A part of a schema; None if it can't stand alone."""
     schema = msgspec.json.decode(text)
     if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str):
-        schema = resolved(ref, root)
+        schema = resolved(ref, definitions.root)
     written = _with(text, definitions)
-    return (
-        None
-        if written is None or schema is None
-        else Parameter(name, schema, written, is_required, types_of(schema, root))
-    )
+    if written is None or schema is None:
+        return None
+    return Parameter(name, schema, written, is_required, definitions.types.types_of(schema))
 
 
 def text_body(schema: Any) -> str | None:
@@ -139,19 +157,18 @@ def _literal(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def _definitions(schema: str) -> str:
-    """The definitions in a schema's text, as members of an object: `"$defs": {…}, `."""
-    members = msgspec.json.decode(schema, type=dict[str, Raw])
-    return "".join(f'"{key}": {bytes(members[key]).decode()}, ' for key in DEFINITIONS if key in members)
+_REF = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"([^"]*)"')
 
 
-def _with(text: str, definitions: str) -> str | None:
+def _refers_only_to_definitions(text: str) -> bool:
+    return all(ref.startswith(("#/$defs/", "#/definitions/")) for ref in _REF.findall(text))
+
+
+def _with(text: str, definitions: _Definitions) -> str | None:
     """A part of a schema with the definitions that it refers to; None if it refers to anything else."""
-    refs = re.findall(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"([^"]*)"', text)
-    if not refs:
+    if _REF.search(text) is None:
         return text
-    refs += re.findall(r'"\$(?:ref|dynamicRef|recursiveRef)"\s*:\s*"([^"]*)"', definitions)
-    is_local = all(ref.startswith(("#/$defs/", "#/definitions/")) for ref in refs)
+    is_local = definitions.are_local and _refers_only_to_definitions(text)
     if not is_local or any(f'"{key}"' in text for key in DEFINITIONS):
         return None
-    return f"{{{definitions}{text[1:].lstrip()}"
+    return f"{{{definitions.text}{text[1:].lstrip()}"

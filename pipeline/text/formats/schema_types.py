@@ -8,8 +8,12 @@ from typing import Any
 
 import msgspec
 
-MAX_REFS = 16
-"""How many references are followed from a property to its type."""
+DEFINITIONS = ("$defs", "definitions")
+"""The keywords of a schema that references lead to"""
+
+JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+OTHER = "other"
+"""Stands for all names that are no types of JSON."""
 
 STRING_ONLY = frozenset({"string"})
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -28,36 +32,103 @@ def property_types(schema: str) -> Mapping[str, Types]:
     properties = root.get("properties") if isinstance(root, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {name: types for name, part in properties.items() if (types := types_of(part, root)) is not None}
+    table = TypeTable(root)
+    return {name: types for name, part in properties.items() if (types := table.types_of(part)) is not None}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], num_refs: int = 0) -> Types:
-    """The types that a part of the schema `root` allows."""
-    if not isinstance(schema, dict) or num_refs > MAX_REFS:
-        return None
-    match schema:
-        case {"type": str(name)}:
-            return frozenset({name})
-        case {"type": [*names]} if names and all(isinstance(name, str) for name in names):
-            return frozenset(names)
-        case {"const": value}:
-            return frozenset({_type_of(value)})
-        case {"enum": [*values]} if values:
-            return frozenset(map(_type_of, values))
-        case {"$ref": str(ref)}:
-            return types_of(resolved(ref, root), root, num_refs + 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list) and parts:
-            each = [types_of(part, root, num_refs + 1) for part in parts]
-            known = [types for types in each if types is not None]
-            return frozenset().union(*known) if len(known) == len(each) else None
-    return None
+class _Named(msgspec.Struct):
+    """What a definition allows, as far as it is known."""
+
+    types: set[str]
+    is_known: bool
+    """False: it allows any type, or more than its keywords tell."""
+    users: list[str] = []
+    """The references of the definitions that allow what this one allows"""
+
+
+class TypeTable:
+    """The types that parts of the schema `root` allow. Definitions are looked at once, however many references lead to
+    them: types flow along the references until nothing changes, and each definition changes only a few times."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._named: dict[str, _Named] | None = None
+
+    def types_of(self, part: Any) -> Types:
+        """The types that a part of the schema allows."""
+        types, refs = _own_types(part)
+        if types is None:
+            return None
+        if refs and self._named is None:
+            self._named = self._all_named()
+        for ref in refs:
+            found = (self._named or {}).get(ref)
+            if found is None or not found.is_known:
+                return None
+            types |= found.types
+        return frozenset(types) or None
+
+    def _all_named(self) -> dict[str, _Named]:
+        named: dict[str, _Named] = {}
+        needs: dict[str, list[str]] = {}
+        for kind in DEFINITIONS:
+            parts = self._root.get(kind)
+            for name, part in parts.items() if isinstance(parts, dict) else ():
+                ref = f"#/{kind}/{name}"
+                types, needs[ref] = _own_types(part)
+                named[ref] = _Named(types or set(), types is not None)
+        for ref, refs in needs.items():
+            for needed in refs:
+                if needed in named:
+                    named[needed].users.append(ref)
+                else:
+                    named[ref].is_known = False
+        changed = list(named)
+        while changed:
+            one = named[changed.pop()]
+            for ref in one.users:
+                user = named[ref]
+                if user.is_known and not (one.is_known and one.types <= user.types):
+                    user.is_known = one.is_known
+                    user.types |= one.types
+                    changed.append(ref)
+        return named
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> Types:
+    """The types that a part of the schema `root` allows. For many parts of one schema, use one `TypeTable`."""
+    return TypeTable(root).types_of(schema)
+
+
+def _own_types(schema: Any) -> tuple[set[str] | None, list[str]]:
+    """The types that a part of a schema allows, besides those of its references, and these. None if any type is
+    allowed."""
+    types: set[str] = set()
+    refs: list[str] = []
+    parts = [schema]
+    while parts:
+        match parts.pop():
+            case {"type": str(name)}:
+                types.add(name if name in JSON_TYPES else OTHER)
+            case {"type": [*names]} if names and all(isinstance(name, str) for name in names):
+                types.update(name if name in JSON_TYPES else OTHER for name in names)
+            case {"const": value}:
+                types.add(_type_of(value))
+            case {"enum": [*values]} if values:
+                types.update(map(_type_of, values))
+            case {"$ref": str(ref)}:
+                refs.append(ref)
+            case {"anyOf": [_, *_] as some} | {"oneOf": [_, *_] as some}:
+                parts += some
+            case _:
+                return None, []
+    return types, list(dict.fromkeys(refs))
 
 
 def resolved(ref: str, root: Mapping[str, Any]) -> Any:
     """The part of `root` that a local reference such as `#/$defs/point` names; None if there is none."""
     kind, _, name = ref.removeprefix("#/").partition("/")
-    parts = root.get(kind) if ref.startswith("#/") and kind in ("$defs", "definitions") else None
+    parts = root.get(kind) if ref.startswith("#/") and kind in DEFINITIONS else None
     return parts.get(name) if isinstance(parts, dict) else None
 
 

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 from msgspec import Raw
@@ -84,7 +84,8 @@ class ToolFormat(ABC):
         return f"call_{key:032x}"
 
 
-_CODE = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
+_CODE_BEGIN = re.compile(r"\{[%{]")
+_CODE_ENDS = {"{%": "%}", "{{": "}}"}
 _QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
 _TOOLS = re.compile(r"(set\s+)?(?<![\w.])tools\b")
 
@@ -92,6 +93,22 @@ _TOOLS = re.compile(r"(set\s+)?(?<![\w.])tools\b")
 def shows_tools(template: str) -> bool:
     """Whether a chat template uses the variable `tools`. Some have the tools in a message instead, perhaps under this
     name."""
-    code = _QUOTED.sub("", " ".join(_CODE.findall(template)))
+    code = _QUOTED.sub("", " ".join(_code_of(template)))
     found = _TOOLS.search(code)
     return found is not None and found[1] is None
+
+
+def _code_of(template: str) -> Iterator[str]:
+    """The statements and expressions of a template, in time proportional to its length: an end that was not found once
+    is not searched for again."""
+    ends = dict(_CODE_ENDS)
+    at = 0
+    while ends and (begin := _CODE_BEGIN.search(template, at)) is not None:
+        at = begin.start() + 1
+        if (mark := ends.get(begin[0])) is None:
+            continue
+        if (end := template.find(mark, begin.end())) < 0:
+            del ends[begin[0]]
+            continue
+        at = end + len(mark)
+        yield template[begin.start() : at]

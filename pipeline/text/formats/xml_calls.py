@@ -21,13 +21,12 @@ from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.loose_json import of_python
-from pipeline.text.formats.own_syntax import Parameter, json_text, parameters, text_body
+from pipeline.text.formats.own_syntax import MAX_KEY_CHARS, Parameter, json_text, parameters, text_body
 from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, property_types, quoted
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 _NAME = re.compile(r"[\w.\-]+")
-MAX_KEY_CHARS = 1024
 
 
 class Tags(msgspec.Struct, frozen=True):

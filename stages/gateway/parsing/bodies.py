@@ -123,7 +123,7 @@ class ChatBody(Body, kw_only=True):
     parallel_tool_calls: Annotated[bool, Meta(description="false: at most one tool call in a reply.")] | None = None
     documents: Documents = Raw()
     chat_template_kwargs: Kwargs = Raw()
-    chat_template: Any = None
+    chat_template: Raw = Raw()
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool, Meta(description="false: the reply has no reasoning.")] | None = None
     logprobs: Annotated[bool, Meta(description="true: the reply has the log probability of each token.")] | None = None
@@ -169,7 +169,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     documents: Documents = Raw()
     chat_template_kwargs: Kwargs = Raw()
-    chat_template: Any = None
+    chat_template: Raw = Raw()
     reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool | None = None
     """By default those of a text are added, and those of a chat are left to its template."""
@@ -183,6 +183,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: Annotated[list[Id], Meta(max_length=MAX_SHOWN_IDS)]
 
+
+MAX_NEUTRAL_BYTES = 256
+"""No neutral value is as long."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI, both endpoints
@@ -227,13 +230,21 @@ COMPLETION_NEUTRAL = NEUTRAL | {
 }
 
 
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value is neutral. In Python False equals 0, but here 0 has another type and may have a meaning."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+def is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
+    """Whether the JSON of a field is missing, null or one of these values. In Python False equals 0, but here 0 has
+    another type and may have a meaning."""
+    text = bytes(raw)
+    if not text or len(text) > MAX_NEUTRAL_BYTES:  # it is decoded only if it is short
+        return not text
+    value = msgspec.json.decode(text)
+    return value is None or any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+    )
 
 
 def with_unsupported(body: type[B], neutral: Mapping[str, tuple[Any, ...]]) -> type[B]:
-    """Extend a body with the fields of a table, of any type, so that one pass decodes both."""
-    fields = [(name, Any, None) for name in neutral]
+    """Extend a body with the fields of a table, of any type, so that one pass reads both. They are not decoded: their
+    values may be large, and almost all are refused."""
+    fields = [(name, Raw, Raw()) for name in neutral]
     wider: type[Any] = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
     return wider

@@ -18,7 +18,7 @@ from msgspec import Meta, Raw
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
-from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.tool_format import ToolSpec
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class MessageParam(msgspec.Struct):
     reasoning_content: Annotated[str, Meta(description="In an assistant's message: its reasoning.")] | None = None
     reasoning: Annotated[str, Meta(description="As reasoning_content.")] | None = None
     refusal: str | None = None
-    function_call: Any = None
-    audio: Any = None
+    function_call: Raw = Raw()
+    audio: Raw = Raw()
 
 
 class Function(msgspec.Struct):
@@ -143,7 +143,7 @@ class Conversation(Protocol):
     documents: Raw
     chat_template_kwargs: Raw
     reasoning_effort: ReasoningEffort | None
-    chat_template: Any
+    chat_template: Raw
 
 
 class ReplyForm(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ class ReplyForm(msgspec.Struct, frozen=True):
 
 def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps) -> m.ChatPrompt:
     """The prompt of a chat. Raises ApiError."""
-    if body.chat_template is not None:
+    if is_given(body.chat_template):
         raise unsupported("chat_template", "only the model's own template is run")
     generate, goes_on = body.add_generation_prompt, bool(body.continue_final_message)
     if generate and goes_on:
@@ -187,9 +187,14 @@ def given_of_chat(body: Conversation) -> str | None:
     """The first field of the body that only chats may have; None if there is none."""
     for name in Conversation.__annotations__:
         value = getattr(body, name)
-        if bytes(value) not in (b"", b"null") if isinstance(value, Raw) else value is not None:
+        if is_given(value) if isinstance(value, Raw) else value is not None:
             return name
     return None
+
+
+def is_given(raw: Raw) -> bool:
+    """Whether a field that is not decoded is there and not null."""
+    return bytes(raw) not in (b"", b"null")
 
 
 def num_parts(messages: Sequence[MessageParam]) -> int:
@@ -216,15 +221,30 @@ def reply_form(
     return ReplyForm(choice, tools, prompt.parallel_tool_calls, shows_specials, with_reasoning)
 
 
-def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None) -> m.Grammar | None:
+def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None, caps: Caps) -> m.Grammar | None:
     """The grammar of the reply: `output`, which the client set, or tool calls if they are required or strict. Raises
-    ApiError if `output` is set and calls are required."""
+    ApiError if `output` is set and calls are required, or if the tools' schemas are too large."""
+    try:
+        return _calls_grammar(prompt, formats, output, caps.max_grammar_bytes)
+    except SchemasTooLarge as error:
+        raise invalid("tools", f"'tools': {error}", "invalid_grammar") from None
+
+
+def _calls_grammar(
+    prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None, max_bytes: int
+) -> m.Grammar | None:
     if prompt.tool_choice not in ("required", "named"):
-        return output or _strict_calls(prompt, formats)
+        return output or _strict_calls(prompt, formats, max_bytes)
     if output is not None:
         message = f"'{output.param}' is not allowed with this tool_choice: the reply has tool calls and no content"
         raise invalid(output.param, message, "invalid_value")
-    written = formats.calls(prompt.tool_choice, prompt.tool_name, prompt.tools, parallel=prompt.parallel_tool_calls)
+    written = formats.calls(
+        prompt.tool_choice,
+        prompt.tool_name,
+        prompt.tools,
+        parallel=prompt.parallel_tool_calls,
+        max_bytes=max_bytes,
+    )
     param = "tools"
     if prompt.tool_choice == "named":  # only its schema is used
         names = [tool.function.name for tool in _decoded_tools(prompt.tools)]
@@ -232,12 +252,12 @@ def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar 
     return m.Grammar("calls", msgspec.json.encode(written).decode(), param)
 
 
-def _strict_calls(prompt: m.ChatPrompt, formats: ChatFormats) -> m.Grammar | None:
+def _strict_calls(prompt: m.ChatPrompt, formats: ChatFormats, max_bytes: int) -> m.Grammar | None:
     """The grammar of a reply that may call strict functions; None if there are none. With a response format, ingest
     makes one of both."""
     if not prompt.tools or prompt.tool_choice != "auto":
         return None
-    written = formats.strict_calls(prompt.tools, parallel=prompt.parallel_tool_calls)
+    written = formats.strict_calls(prompt.tools, parallel=prompt.parallel_tool_calls, max_bytes=max_bytes)
     return None if written is None else m.Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 
@@ -253,7 +273,7 @@ def chat_message(place: int, message: MessageParam) -> m.ChatMessage:
         kinds = f"{', '.join(ROLES)}, or a role of the model's chat template: 1 to 64 letters, digits, _, - and ."
         raise invalid(f"{at}.role", f"'{at}.role' must be one of {kinds}", "invalid_value")
     for name in ("function_call", "audio"):
-        if getattr(message, name) is not None:
+        if is_given(getattr(message, name)):
             raise unsupported(f"{at}.{name}")
     calls = _calls(at, message)
     if role == "tool" and not message.tool_call_id:
@@ -315,7 +335,7 @@ def _tools(raw: Raw, caps: Caps) -> list[str]:
     if len(tools) > caps.max_tools:
         message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
         raise invalid("tools", message, "invalid_value")
-    names: list[str] = []
+    names: dict[str, None] = {}
     for place, tool in enumerate(tools):
         at = f"tools[{place}]"
         if tool.type != "function":
@@ -328,8 +348,8 @@ def _tools(raw: Raw, caps: Caps) -> list[str]:
         if (tool.function.parameters or {}).get("type", "object") != "object":
             param = f"{at}.function.parameters.type"
             raise invalid(param, f"'{param}' must be object", "invalid_value")
-        names.append(tool.function.name)
-    return names
+        names[tool.function.name] = None
+    return list(names)
 
 
 def _decoded_tools(tools: str) -> list[ToolSpec]:

@@ -19,7 +19,7 @@ def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str
     with _without_gc():
         request = _decode(decoder, body)
     for name, values in neutral.items():
-        if (value := getattr(request, name)) is not None and not is_neutral(value, values):
+        if not is_neutral(getattr(request, name), values):
             raise unsupported(name)
     return request
 

@@ -101,7 +101,7 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
         )
     return with_reply(
         _with_role(parsed, echo=bool(chat.echo)),
-        limits.formats,
+        limits,
         shows_specials=chat.skip_special_tokens is False,
         with_reasoning=chat.include_reasoning is not False,
     )
@@ -119,9 +119,10 @@ def _with_role(parsed: ParsedRequest, *, echo: bool) -> ParsedRequest:
 
 
 def with_reply(
-    parsed: ParsedRequest, formats: ChatFormats, *, shows_specials: bool = False, with_reasoning: bool = True
+    parsed: ParsedRequest, limits: RequestLimits, *, shows_specials: bool = False, with_reasoning: bool = True
 ) -> ParsedRequest:
     """Add the grammar of the reply to a chat, and what to parse in it. Raises ApiError."""
+    formats = limits.formats
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
     form = reply_form(prompt, formats, shows_specials=shows_specials, with_reasoning=with_reasoning)
@@ -130,7 +131,8 @@ def with_reply(
     replace = msgspec.structs.replace
     options = parsed.options
     skip = options.skip_special_tokens and not formats.needs_specials(form.tool_choice)
-    options = replace(options, skip_special_tokens=skip, grammar=calls_grammar(prompt, formats, options.grammar))
+    grammar = calls_grammar(prompt, formats, options.grammar, limits.caps)
+    options = replace(options, skip_special_tokens=skip, grammar=grammar)
     check_grammar(options)
     return replace(
         parsed,

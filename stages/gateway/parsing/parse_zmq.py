@@ -66,7 +66,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
     (prompt,) = parsed.prompts
     options = parsed.options
     if isinstance(prompt, m.ChatPrompt):
-        grammar = calls_grammar(prompt, limits.formats, options.grammar)
+        grammar = calls_grammar(prompt, limits.formats, options.grammar, limits.caps)
         options = msgspec.structs.replace(options, grammar=grammar)
         check_grammar(options)
     return msgspec.structs.replace(

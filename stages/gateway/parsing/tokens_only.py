@@ -75,7 +75,7 @@ def parse_tokens_only(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_decoder, body, GENERATE_NEUTRAL)
     params = decoded.sampling_params
     for name, values in PARAMS_NEUTRAL.items():
-        if (value := getattr(params, name)) is not None and not is_neutral(value, values):
+        if not is_neutral(getattr(params, name), values):
             raise unsupported(f"sampling_params.{name}")
     try:
         parsed = _ask(decoded, limits)

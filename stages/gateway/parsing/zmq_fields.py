@@ -37,7 +37,7 @@ class _Chat(msgspec.Struct):
     documents: Raw
     chat_template_kwargs: Raw
     reasoning_effort: ReasoningEffort | None = None
-    chat_template: Any = None
+    chat_template: Raw = Raw()
 
 
 def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputsParam | None:

@@ -7,6 +7,7 @@ OpenAI and vLLM. A reply that ends within a tool call keeps its `length` or `sto
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
@@ -38,6 +39,8 @@ class ReplyReader:
         self._num_ended = 0
         self._ids: dict[int, str] = {}
         """The ids of calls that the model wrote, by index."""
+        self._written: set[str] = set()
+        """These ids"""
         self._reply_parser: ReplyParser | None = None
 
     @property
@@ -122,8 +125,9 @@ class ReplyReader:
                 case CallBegun(index) | Arguments(index) | CallEnded(index):
                     if index and not self._form.parallel:
                         continue
-                    if isinstance(event, CallBegun) and event.id and event.id not in self._ids.values():
+                    if isinstance(event, CallBegun) and event.id and event.id not in self._written:
                         self._ids[index] = event.id
+                        self._written.add(event.id)
                     self._num_calls += isinstance(event, CallBegun)
                     self._num_ended += isinstance(event, CallEnded)
                 case _:
@@ -165,14 +169,30 @@ class ReplyReader:
 def _merged(events: Iterable[Event]) -> list[Event]:
     """Merge neighbouring events of one kind, for slow clients."""
     merged: list[Event] = []
-    for event in events:
-        match event, merged[-1] if merged else None:
-            case Content(text), Content(before):
-                merged[-1] = Content(before + text)
-            case Reasoning(text), Reasoning(before):
-                merged[-1] = Reasoning(before + text)
-            case Arguments(index, text), Arguments(_, before):
-                merged[-1] = Arguments(index, before + text)
+    for (kind, index), run in itertools.groupby(events, _kind):
+        match kind:
+            case "content":
+                merged.append(Content(_joined(run)))
+            case "reasoning":
+                merged.append(Reasoning(_joined(run)))
+            case "arguments":
+                merged.append(Arguments(index, _joined(run)))
             case _:
-                merged.append(event)
+                merged += run
     return merged
+
+
+def _kind(event: Event) -> tuple[str, int]:
+    """What can be merged is equal."""
+    match event:
+        case Content():
+            return "content", 0
+        case Reasoning():
+            return "reasoning", 0
+        case Arguments(index):
+            return "arguments", index
+    return "", 0
+
+
+def _joined(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content | Reasoning | Arguments))

@@ -82,7 +82,7 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
             max_tokens_param="max_output_tokens",
             details=details,
         )
-        parsed = with_reply(parsed, limits.formats)
+        parsed = with_reply(parsed, limits)
     return ParsedResponse(
         msgspec.structs.replace(
             parsed, options=_renamed_grammar(parsed.options), response=_form(response, is_stored), prompt_param="input"

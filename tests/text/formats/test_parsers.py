@@ -299,3 +299,13 @@ def test_calls_are_parsed_after_the_reasoning_and_not_in_it() -> None:
     form = formats("hermes", "qwen3")
     text = f"<think>\nMaybe <tool_call>.\n</think>\n\n{HERMES}"
     assert read(form.parser("auto", NAMES), text) == Reply("", "Maybe <tool_call>.", [FOUND], 1)
+
+
+@pytest.mark.parametrize(
+    "head", ["<|channel|>", "<|start|>assistant<|channel|>", "<|channel|>final<|message|>a<|channel|>"]
+)
+def test_a_header_without_an_end_is_content(head: str) -> None:
+    """It must not begin again at the same place for ever."""
+    text = "x " * 2000
+    reply = parsed("openai", head + text)
+    assert reply.content.endswith(text.strip()) or reply.content.endswith(text)

@@ -158,3 +158,25 @@ def test_the_end_of_a_prompt_determines_where_its_reply_begins(
     reasoning = formats(name).reasoning
     assert reasoning is not None
     assert reasoning.stage_of(prompt[-TAIL_CHARS:]) == stage
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ tools }}", True),
+        ("{% if tools %}", True),
+        ("{% set tools = 1 %}{{ tools }}", False),
+        ("{{ 'tools' }}", False),
+        ("tools", False),
+        ("{% if x {{ tools }}", True),
+        ("{{ x {% if tools %}", True),
+        ("{{ tools", False),
+        ("{%%}{{ tools }}", True),
+        ("{{ x }} {% tools {{ y }}", False),
+        ("{%" * 200_000, False),
+        ("{{" * 200_000 + "{% if tools %}", True),
+        ("{%{{" * 100_000, False),
+    ],
+)
+def test_code_that_shows_tools(template: str, shown: bool) -> None:
+    assert shows_tools(template) == shown

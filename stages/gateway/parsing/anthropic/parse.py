@@ -78,7 +78,7 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
     if (grammar := parsed.options.grammar) is not None:
         parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
     _check_tool_format(parsed, limits.formats)
-    parsed = with_reply(parsed, limits.formats, with_reasoning=_shows_reasoning(decoded))
+    parsed = with_reply(parsed, limits, with_reasoning=_shows_reasoning(decoded))
     if (grammar := parsed.options.grammar) is not None:
         parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
     return parsed
