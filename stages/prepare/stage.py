@@ -151,7 +151,7 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
             msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
             return
         convert(paths, folder, quantization, progress)
-        add_reply_ends(folder)
+        add_reply_ends(folder, settings.supervisor.start_timeout_s)
         (folder / CONTENT).write_text(content, encoding="utf-8")
 
     key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
@@ -171,7 +171,7 @@ def _converted_folder(
 
     def fill(folder: Path) -> None:
         folder_module.convert(path, folder, name, quantization, progress)
-        add_reply_ends(folder)
+        add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
     key = _key(name, f"{identity or f'{path}|{folder_module.state(path)}'}|{quantization}")
     return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)

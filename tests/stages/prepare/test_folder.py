@@ -1,18 +1,20 @@
 """A Hugging Face folder is served in place, or rejected with a clear error."""
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from pipeline.config.settings import Settings
+from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime import generation_config
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
@@ -503,3 +505,19 @@ def test_the_error_for_an_unsupported_config_names_its_key(source: Path, changes
     with pytest.raises(ModelError, match=words):
         prepared(source)
     assert not any(path.name.startswith("model-") for path in (source.parent / "cache").iterdir())
+
+
+def test_a_chat_template_that_takes_long_to_recognize_meets_the_timeout_of_the_start(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(*_: Any) -> None:
+        re.fullmatch(r"(a+)+b", "a" * 60)
+
+    monkeypatch.setattr("pipeline.stages.prepare.reply_ends.ChatFormats.load", hangs)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    settings = msgspec.structs.replace(
+        Settings(model=str(source), cache_dir=str(source.parent / "cache")),
+        supervisor=SupervisorSettings(start_timeout_s=0.2),
+    )
+    with pytest.raises(ModelError, match=r"chat template took more than 0\.2 s \(supervisor\.start_timeout_s\)"):
+        prepare(settings)
