@@ -134,14 +134,17 @@ def _plain(limit: float) -> str:
 
 
 def _with_key(path: str, got: str, body: bytes) -> str:
-    """The path of the first entry of the object at `path` whose type msgspec calls `got`."""
+    """The path of the first entry of the object at `path` whose type msgspec calls `got`. `path` itself if there is
+    none: of keys that the body repeats, the decoder has seen the first and this one sees the last."""
     try:
         at = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # invalid JSON after the entry
         return path
     for step in path.split("."):
+        if not isinstance(at, dict) or step not in at:
+            return path
         at = at[step]
-    for key, value in at.items():
+    for key, value in at.items() if isinstance(at, dict) else ():
         if _JSON_NAMES[type(value)] == got:
             return shown(f"{path}.{key}")
     return path

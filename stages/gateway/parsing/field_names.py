@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pipeline.stages.gateway.errors import ApiError
 
-_QUOTED = re.compile(r"'([a-z_]+[^' ]*)'")
+_QUOTED = re.compile(r"'([a-z_][^' ]*)'")
 
 
 class FieldNames:

@@ -26,6 +26,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Resump
 MAX_POINTS_BYTES = 16 * 1024 * 1024
 MAX_HEAD_BYTES = 1024
 _LINE = re.compile(rb"([0-9]{1,4}) ([0-9]{1,10}) ([01]) ([A-Za-z0-9+/=]*)")
+_NUM_BYTES = re.compile(r"[0-9]{1,10}")
 MAX_UNIX_S = 2**32
 """Far behind any clock, and small enough for every date."""
 Time = Annotated[float, Meta(ge=0, lt=MAX_UNIX_S)]
@@ -68,7 +69,7 @@ def num_point_bytes(headers: Mapping[str, str]) -> int:
     text = headers.get(RESUME)
     if text is None:
         return 0
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MAX_POINTS_BYTES:
+    if not _NUM_BYTES.fullmatch(text) or not 0 < int(text) <= MAX_POINTS_BYTES:
         message = f"'{RESUME}' must be the number of bytes of resume points, 1 to {MAX_POINTS_BYTES}"
         raise invalid(RESUME, message, "invalid_value")
     return int(text)

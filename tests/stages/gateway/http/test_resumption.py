@@ -188,7 +188,7 @@ def test_points_are_checked(gate: Gate, change: dict[str, Any], points: str, mes
 
 
 def test_the_number_of_bytes_is_checked(gate: Gate) -> None:
-    for value in ("x", "-1", "0", "99999999999"):
+    for value in ("x", "-1", "0", "99999999999", "1" * 5000):
         result = gate.client.post("/v1/completions", json=COMPLETION, headers={RESUME: value})
         assert result.status_code == 400 and result.json()["error"]["param"] == RESUME
 

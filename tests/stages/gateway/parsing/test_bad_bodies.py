@@ -10,6 +10,7 @@ import pytest
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
+from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
 
@@ -229,3 +230,46 @@ class TestUnsupportedFields:
 def test_a_missing_prompt_has_one_error_in_the_words_of_vllm(prompt: Any) -> None:
     error = refused(COMPLETION | {"prompt": prompt}, parse_completion)
     assert error.message.startswith("Either prompt or prompt_embeds must be provided and non-empty.")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '"logit_bias": {"1": "x"}, "logit_bias": 5',
+        '"logit_bias": {"1": "x"}, "logit_bias": [1]',
+        '"logit_bias": {"1": "x"}, "logit_bias": {"2": 1}',
+        '"logit_bias": {"1": "x"}, "logit_bias": null',
+    ],
+)
+def test_a_repeated_field_of_another_type_names_the_field(body: str) -> None:
+    error = refused(f"{json.dumps(CHAT)[:-1]}, {body}}}".encode())
+    assert error.param is not None and error.param.startswith("logit_bias")
+
+
+def test_a_path_of_repeated_fields_is_not_followed() -> None:
+    fields = '"sampling_params": {"logit_bias": {"1": "x"}}, "sampling_params": '
+    for other in ("5", "{}", '{"logit_bias": 1}', "[]"):
+        body = f'{{"model": "tiny", "token_ids": [1], {fields}{other}}}'
+        assert refused(body.encode(), parse_tokens_only).param == "sampling_params.logit_bias[...]"[:26]
+
+
+@pytest.mark.parametrize("value", ["1" * 4000, "-" + "1" * 4000, "1" * 5000, "1e" + "1" * 5000])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "seed", "n", "temperature", "top_k", "min_tokens", "logit_bias", "unknown"]
+)
+def test_numbers_of_thousands_of_digits_are_refused_or_ignored(name: str, value: str) -> None:
+    shown = f'{{"1": {value}}}' if name == "logit_bias" else value
+    body = f"{json.dumps(CHAT)[:-1]}, {json.dumps(name)}: {shown}}}".encode()
+    if name == "unknown":
+        parse_chat(body, LIMITS)
+    else:
+        assert refused(body).status == 400
+
+
+def test_large_schemas_of_required_calls_are_refused_before_a_grammar_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.text.formats.chat_formats.LarkBuilder.grammar", lambda *_: 1 / 0)
+    parameters = {"type": "object", "properties": {"a" * LIMITS.caps.max_grammar_bytes: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        error = refused(CHAT | {"tools": tools, "tool_choice": choice})
+        assert (error.param, error.code) == ("tools", "invalid_grammar") and "limits.max_grammar_bytes" in error.message
