@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -11,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.http_server.errors import ENCODINGS, ApiError, shown, unsupported_encoding
 from pipeline.http_server.json_depth import check_depth
-from pipeline.http_server.large_body_lock import LargeBodyLock
+from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
 
 BODY_TIMEOUT_S = 60.0
@@ -32,6 +34,8 @@ class BodyReader:
         self._max_depth = max_json_depth
         self._uploads = UploadBudget(max_body_bytes)
         self._large_body_lock = LargeBodyLock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
+        """Starts with the first large body."""
 
     def check_declared(self, http_request: web.Request) -> None:
         """Check the declared length, if there is one. Raises ApiError: 413 for a body that is too large, 503 if there
@@ -56,8 +60,9 @@ class BodyReader:
                 body = await self._read(http_request, upload)
             upload.complete()
             async with self._large_body_lock.hold(len(body)):
-                check_depth(body, self._max_depth)
-                return parser(body)
+                if len(body) <= LARGE_BYTES:
+                    return self._parsed(body, parser)
+                return await self._in_thread(lambda: self._parsed(body, parser))
         except TimeoutError:
             if upload.is_given_up:
                 raise _too_slow() from None
@@ -68,6 +73,21 @@ class BodyReader:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"cannot read the body: {shown(reason)}") from error
         finally:
             upload.release()
+
+    def _parsed(self, body: bytes, parser: Callable[[bytes], T]) -> T:
+        check_depth(body, self._max_depth)
+        return parser(body)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run the parser of a large body in the thread, so that the event loop serves other clients meanwhile. Returns
+        only when the thread has ended its work, also if the client has disconnected: the next large body waits."""
+        context = contextvars.copy_context()
+        future = asyncio.get_running_loop().run_in_executor(self._thread, context.run, work)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            if not future.done():
+                await asyncio.wait([future])
 
     async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
         """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""

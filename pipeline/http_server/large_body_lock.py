@@ -1,7 +1,8 @@
 """Serializes the parsing of large bodies.
 
-Parsing a body blocks the event loop: 4 MiB of small values take 50 ms. Many large bodies in a row would delay all other
-requests. So they are parsed one at a time, with a pause after each that is as long as its parsing.
+4 MiB of small values take 50 ms to decode, and up to half a second to check. A thread does that, so that the event loop
+goes on, but both need Python's lock. Many large bodies in a row would delay all other requests. So they are parsed one
+at a time, with a pause after each that is as long as its parsing.
 """
 
 import asyncio

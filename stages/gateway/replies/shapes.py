@@ -17,6 +17,9 @@ LARGE_BYTES = 64 * 1024
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"
 
+LARGE_CHARS = 10_000
+"""Text from which parsing it for calls and reasoning may take more than about 5 ms."""
+
 Events = responses.Events | tokens_only.GenerateEvents | MessageEvents | ResponseEvents | OllamaLines | InfillEvents
 
 
@@ -40,7 +43,8 @@ def is_large(request: Request) -> bool:
     size = sum(len(one.records) for one in request.sequences) + sum(
         len(one.prompt_records) * one.submit.options.n for one in request.prompt_requests
     )
-    return size > LARGE_BYTES
+    num_parsed = sum(one.num_chars for one in request.choices) if request.parsed.reply is not None else 0
+    return size > LARGE_BYTES or num_parsed > LARGE_CHARS
 
 
 def log_output(request: Request, body: bytes) -> bytes:

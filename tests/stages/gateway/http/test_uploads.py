@@ -6,7 +6,9 @@ import gzip
 import json
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,8 +16,11 @@ import httpx
 import pytest
 
 from pipeline.http_server import upload_budget
+from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing import parse
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
 from tests.stages.gateway.test_metrics import counts_of
@@ -233,3 +238,23 @@ def test_small_uploads_are_not_counted() -> None:
     assert room.num_bytes == SMALL_BYTES + 1
     upload.release()
     assert room.num_bytes == 0
+
+
+def test_other_clients_are_served_while_a_large_body_is_parsed(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, may_end = threading.Event(), threading.Event()
+    original = parse.parse_completion
+
+    def parse_slowly(body: bytes, limits: RequestLimits) -> ParsedRequest:
+        if len(body) > LARGE_BYTES:
+            inside.set()
+            assert may_end.wait(PATIENCE_S)
+        return original(body, limits)
+
+    monkeypatch.setattr(parse, "parse_completion", parse_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        body = COMPLETION | {"prompt": "a" * LARGE_BYTES, "max_tokens": -1}
+        large = pool.submit(gate.client.post, "/v1/completions", json=body)
+        assert inside.wait(PATIENCE_S)
+        small = gate.client.post("/v1/completions", json=COMPLETION | {"max_tokens": -1})
+        may_end.set()
+        assert (small.status_code, large.result(PATIENCE_S).status_code) == (400, 400)
