@@ -8,6 +8,7 @@ vLLM. Pure.
     reasoning         as `reasoning`, `reasoning_content` and `thinking`
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -36,6 +37,10 @@ API_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 ROLE_MARK = "ROLE_MARK_{}_END"
 """Stands for the content of a message of another role, to see whether the template writes it."""
+ROLE_MARKS = re.compile(r"ROLE_MARK_[0-9]+_END")
+
+MAX_OTHER_ROLES = 32
+"""Of the roles that are none of the API's, only so many are compared with those: it takes a while."""
 
 
 class BadChat(Exception):
@@ -88,8 +93,9 @@ def with_marks(prompt: ChatPrompt) -> ChatPrompt | None:
 
 def check_marks(text: str, prompt: ChatPrompt) -> None:
     """Check the rendered text of `with_marks`. Raises BadChat if the template has omitted a message."""
+    written = set(ROLE_MARKS.findall(text))
     for place, message in enumerate(prompt.messages):
-        if message.role not in API_ROLES and ROLE_MARK.format(place) not in text:
+        if message.role not in API_ROLES and ROLE_MARK.format(place) not in written:
             raise BadChat(
                 f"'messages[{place}].role': the model's chat template ignores messages of the role {message.role!r}",
                 f"messages[{place}].role",
@@ -99,9 +105,10 @@ def check_marks(text: str, prompt: ChatPrompt) -> None:
 def check_roles(prompt: ChatPrompt, template: str) -> None:
     """Raises BadChat if a message's role is a misspelled one of the API's: most templates write any role. `template` is
     the template's source, which may mention the role."""
-    for place, message in enumerate(prompt.messages):
-        role = message.role
-        if role not in API_ROLES and role not in template and (advice := closest(role, API_ROLES)):
+    first_places = {message.role: place for place, message in reversed(list(enumerate(prompt.messages)))}
+    others = sorted((place, role) for role, place in first_places.items() if role not in API_ROLES)
+    for place, role in others[:MAX_OTHER_ROLES]:
+        if role not in template and (advice := closest(role, API_ROLES)):
             raise BadChat(
                 f"'messages[{place}].role' must be {', '.join(API_ROLES[:-1])} or {API_ROLES[-1]}, or a role that the "
                 f"chat template mentions, not {role!r}{advice}",

@@ -20,7 +20,13 @@ MAX_WIDTH = 2**16
 """The largest width of a format."""
 
 DIGITS = re.compile(r"\d+")
-CONVERSION = re.compile(r"%(?P<key>\([^)]*\))?[#0\- +]*(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?[hlL]?.", re.DOTALL)
+MAX_KEY_CHARS = 256
+"""The longest name in a format. Without a limit, each of many that have no end is read up to the text's end."""
+
+CONVERSION = re.compile(
+    rf"%(?P<key>\([^)]{{0,{MAX_KEY_CHARS}}}\)?)?[#0\- +]*(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?[hlL]?.",
+    re.DOTALL,
+)
 
 Bound = Callable[[str, Sequence[Any], Mapping[str, Any]], int]
 """Maps a text and a method's arguments to the most characters of the result."""
@@ -70,10 +76,12 @@ def percent(text: str, args: Any) -> str:
     weight = active.budget.read(args)
     for conversion in CONVERSION.finditer(text):
         active.budget.spend(1)
-        width, precision = conversion["width"], conversion["precision"]
+        key, width, precision = conversion["key"], conversion["width"], conversion["precision"]
+        if key and not key.endswith(")"):
+            raise ValueTooLarge(f"it formats with a name that has no end within {MAX_KEY_CHARS} characters")
         if "*" in (width, precision):
             raise ValueTooLarge("it takes a format width from its arguments")
-        size += _width(width) + _width(precision) + (weight if conversion["key"] else 0)
+        size += _width(width) + _width(precision) + (weight if key else 0)
     active.budget.make(size + weight)
     return str(text % args)
 

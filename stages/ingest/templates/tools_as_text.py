@@ -6,6 +6,8 @@ an assistant's calls   at the end of its content
 tool messages          a user's message with the results of consecutive ones
 """
 
+import itertools
+
 import msgspec
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
@@ -32,21 +34,15 @@ def with_tools_as_text(prompt: ChatPrompt, *, takes_system: bool) -> ChatPrompt:
 
 def _plain(messages: list[ChatMessage]) -> list[ChatMessage]:
     plain: list[ChatMessage] = []
-    follows_result = False
-    for message in messages:
-        is_result = message.role == "tool"
+    for is_result, run in itertools.groupby(messages, lambda message: message.role == "tool"):
         if is_result:
-            text = result_text(message.content or "")
-            if follows_result:
-                plain[-1] = _appended(plain[-1], text, "\n")
-            else:
-                plain.append(ChatMessage("user", text))
-        elif message.tool_calls:
-            calls = "\n".join(_call(call) for call in message.tool_calls)
-            plain.append(msgspec.structs.replace(_appended(message, calls, "\n"), tool_calls=[]))
-        else:
+            plain.append(ChatMessage("user", "\n".join(result_text(message.content or "") for message in run)))
+            continue
+        for message in run:
+            if message.tool_calls:
+                calls = "\n".join(_call(call) for call in message.tool_calls)
+                message = msgspec.structs.replace(_appended(message, calls, "\n"), tool_calls=[])
             plain.append(message)
-        follows_result = is_result
     return plain
 
 

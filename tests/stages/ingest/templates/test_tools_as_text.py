@@ -95,3 +95,11 @@ def test_a_template_that_refuses_system_messages_shows_them_to_the_user(tmp_path
 def test_a_message_with_results_can_end_the_chat_and_one_with_calls_be_continued(tmp_path: Path) -> None:
     chat = prompt(RESULTS[:2], tools=[FIND], continue_final_message=True, add_generation_prompt=False)
     assert rendered(tmp_path, CHATML, chat).endswith("</tool_call>")
+
+
+def test_results_of_several_calls_are_one_message() -> None:
+    results: Chat = [{"role": "tool", "tool_call_id": "c", "content": str(place)} for place in range(4)]
+    chat: Chat = [{"role": "user", "content": "Hi"}, *results, {"role": "user", "content": "Go"}, results[0]]
+    each = written(chat)
+    assert [role for role, _ in each] == ["user", "user", "user", "user"]
+    assert (each[1][1] or "").count("<tool_response>") == 4 and (each[3][1] or "").count("<tool_response>") == 1
