@@ -1,0 +1,11 @@
+"""All cases."""
+
+from collections.abc import Iterator
+
+from tools.scaling_meter import bodies, others, replies, schemas
+from tools.scaling_meter.case import Case
+
+
+def all_cases() -> Iterator[Case]:
+    for module in (others, schemas, replies, bodies):
+        yield from module.cases()
