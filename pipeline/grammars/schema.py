@@ -113,9 +113,10 @@ def _check_pattern(pattern: Any) -> None:
     if not isinstance(pattern, str):
         return
     for found in CONTROL_IN_PATTERN.finditer(pattern):
-        before, after = pattern[: found.start()], pattern[found.end() :]
-        begins = after[:1] == "-" and after[1:2] not in ("", "]") and not after[1:].startswith(found[0])
-        ends = before[-1:] == "-" and before[-2:-1] not in ("", "[") and not before[:-1].endswith(found[0])
+        start, end = found.span()
+        before, after = pattern[max(start - 2, 0) : start], pattern[end : end + 2]
+        begins = after[:1] == "-" and after[1:2] not in ("", "]") and not pattern.startswith(found[0], end + 1)
+        ends = before[-1:] == "-" and before[-2:-1] not in ("", "[") and not pattern.endswith(found[0], 0, start - 1)
         if not (begins or ends):
             raise UnsupportedSchema(
                 f"a pattern may only contain control characters that JSON has a short escape for: {pattern!r}"

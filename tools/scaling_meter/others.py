@@ -39,7 +39,7 @@ from tools.scaling_meter.texts import PIECES, Grow, repeated
 MAX_HEADER = 8190
 MAX_TEMPLATE = 1024**2
 START_MS = 5000.0
-"""At the start, nobody else waits."""
+"""At the start, no request waits."""
 THREAD_MS = 1000.0
 """In a thread, or with a budget of its own"""
 SPECIALS = [f"<|reserved_special_token_{i}|>" for i in range(250)] + ["<|im_start|>", "<|im_end|>", "<s>"]

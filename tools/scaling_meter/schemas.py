@@ -3,6 +3,7 @@
 Schemas that a grammar is made of are at most `limits.max_grammar_bytes` long; types are read of all others, too.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 
 from pipeline.config.settings import ChatSettings, LimitSettings
+from pipeline.grammars import source
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, SchemasTooLarge
 from pipeline.text.formats.lark import AddedToken
-from pipeline.text.formats.schema_types import property_types
+from pipeline.text.formats.schema_types import _types_of_properties
 from tools.scaling_meter.case import Case
 from tools.scaling_meter.texts import DEPTH, Grow
 
@@ -22,6 +24,8 @@ MAX_TYPED = 256 * 1024
 """A template writes schemas into the prompt, so that longer ones don't fit."""
 MAX_DIGITS = 4300
 """A body with a longer number is invalid."""
+HELPER_MS = 500.0
+"""In a process of its own, which has one second"""
 RESERVED = 256
 """Special tokens that a vocabulary reserves"""
 
@@ -29,6 +33,7 @@ RESERVED = 256
 def cases() -> Iterator[Case]:
     for name, grow in SCHEMAS.items():
         yield Case("types of parameters", name, functools.partial(_types, grow), MAX_TYPED, first_n=64)
+        yield Case("grammar checker", name, functools.partial(_fitted, grow), MAX_GRAMMAR, HELPER_MS, first_n=64)
     for form in (*TOOL_FORMATS, GENERIC):
         added = [AddedToken(i, mark, special=True) for i, mark in enumerate(form.marks)]
         added += [AddedToken(1000 + i, f"<|reserved_special_token_{i}|>", special=True) for i in range(RESERVED)]
@@ -42,7 +47,18 @@ def cases() -> Iterator[Case]:
 
 def _types(grow: Grow, n: int) -> Callable[[], object]:
     schema = grow(n)
-    return lambda: property_types.__wrapped__(schema)
+    return lambda: _types_of_properties(schema)
+
+
+def _fitted(grow: Grow, n: int) -> Callable[[], object]:
+    """What the process that checks grammars does before the library."""
+    text = grow(n)
+
+    def work() -> None:
+        with contextlib.suppress(source.InvalidGrammar):
+            source.to_llguidance("closed_schema", text, None)  # type: ignore[arg-type]
+
+    return work
 
 
 def _calls(formats: ChatFormats, grow: Grow, strict: bool, n: int) -> Callable[[], object]:
@@ -127,6 +143,9 @@ SCHEMAS: Mapping[str, Grow] = {
     "a long name of half marks": lambda n: _object({"<|reserved_special_token_1" * (n // 26): {"type": "string"}}),
     "long names": lambda n: _object({f"{'a' * 1000}{i}": {"type": "string"} for i in range(max(n // 1000, 1))}),
     "a long value": lambda n: _object({"p": {"const": "<" * n}}),
+    "control characters in a pattern": lambda n: _object({"p": {"type": "string", "pattern": "\\x0e-a" * (n // 8)}}),
+    "unknown keywords": lambda n: json.dumps({"type": "object", **{f"minLengt{i}": 1 for i in range(n // 20)}}),
+    "formats": _many(lambda i: {"type": "string", "format": f"f{i}"}, 48),
     "a long pattern": lambda n: _object({"p": {"type": "string", "pattern": "\\\\" * (n // 4) + "$"}}),
     "a pattern of groups": lambda n: _object({"p": {"type": "string", "pattern": "(a|" * (n // 6) + ")" * (n // 6)}}),
     "a long description": lambda n: _object({"p": {"type": "string", "description": '"$ref" ' * (n // 9)}}),

@@ -18,13 +18,19 @@ OTHER = "other"
 STRING_ONLY = frozenset({"string"})
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
+MAX_KEPT_CHARS = 16_384
+
 Types = frozenset[str] | None
 """Names of JSON types, with `integer` apart from `number`; None if any is allowed."""
 
 
-@lru_cache(maxsize=256)
 def property_types(schema: str) -> Mapping[str, Types]:
-    """The types of each property of an object's schema, given as text. Properties without a type are missing."""
+    """The types of each property of an object's schema, given as text. Properties without a type are missing. Those of
+    a long schema are not kept: it would stay in memory."""
+    return _kept_types(schema) if len(schema) <= MAX_KEPT_CHARS else _types_of_properties(schema)
+
+
+def _types_of_properties(schema: str) -> Mapping[str, Types]:
     try:
         root = msgspec.json.decode(schema) if schema else {}
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -34,6 +40,9 @@ def property_types(schema: str) -> Mapping[str, Types]:
         return {}
     table = TypeTable(root)
     return {name: types for name, part in properties.items() if (types := table.types_of(part)) is not None}
+
+
+_kept_types = lru_cache(maxsize=256)(_types_of_properties)
 
 
 class _Named(msgspec.Struct):
