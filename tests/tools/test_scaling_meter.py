@@ -1,12 +1,14 @@
 """The meter of growing work: it covers all parsers, finds what is too slow, and a part of it runs here."""
 
+import json
 import time
 from collections.abc import Callable
 
 import pytest
 
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.text.formats.chat_formats import GENERIC, REASONING_FORMATS, TOOL_FORMATS
+from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS
+from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from tools.scaling_meter import bodies, measure, replies, schemas, table
 from tools.scaling_meter.__main__ import WIDTH, main, report
 from tools.scaling_meter.case import Case
@@ -36,7 +38,7 @@ class TestCoverage:
 
     def test_every_body_is_read(self) -> None:
         for parse, body in bodies.PARSERS.values():
-            parse(bodies.json.dumps(body).encode(), bodies.LIMITS)
+            parse(json.dumps(body).encode(), bodies.LIMITS)
 
     def test_every_format_has_cases(self) -> None:
         groups = {one.group for one in (*replies.cases(), *schemas.cases())}

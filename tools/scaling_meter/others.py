@@ -30,7 +30,8 @@ from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTi
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure, TextTooLong
 from pipeline.stages.ingest.templates.tools_as_text import with_tools_as_text
-from pipeline.text.formats.chat_formats import REASONING_FORMATS, TOOL_FORMATS
+from pipeline.text.formats.chat_formats import TOOL_FORMATS
+from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.tool_format import shows_tools
 from tools.scaling_meter.bodies import LIMITS
 from tools.scaling_meter.case import MAX_BODY, Case
@@ -53,12 +54,12 @@ def cases() -> Iterator[Case]:
             yield _of_text(f"header {name}", repr(piece), work, repeated(piece), MAX_HEADER)
     for name, grow in TEMPLATES.items():
         yield _of_text("chat template", f"formats: {name}", _formats, grow, MAX_TEMPLATE, START_MS)
-    for name, grow in POINTS.items():
-        yield Case("resume points", name, functools.partial(_points, grow), MAX_BODY, THREAD_MS)
-    for name, text in MESSAGES.items():
-        yield _of_text("error", f"names of fields: {name}", _renamed, text, 65536)
-    for name, (stops, text) in STOPS.items():
-        yield Case("stop strings", name, functools.partial(_stops, stops, text), 512 * 1024, THREAD_MS)
+    for name, points in POINTS.items():
+        yield Case("resume points", name, functools.partial(_points, points), MAX_BODY, THREAD_MS)
+    for name, grow in MESSAGES.items():
+        yield _of_text("error", f"names of fields: {name}", _renamed, grow, 65536)
+    for name, (stops, piece) in STOPS.items():
+        yield Case("stop strings", name, functools.partial(_stops, stops, piece), 512 * 1024, THREAD_MS)
     for name, grow in OFFSETS.items():
         yield Case("text offsets", name, functools.partial(_offsets, grow), 64 * 1024, THREAD_MS)
     for name, grow in CONTENTS.items():
@@ -201,8 +202,10 @@ TEMPLATES: Mapping[str, Grow] = {
 
 def _formats(template: str) -> None:
     shows_tools(template)
-    for form in (*TOOL_FORMATS, *REASONING_FORMATS):
+    for form in TOOL_FORMATS:
         form.detects(template)
+    for reasoning in REASONING_FORMATS:
+        reasoning.detects(template)
 
 
 # -------------------------------------------------------------------------------------------------------------- ingest
