@@ -311,7 +311,8 @@ class Whole:
 
 
 async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int, bytes]:
-    """GET over a connection of its own, which then ends. Returns status and body. Raises UpstreamLost, also at the timeout."""
+    """GET over a connection of its own, which then ends. Returns status and body. Raises UpstreamLost, also at the
+    timeout."""
     sink = Whole()
     request = f"GET {target} HTTP/1.1\r\nHost: {host_header(upstream)}\r\n\r\n".encode()
     connection = None

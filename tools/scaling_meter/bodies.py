@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 from msgspec import inspect as types
+from pipeline.stages.gateway.http.large_body_lock import LARGE_BYTES
+from pipeline.stages.gateway.parsing.json_depth import check_depth
 
 from pipeline.config.settings import ChatSettings
 from pipeline.stages.gateway.admin.abort_requests import AbortBody
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama import parsing as ollama
@@ -20,7 +21,6 @@ from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, 
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
 from pipeline.stages.gateway.parsing.invocations import parse_invocation
-from pipeline.stages.gateway.parsing.json_depth import check_depth
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only

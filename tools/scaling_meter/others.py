@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
+from pipeline.stages.gateway.http.origins import _ABSOLUTE, _JSON
 from tokenizers import AddedToken as TokenizerToken
 from tokenizers import Tokenizer, models
 
@@ -14,7 +15,6 @@ from pipeline.runtime.api_keys import bearer
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.http.origins import _ABSOLUTE, _JSON
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.parsing import request_ids
