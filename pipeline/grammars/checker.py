@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
 from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.entry import die_with_parent
 from pipeline.grammars.source import InvalidGrammar, to_llguidance
@@ -27,9 +27,6 @@ from pipeline.grammars.worker import Gone, receive, send
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.supervisor.process_usage import usage_of
 from pipeline.text.formats.lark import LarkGrammar
-
-MAX_CHECKS = 8
-"""Maximum number of concurrent checks; the others wait."""
 
 MAX_BYTES = 512 * 1024**2
 """Maximum memory of a check, in addition to the memory of this process."""

@@ -2,6 +2,9 @@
 
 import msgspec
 
+MAX_CHECKS = 8
+"""Maximum number of concurrent checks; the others wait in ingest."""
+
 
 class Check(msgspec.Struct, array_like=True, frozen=True):
     number: int

@@ -201,5 +201,12 @@ def scoped_salt(scope: str, salt: str) -> str:
     return hmac.digest(bytes.fromhex(scope), b"prefix cache\0" + salt.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
+def scope_id(scope: str) -> str:
+    """Identifies a scope to other stages and in recordings, from which the scope can't be computed."""
+    if scope == NO_SCOPE:
+        return ""
+    return hashlib.blake2b(scope.encode(), digest_size=8, person=b"pipeline id").hexdigest()
+
+
 def _digest(secret: bytes, key: str) -> bytes:
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=secret, digest_size=DIGEST_BYTES).digest()

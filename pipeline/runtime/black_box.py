@@ -20,11 +20,13 @@ from pipeline.runtime.messages.lifecycle import BlackBox
 from pipeline.shm import segment
 
 CRUMB_BYTES = 64
-NUM_CRUMBS = 2
+MAX_THREADS = 4
+"""Threads beside the loop that have a breadcrumb."""
+NUM_CRUMBS = 1 + MAX_THREADS
 LOG_BYTES = 64 * 1024
 """Of the ring of log lines."""
-LOOP, THREAD = range(NUM_CRUMBS)
-"""The breadcrumbs: of the stage's loop, and of the thread beside it."""
+LOOP = 0
+"""The breadcrumb of the stage's loop; those of the threads beside it follow."""
 
 _CRUMB = Struct("<QQQ")
 """When the work began, in ns by time.monotonic, or 0 for none; the request's id; its attempt."""
@@ -143,8 +145,8 @@ def keep_lines(log: logging.Logger, memory: memoryview) -> None:
 
 
 def suspect_of(box: BlackBox) -> Suspect | None:
-    """The request that the process was working on. If two threads were working, it is the request that was begun last:
-    most deaths come soon."""
+    """The request that the process was working on. If several threads were working, it is the request that was begun
+    last: most deaths come soon."""
     data = os.pread(box.memory_fd, _POSITION_AT, 0)
     crumbs = [_CRUMB.unpack_from(data, place * CRUMB_BYTES) for place in range(len(data) // CRUMB_BYTES)]
     begun_ns, request_id, attempt = max(crumbs, default=(0, 0, 0))

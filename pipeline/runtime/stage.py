@@ -47,8 +47,8 @@ class Stage(Generic[T]):
         memory = black_box.attach(launch.black_box)
         self.breadcrumb = black_box.Breadcrumb(memory)
         """Of the loop."""
-        self.thread_breadcrumb = black_box.Breadcrumb(memory, black_box.THREAD)
-        """Of the thread beside the loop, in stages that have one which works on requests."""
+        self.thread_breadcrumbs = [black_box.Breadcrumb(memory, 1 + i) for i in range(black_box.MAX_THREADS)]
+        """Of the threads beside the loop, in stages that have some which work on requests."""
         self.suspects = black_box.SuspectList(memory)
         self.control_requests = ControlRequests(self)
         """Answers control requests. A stage with counts of its own sets `control_requests.own_counts`."""

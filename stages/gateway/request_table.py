@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.api_keys import scoped_salt
+from pipeline.runtime.api_keys import scope_id, scoped_salt
 from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
@@ -281,6 +281,7 @@ class RequestTable:
             prompt_options=parsed.prompt_options,
             gateway_incarnation=self._stage.launch.incarnation,
             template_s=0.0 if parsed.resumption is None else parsed.resumption.arrival_s,
+            scope_id=scope_id(parsed.scope),
         )
 
     def keep(self, request: Request, num_bytes: int, num_base_bytes: int | None = None) -> None:

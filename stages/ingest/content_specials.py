@@ -14,6 +14,7 @@ The second text costs nothing for other chats: only those that contain such char
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,14 @@ class ContentSpecials:
         masked: dict[str, Any] = _masked(variables, pattern)
         return masked
 
-    def encode(self, text: str, masked: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(
+        self, text: str, masked: str, *, add_special_tokens: bool, check_num: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
         """The ids of a chat's text, of which `masked` has the same length. The tokens of the client's texts are plain.
-        Raises the tokenizer's exceptions."""
+        Raises the tokenizer's exceptions, and those of `check_num`, which gets the number of ids before the expensive
+        part."""
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        check_num(len(encoding))
         ids: list[int] = encoding.ids
         offsets = encoding.offsets
         # num_before[i]: masked characters before character i

@@ -1,20 +1,21 @@
 """Checks the grammars of requests in a separate process (pipeline/grammars/checker.py), which starts with the first
-grammar. Recent outcomes are cached."""
+grammar. Recent outcomes are cached. Grammars wait here for their check, in a queue that is fair to the API keys."""
 
 import asyncio
 import hashlib
 import socket
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pipeline.config.settings import LimitSettings
-from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
 from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime import suspension
+from pipeline.runtime.fair_gate import FairGate
 from pipeline.runtime.messages import Failure, Grammar
 from pipeline.stages.ingest.prompt_processor import RequestRefused
 
@@ -27,11 +28,17 @@ SLOW_S = 0.05
 """The executor prepares a grammar in about the time that checking it took, and a step may have to wait for it. Grammars
 slower than this are passed on one by one."""
 
+MIN_SLOW_S = 1e-6
+
 SHARE = 0.1
 """The largest share of time that the executor spends on slow grammars; it sets the interval between them."""
 
 CHECK_TIMEOUT_S = 30.0
-"""Longest time of a check, including the start of the process and the checks before it."""
+"""Longest time of a check, including the start of the process and the checks before it; also of the wait for a turn
+after it, if the grammar is slow."""
+
+MAX_CHECKS_PER_SCOPE = MAX_CHECKS - 2
+"""Of the checks at the same time. The others are for other API keys."""
 
 NAMES = {
     "json_object": "response_format",
@@ -67,11 +74,19 @@ class GrammarChecker:
         self._stream: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
         """Held while the process starts, so that concurrent checks share it."""
-        self._answers: dict[int, asyncio.Future[Checked]] = {}
+        self._gate = FairGate(MAX_CHECKS, MAX_CHECKS_PER_SCOPE)
+        """Of the checks in the process, so that they don't wait there."""
+        self._answers: dict[int, tuple[asyncio.Future[Checked], str]] = {}
+        """Of these checks, with their scope. A cancelled check keeps its place until its answer."""
+        self._answered_s = 0.0
+        """When the last answer came, or the process was started."""
         self._number = 0
         self._is_closed = False
         self._next_slow_s = 0.0
         """When the next slow grammar may be passed on, by time.monotonic()."""
+        self._slow_gate = FairGate(1, num_per_scope=1)
+        self._slow_s: Counter[str] = Counter()
+        """How long the slow grammars of each scope wait if only it has some."""
 
     def known(self, grammar: Grammar) -> str | None:
         """Return the grammar in llguidance's form if the outcome is cached. Raises RequestRefused if it can't be
@@ -85,23 +100,25 @@ class GrammarChecker:
             raise refusal(grammar, outcome.error, outcome.place)
         return outcome.grammar
 
-    async def check(self, grammar: Grammar) -> str:
-        """Return the grammar in llguidance's form. Raises RequestRefused if it can't be used."""
+    async def check(self, grammar: Grammar, scope: str = "") -> str:
+        """Return the grammar in llguidance's form; `scope` is whose it is. Raises RequestRefused if it can't be
+        used."""
         if (known := self.known(grammar)) is not None:
             return known
         due_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
         try:
             async with asyncio.timeout_at(due_s):
-                checked = await self._query_twice(grammar)
+                checked = await self._query_twice(grammar, scope)
         except TimeoutError:
             if suspension.missed(due_s):
-                return await self.check(grammar)
-            self._stop("does not answer")
+                return await self.check(grammar, scope)
+            if time.monotonic() - self._answered_s >= CHECK_TIMEOUT_S:  # else it answers others
+                self._stop("does not answer")
             raise _busy(grammar) from None
         except ConnectionError:
             raise _busy(grammar) from None
         if checked.grammar and checked.took_s > SLOW_S:
-            await self._take_turn(grammar, checked.took_s)
+            await self._take_turn(grammar, checked.took_s, scope)
         if not checked.is_final:
             raise _busy(grammar)
         self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.place))
@@ -109,42 +126,58 @@ class GrammarChecker:
             raise refusal(grammar, checked.error, checked.place)
         return checked.grammar
 
-    async def _query_twice(self, grammar: Grammar) -> Checked:
+    async def _query_twice(self, grammar: Grammar, scope: str) -> Checked:
         """Query a new process if the first one ends: it may have been killed, or stopped because of another check.
         Raises ConnectionError if that ends too, or if this was closed."""
         try:
-            return await self._query(grammar)
+            return await self._query(grammar, scope)
         except ConnectionError:
-            return await self._query(grammar)
+            return await self._query(grammar, scope)
 
-    async def _query(self, grammar: Grammar) -> Checked:
-        if self._is_closed:
-            raise ConnectionError("the process that checks grammars was stopped")
-        async with self._starting:
-            if self._worker is None or self._stream is None or not self._worker.is_alive:
-                await self._start()
-        if (stream := self._stream) is None:
+    async def _query(self, grammar: Grammar, scope: str) -> Checked:
+        await self._gate.enter(scope, len(grammar.source))
+        try:
+            number, stream = await self._started()
+        except BaseException:
+            self._gate.leave(scope)
+            raise
+        future: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future, scope
+        data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
+        stream.write(LENGTH.pack(len(data)) + data)
+        await stream.drain()
+        return await future
+
+    async def _started(self) -> tuple[int, asyncio.StreamWriter]:
+        """The number of a new check, and the stream to the process. Raises ConnectionError."""
+        if not self._is_closed:
+            async with self._starting:
+                if self._worker is None or self._stream is None or not self._worker.is_alive:
+                    await self._start()
+        if self._is_closed or (stream := self._stream) is None:
             raise ConnectionError("the process that checks grammars was stopped")
         self._number += 1
-        number = self._number
-        future: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
-        self._answers[number] = future
-        try:
-            data = msgspec.msgpack.encode(Check(number, grammar.kind, grammar.source, time.monotonic()))
-            stream.write(LENGTH.pack(len(data)) + data)
-            await stream.drain()
-            return await future
-        finally:
-            self._answers.pop(number, None)
+        return self._number, stream
 
-    async def _take_turn(self, grammar: Grammar, took_s: float) -> None:
+    async def _take_turn(self, grammar: Grammar, took_s: float, scope: str) -> None:
         """Delay a slow grammar until its turn. Raises RequestRefused if that takes too long."""
-        wait_s = self._next_slow_s - time.monotonic()
-        if wait_s > CHECK_TIMEOUT_S:
+        if self._next_slow_s - time.monotonic() > CHECK_TIMEOUT_S or self._slow_s[scope] > CHECK_TIMEOUT_S:
             raise _busy(grammar)
-        self._next_slow_s = max(self._next_slow_s, time.monotonic()) + took_s / SHARE
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
+        self._slow_s[scope] += took_s / SHARE
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await self._slow_gate.enter(scope, int(took_s * 1e6))
+                try:
+                    await asyncio.sleep(self._next_slow_s - time.monotonic())
+                    self._next_slow_s = max(self._next_slow_s, time.monotonic()) + took_s / SHARE
+                finally:
+                    self._slow_gate.leave(scope)
+        except TimeoutError:
+            raise _busy(grammar) from None
+        finally:
+            self._slow_s[scope] -= took_s / SHARE
+            if self._slow_s[scope] < MIN_SLOW_S:
+                del self._slow_s[scope]
 
     async def _start(self) -> None:
         self._stop("ended")
@@ -157,6 +190,7 @@ class GrammarChecker:
         except BaseException:
             own.close()
             raise
+        self._answered_s = time.monotonic()
         self._reader = asyncio.get_running_loop().create_task(self._read(reader))
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
@@ -165,7 +199,10 @@ class GrammarChecker:
             while True:
                 (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
                 checked = decoder.decode(await stream.readexactly(length))
-                if (future := self._answers.get(checked.number)) is not None and not future.done():
+                self._answered_s = time.monotonic()
+                future, scope = self._answers.pop(checked.number)
+                self._gate.leave(scope)
+                if not future.done():
                     future.set_result(checked)
         except (asyncio.IncompleteReadError, ConnectionError):
             if self._stream is not None:  # the process may still seem alive
@@ -174,10 +211,11 @@ class GrammarChecker:
             self._fail("ended")
 
     def _fail(self, how: str) -> None:
-        for future in self._answers.values():
+        answers, self._answers = self._answers, {}
+        for future, scope in answers.values():
+            self._gate.leave(scope)
             if not future.done():
                 future.set_exception(ConnectionError(f"the process that checks grammars {how}"))
-        self._answers.clear()
 
     def _stop(self, how: str) -> None:
         if self._reader is not None:

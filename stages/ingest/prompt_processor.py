@@ -52,6 +52,9 @@ UNBOUNDED_CHARS_PER_ID = 256
 TEMPLATE_GROWTH = 4
 """How many times the length of its messages a chat with `any_length` or `truncate` may have."""
 
+PART_IDS = 65536
+"""Ids that are converted at a time: about 2 ms."""
+
 WORD_CHARS = 40
 """The cost of tokenizing a short word, in characters of a long text."""
 
@@ -100,6 +103,7 @@ class PromptProcessor:
         now_s: float | None = None,
         *,
         is_short: bool = False,
+        embeds: bool = False,
     ) -> Ids:
         """The ids of a chat or a text, [n]. Chat templates write special tokens themselves; `now_s` is the time for
         templates that write it, Unix seconds. Raises RequestRefused, or NeedsTime if it `is_short` but the chat's
@@ -112,18 +116,27 @@ class PromptProcessor:
             text = prompt.text
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
+
+        def check_num(num_ids: int) -> None:
+            self._check_num(num_ids, prompt, options, embeds=embeds)
+
         try:
             # Unlike `encode`, the batch call lets other threads run; "fast" omits the offsets, which are not needed.
             with panics_as_errors():
                 if masked is not None and self._specials is not None:
-                    ids = self._specials.encode(text, masked, add_special_tokens=add_special_tokens)
+                    ids = self._specials.encode(
+                        text, masked, add_special_tokens=add_special_tokens, check_num=check_num
+                    )
                 else:
                     (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                    check_num(len(encoding))
                     ids = encoding.ids
+        except RequestRefused:
+            raise
         except Exception as error:  # the library raises nothing more precise
             raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
-            return np.array(ids, dtype=np.int32)
+            return _as_int32(ids)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise _refusal(message, prompt) from error
@@ -202,9 +215,7 @@ class PromptProcessor:
         param = _param(submit.prompt)
         self._check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
-            if len(ids) > MAX_SHOWN_IDS:
-                message = f"the prompt has {len(ids)} tokens, the limit is {MAX_SHOWN_IDS}"
-                raise RequestRefused(Failure(400, message, param, "too_many_tokens"))
+            self._check_num(len(ids), submit.prompt, msgspec.structs.replace(submit.prompt_options, truncate=0))
             return 0
         if len(ids) == 0:
             raise _refusal("the prompt is empty", submit.prompt)
@@ -267,6 +278,15 @@ class PromptProcessor:
     def _unknown(self, token_id: int) -> str:
         """Why an id is refused, in the words that the gateway and the Python client use too."""
         return f"token id {token_id} is out of vocabulary, the model's ids are 0..{self._vocab_size - 1}"
+
+    def _check_num(self, num_ids: int, prompt: Prompt, options: PromptOptions, *, embeds: bool = False) -> None:
+        """Refuse more ids than any reply can be for, before they become Python objects: the interpreter makes a million
+        of them in 30 ms, in which no other thread runs."""
+        if options.any_length and num_ids > MAX_SHOWN_IDS and not options.truncate:
+            message = f"the prompt has {num_ids} tokens, the limit is {MAX_SHOWN_IDS}"
+            raise RequestRefused(Failure(400, message, _param(prompt), "too_many_tokens"))
+        if not options.any_length and not options.truncate and num_ids > self._max_model_len:
+            raise self._too_long(str(num_ids), _param(prompt), embeds=embeds)
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
         """Refuse invalid text, and text that can't fit whatever its ids are."""
@@ -347,6 +367,12 @@ def load(
         max_new_tokens,
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
     )
+
+
+def _as_int32(ids: list[int]) -> Ids:
+    """In parts, between which other threads run. Raises OverflowError."""
+    parts = [np.array(ids[begin : begin + PART_IDS], np.int32) for begin in range(0, len(ids), PART_IDS)]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
 def cost_chars(submit: Submit) -> int:

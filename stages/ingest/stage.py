@@ -4,14 +4,15 @@
                            │                     ▲                or Rejected to the gateway
                            └─long──► a thread ───┘
 
-Requests wait in order of arrival. The loop works on them for `SLICE_S`, then reads the inbox again, so that an Abort
-finds its request still waiting. One thread encodes long texts one by one: short requests overtake them, and the
-executor keeps its cores. A separate process checks grammars (grammar_checker.py) while their requests wait.
+Requests wait in a queue that is fair to the API keys (pipeline/runtime/fair_queue.py). The loop works on them for
+`SLICE_S`, then reads the inbox again, so that an Abort finds its request still waiting. Threads encode long texts
+(encoder_threads.py), one of each key at a time: short requests overtake them, and the executor keeps its cores. A
+separate process checks grammars (grammar_checker.py) while their requests wait.
 """
 
 import asyncio
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, assert_never
 
 import msgspec
@@ -22,10 +23,13 @@ from tokenizers import Tokenizer
 from pipeline.runtime import generation_config, heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
+from pipeline.runtime.black_box import Breadcrumb
+from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
+from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompt_echo import PromptEcho
@@ -35,12 +39,28 @@ from pipeline.stages.ingest.templates.chat_templates import NeedsTime
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
-"""Prompts of this length or more are encoded in the thread: about 10 ms of work."""
+"""Prompts of this length or more are encoded in a thread: about 10 ms of work."""
+
+VERY_LONG_CHARS = 100_000
+"""Prompts of this length or more have threads of their own: those of shorter ones are free again after 50 ms or so."""
 
 MANY_IDS = 10_000
-"""This many ids or more are decoded in the thread."""
+"""This many ids or more are decoded in a thread."""
+
+NUM_THREADS = 2
+"""Threads for long prompts, and as many for very long ones. Each works for another key, so without keys one of each
+kind works."""
+
+MIN_CHARS = 1024
+"""The least that a request costs in the queue."""
+
+ID_CHARS = 2
+"""What an id costs that is decoded, in characters of a text that is encoded."""
 
 SLICE_S = 0.01
+
+SWITCH_S = 0.001
+"""How long the loop waits for the GIL while a thread renders a template; Python's default is 5 ms."""
 
 Key = tuple[int, int]
 """Request id and attempt."""
@@ -60,6 +80,7 @@ class PreparedPrompt(NamedTuple):
 
 def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(launch))
 
@@ -68,32 +89,42 @@ async def _run(launch: Launch) -> None:
     stage: Stage[m.IngestInbox]
     with Stage(launch, m.IngestInbox) as stage:
         tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    ingest = IngestStage(stage, tokenizer, encoder, tasks)
-                    stage.ready()
-                    await ingest.loop()
-            except BaseExceptionGroup as group:
-                # The stage ends with the first error, not with the group around it.
-                raise group.exceptions[0] from group
+        crumbs = stage.thread_breadcrumbs
+        long = EncoderThreads("encode", crumbs[:NUM_THREADS])
+        very_long = EncoderThreads("encode-long", crumbs[NUM_THREADS : 2 * NUM_THREADS])
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                ingest = IngestStage(stage, tokenizer, long, very_long, tasks)
+                stage.ready()
+                await ingest.loop()
+        except BaseExceptionGroup as group:
+            # The stage ends with the first error, not with the group around it.
+            raise group.exceptions[0] from group
+        finally:
+            long.join()
+            very_long.join()
 
 
 class IngestStage:
     """The loop and its state: waiting requests, texts being encoded, and messages that a full edge refused."""
 
     def __init__(
-        self, stage: Stage[m.IngestInbox], tokenizer: Tokenizer, encoder: ThreadPoolExecutor, tasks: asyncio.TaskGroup
+        self,
+        stage: Stage[m.IngestInbox],
+        tokenizer: Tokenizer,
+        long: EncoderThreads,
+        very_long: EncoderThreads,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self._stage = stage
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
         self._prompt_echo = PromptEcho(tokenizer)
-        self._encoder = encoder
+        self._long, self._very_long = long, very_long
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
         self._prompt_processor: PromptProcessor | None = None
-        self._waiting: dict[Key, Submit] = {}
+        self._waiting: FairQueue[Key, Submit] = FairQueue()
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
@@ -103,6 +134,9 @@ class IngestStage:
         self._metrics = IngestMetrics()
         stage.control_requests.own_counts = lambda: self._metrics.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
+        self._is_turn_due = False
+        """`_turn` is scheduled."""
+        stage.replay_context.perform("work", lambda *_: self._work())
 
     async def loop(self) -> None:
         while not self._stopping:
@@ -127,7 +161,7 @@ class IngestStage:
     def _handle(self, message: m.IngestInbox) -> None:
         match message:
             case m.Submit():
-                self._waiting[message.request_id, message.attempt] = message
+                self._wait((message.request_id, message.attempt), message)
             case m.Abort():
                 self._abort(message)
             case m.Release():
@@ -159,19 +193,39 @@ class IngestStage:
         stage, _, replica = message.peer.name.partition(".")
         if stage == "gateway":
             lost = int(replica)
-            for key in [key for key, submit in self._waiting.items() if submit.gateway == lost]:
-                del self._waiting[key]
+            for key in [key for key in self._waiting if self._waiting[key].gateway == lost]:
+                self._waiting.remove(key)
             for key in [key for key, (submit, _) in self._encoding.items() if submit.gateway == lost]:
                 self._encoding.pop(key)[1].cancel()
         self._retry_queue.drop(self._stage.outbox(stage, int(replica)))
         self._stage.reconnected(message)
 
+    def _wait(self, key: Key, submit: Submit) -> None:
+        """Wait for a turn."""
+        if key not in self._waiting:  # else it was submitted twice, as after a restart
+            self._waiting.push(key, submit, submit.scope_id, MIN_CHARS + cost_chars(submit))
+
+    def _work_soon(self) -> None:
+        """Work on what waits although no message comes, after other tasks."""
+        if not self._is_turn_due and not self._stage.replay_context.is_replaying:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        if self._has_work and not self._stopping:
+            self._stage.replay_context.event("work")
+            self._work()
+            if self._has_work:
+                self._work_soon()
+
     def _work(self) -> None:
-        """Prepare prompts for a slice of time, the oldest first, at least one."""
+        """Prepare prompts for a slice of time, at least one."""
         end = self._stage.replay_context.monotonic() + SLICE_S
         while self._has_work and not self._stopping:
-            key = next(iter(self._waiting))
-            submit = self._waiting.pop(key)
+            turn = self._waiting.pop()
+            assert turn is not None
+            key, submit, _ = turn
             with self._stage.breadcrumb.at(*key):
                 self._begin(key, submit)
             if self._stage.replay_context.monotonic() > end:
@@ -198,14 +252,14 @@ class IngestStage:
         self._encoding[key] = submit, self._tasks.create_task(self._admit_from_thread(key, submit, began_s, ids))
 
     async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
-        """Check the grammar, then begin."""
+        """Check the grammar, then wait for another turn, without it."""
         try:
             outcome: str | RequestRefused
-            checked = await self._grammar_checker.check(grammar)
+            checked = await self._grammar_checker.check(grammar, submit.scope_id)
             outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
             most = self._stage.settings.limits.max_grammar_bytes
             if (calls := reply_grammar.calls_beside(submit, self._formats, most)) is not None:
-                outcome = either(outcome, await self._grammar_checker.check(calls))
+                outcome = either(outcome, await self._grammar_checker.check(calls, submit.scope_id))
         except RequestRefused as refusal:
             outcome = refusal
         # The time that a check takes varies, and with it the outcome: a replay uses the recorded one.
@@ -218,13 +272,16 @@ class IngestStage:
             self._reject(submit, outcome.failure)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
-        with self._stage.breadcrumb.at(*key):
-            self._begin(key, msgspec.structs.replace(submit, options=options))
+        self._wait(key, msgspec.structs.replace(submit, options=options))
+        self._work_soon()
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
-        loop = asyncio.get_running_loop()
+        cost = MIN_CHARS + cost_chars(submit) + (0 if ids is None else len(ids) * ID_CHARS)
+        threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
         try:
-            outcome = await loop.run_in_executor(self._encoder, self._prepare_in_thread, submit, ids)
+            outcome = await threads.run(
+                submit.scope_id, cost, lambda breadcrumb: self._prepare_in_thread(submit, ids, breadcrumb)
+            )
             await self._stage.replay_context.await_external("encoded", submit.request_id)
             with self._stage.breadcrumb.at(*key):
                 try:
@@ -236,23 +293,25 @@ class IngestStage:
         finally:
             self._encoding.pop(key, None)
 
-    def _prepare_in_thread(self, submit: Submit, ids: Ids | None) -> PreparedPrompt | RequestRefused:
-        with self._stage.thread_breadcrumb.at(submit.request_id, submit.attempt):
+    def _prepare_in_thread(
+        self, submit: Submit, ids: Ids | None, breadcrumb: Breadcrumb
+    ) -> PreparedPrompt | RequestRefused:
+        with breadcrumb.at(submit.request_id, submit.attempt):
             try:
                 return self._prepare(submit, ids)
             except RequestRefused as refusal:
                 return refusal
 
     def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """Prepare a prompt, whose ids the client may have given. Runs in either thread. Raises RequestRefused, or
+        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRefused, or
         NeedsTime if it `is_short` but takes long."""
         assert self._prompt_processor is not None
         prompt, prompt_options = submit.prompt, submit.prompt_options
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            ids = self._prompt_processor.encode(
-                prompt, prompt_options, submit.template_s or submit.arrival_s, is_short=is_short
-            )
+            embeds = submit.options.pooling != m.Pooling.NONE
+            template_s = submit.template_s or submit.arrival_s
+            ids = self._prompt_processor.encode(prompt, prompt_options, template_s, is_short=is_short, embeds=embeds)
         ids = self._prompt_processor.cut(ids, submit)
         max_tokens = self._prompt_processor.max_tokens(ids, submit)
         tail = reply_grammar.tail(submit, ids, self._tokenizer)
@@ -323,7 +382,7 @@ class IngestStage:
         if abort.index != -1:
             return
         key = abort.request_id, abort.attempt
-        submit = self._waiting.pop(key, None)
+        submit = self._waiting.remove(key)
         if submit is None and key in self._encoding:
             submit, task = self._encoding.pop(key)
             task.cancel()
@@ -336,6 +395,8 @@ class IngestStage:
         return len(self._waiting) + len(self._encoding) + self._retry_queue.num_messages + held
 
     def _close(self) -> None:
+        self._long.close()
+        self._very_long.close()
         for _, task in self._encoding.values():
             task.cancel()
         self._grammar_checker.close()

@@ -117,7 +117,7 @@ def test_a_breadcrumb_is_cleared_after_the_work_but_not_by_an_error(box: BlackBo
 
 def test_of_two_threads_the_request_that_was_begun_last_is_suspected(box: BlackBox) -> None:
     memory = black_box.attach(box)
-    loop, thread = black_box.Breadcrumb(memory), black_box.Breadcrumb(memory, black_box.THREAD)
+    loop, thread = black_box.Breadcrumb(memory), black_box.Breadcrumb(memory, black_box.MAX_THREADS)
     with thread.at(9, 1):
         with loop.at(5, 1):
             assert black_box.suspect_of(box) == (5, 1)

@@ -25,6 +25,9 @@ class Submit(Message, frozen=True, tag="submit"):
     """How often schedule has crashed while it ran this request, with few new output ids in between."""
     template_s: float = 0.0
     """Unix time for a chat template that writes it; 0: `arrival_s`. A client that continues a stream has chosen it."""
+    scope_id: str = ""
+    """Whose request it is (`api_keys.scope_id`): ingest divides its time fairly among scopes. Empty without API
+    keys."""
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

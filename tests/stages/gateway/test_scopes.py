@@ -191,3 +191,21 @@ def test_lists_and_ids_are_salted_too(tmp_path: Path) -> None:
         rendered = gate.post(CHAT | {"cache_salt": "a"}, "/v1/chat/completions/render")
         gate.accept(gate.submit())
         assert rendered.result().json()["cache_salt"] == "a"
+
+
+def test_ingest_learns_whose_a_prompt_is_but_not_the_scope(tmp_path: Path) -> None:
+    """It divides its time among keys. With the scope, it could compute salts."""
+
+    def scope_id_of(gate: Gate, key: str | None) -> str:
+        response = post(gate, key)
+        submit = gate.serve()
+        assert response.result().status_code == 200
+        return submit.scope_id
+
+    with locked(tmp_path) as gate:
+        keys = Keys.inherited(gate.rig.launch.keys_fd)
+        ids = [scope_id_of(gate, key) for key in (KEY, SECOND, KEY)]
+        assert ids[0] == ids[2] != ids[1] and all(ids)
+        assert not {keys.scope_of(KEY), keys.scope_of(SECOND)} & set(ids)
+    with Gate(tmp_path) as gate:
+        assert scope_id_of(gate, None) == ""

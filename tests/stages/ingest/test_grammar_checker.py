@@ -73,13 +73,13 @@ async def test_a_check_during_which_all_processes_were_suspended_is_repeated(
 ) -> None:
     really, num_queries = GrammarChecker._query, 0
 
-    async def query(checker: GrammarChecker, grammar: m.Grammar) -> Checked:
+    async def query(checker: GrammarChecker, grammar: m.Grammar, scope: str) -> Checked:
         nonlocal num_queries
         num_queries += 1
         if num_queries == 1:
             monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 60.0)
             await asyncio.Event().wait()
-        return await really(checker, grammar)
+        return await really(checker, grammar, scope)
 
     monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 0.01)
     monkeypatch.setattr(suspension, "missed", lambda due_s: True)
@@ -194,6 +194,42 @@ async def test_hostile_grammars_do_not_delay_others(grammars: GrammarChecker) ->
         assert await grammars.check(m.Grammar("regex", f"a{{{i}}}b"))
     assert not any(task.done() for task in hostile)
     await asyncio.gather(*hostile)
+
+
+async def test_a_key_s_endless_grammars_leave_places_for_other_keys(grammars: GrammarChecker) -> None:
+    """Thirty checks of a second each, eight at a time: another key's valid grammar waits for none of them."""
+    await grammars.check(m.Grammar("json_object"))
+    sources = [f"{ENDLESS} // {i}" if i else ENDLESS for i in range(30)]
+    hostile = [asyncio.create_task(grammars.check(m.Grammar("grammar", source), "hostile")) for source in sources]
+    async with asyncio.timeout(10):
+        while grammars._gate.num_waiting < 30 - grammar_checker.MAX_CHECKS_PER_SCOPE:
+            await asyncio.sleep(0.005)
+    assert await grammars.check(m.Grammar("regex", "x+"), "other")
+    assert not any(task.done() for task in hostile)
+    for task in hostile:
+        task.cancel()
+    await asyncio.gather(*hostile, return_exceptions=True)
+    # Cancelled checks go on in the process, and keep their places until it has ended them.
+    assert len(grammars._answers) == grammar_checker.MAX_CHECKS_PER_SCOPE
+    assert await grammars.check(m.Grammar("regex", "y+"), "hostile")
+
+
+async def test_slow_grammars_of_a_key_do_not_delay_those_of_others_for_long(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "SLOW_S", 0.0)
+    monkeypatch.setattr(grammar_checker, "SHARE", 0.02)
+    await grammars.check(m.Grammar("regex", "first"), "a")
+    checks = [asyncio.create_task(grammars.check(m.Grammar("regex", f"a{{{i}}}"), "a")) for i in range(1, 12)]
+    async with asyncio.timeout(10):
+        while grammars._slow_gate.num_waiting < 10:
+            await asyncio.sleep(0.005)
+    await grammars.check(m.Grammar("regex", "b"), "b")
+    assert sum(check.done() for check in checks) <= 3
+    for check in checks:
+        check.cancel()
+    await asyncio.gather(*checks, return_exceptions=True)
+    assert not grammars._slow_s
 
 
 async def test_results_of_checks_are_cached(grammars: GrammarChecker) -> None:
