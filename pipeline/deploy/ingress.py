@@ -26,6 +26,7 @@ from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
 from pipeline.http_server import body_reader, descriptors
 from pipeline.http_server.body_reader import BodyReader
+from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
@@ -131,18 +132,20 @@ class Ingress:
             rules,
             max_header_bytes=self._settings.limits.max_header_bytes,
             tls=tls,
-            max_connections=self._max_connections(),
+            connections=self._connections(),
         )
         await self._listener.start()
         self._flush = asyncio.create_task(self._flush_log())
         shown_host = f"[{host}]" if ":" in host else host
         self.url = f"{scheme}://{shown_host}:{listener.getsockname()[1]}"
 
-    def _max_connections(self) -> int | None:
+    def _connections(self) -> HttpConnections:
         """Each client's connection may need another one to a replica. If there were no descriptors left for these, the
         replicas would seem dead."""
         limit = descriptors.raise_limit(2 * self._settings.gateway.max_open_sequences, log)
-        return None if limit < 0 else max(1, (limit - descriptors.num_open() - descriptors.SPARE) // 2)
+        if limit < 0:
+            return HttpConnections()
+        return HttpConnections(max(1, (limit - descriptors.num_open() - descriptors.SPARE) // 2), is_strict=True)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         await add_headers(request, response)

@@ -5,19 +5,23 @@ import contextlib
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pipeline.http_server.errors import ENCODINGS, ApiError, shown, unsupported_encoding
+from pipeline.http_server.errors import ENCODINGS, ApiError, overloaded, shown, unsupported_encoding
+from pipeline.http_server.guard import current_scope
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
 
 BODY_TIMEOUT_S = 60.0
 """Time for a client to send the body."""
+TURN_TIMEOUT_S = 60.0
+"""Time for a large body to wait until it is parsed."""
 
 T = TypeVar("T")
 
@@ -43,7 +47,7 @@ class BodyReader:
         declared = http_request.content_length or 0
         if declared > self._max_body:
             raise self._too_large()
-        self._uploads.check_room(declared)
+        self._uploads.check_room(declared, current_scope())
 
     async def parse(
         self, http_request: web.Request, parser: Callable[[bytes], T], timeout_s: float = BODY_TIMEOUT_S
@@ -53,19 +57,27 @@ class BodyReader:
         if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
             raise unsupported_encoding(encoding)
         self.check_declared(http_request)
-        deadline = asyncio.timeout(timeout_s)
-        upload = self._uploads.upload(stop=lambda: _end_now(deadline))
+        scope = current_scope()
+        deadline, turn = asyncio.timeout(timeout_s), asyncio.timeout(None)
+        upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
             async with deadline:
                 body = await self._read(http_request, upload)
             upload.complete()
-            async with self._large_body_lock.hold(len(body)):
-                if len(body) <= LARGE_BYTES:
-                    return self._parsed(body, parser)
+            if len(body) <= LARGE_BYTES:
+                return self._parsed(body, parser)
+            async with AsyncExitStack() as stack:
+                async with turn:
+                    turn.reschedule(asyncio.get_running_loop().time() + TURN_TIMEOUT_S)
+                    await stack.enter_async_context(self._large_body_lock.hold(len(body), scope))
                 return await self._in_thread(lambda: self._parsed(body, parser))
         except TimeoutError:
-            if upload.is_given_up:
+            if upload.why_given_up == "slow":
                 raise _too_slow() from None
+            if upload.why_given_up == "share":
+                raise overloaded("clients with other API keys needed the room of this body") from None
+            if upload.is_complete:
+                raise overloaded(f"other large bodies were parsed for {TURN_TIMEOUT_S:g} s") from None
             raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None
         except web.RequestPayloadError as error:
             cause = error.__cause__

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
+from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
@@ -38,14 +39,26 @@ client that sends a byte now and then would keep a descriptor for ever."""
 class HttpConnection(web.RequestHandler):
     """One connection. Its errors have the shape of their path."""
 
-    __slots__ = ("_head_timer",)
+    __slots__ = ("_connections", "_head_timer")
+
+    def __init__(self, manager: web.Server, connections: HttpConnections, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._connections = connections
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being read, except for its head, or answered."""
+        return self._current_request is None and not self._messages
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self._connections.add(self, str(peer[0]) if isinstance(peer, tuple) else "")
         self._time_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
         self._stop_head_timer()
         super().connection_lost(exc)
 
@@ -67,6 +80,7 @@ class HttpConnection(web.RequestHandler):
         """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after
         the response, and the route would wait for the rest: fail the body now, and close the connection."""
         num_messages = len(self._messages)
+        self._connections.heard(self)
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
@@ -153,14 +167,13 @@ class HttpListener:
         *,
         max_header_bytes: int,
         tls: ssl.SSLContext | None = None,
-        max_connections: int | None = None,
+        connections: HttpConnections,
     ) -> None:
-        """`max_header_bytes` bounds each line of a request's head. A connection beyond `max_connections` is closed at
-        once; None is no limit."""
+        """`max_header_bytes` bounds each line of a request's head. Listeners of one process may share `connections`."""
         self._rules = rules
         self._listener = listener
         self._tls = tls
-        self._max_connections = max_connections
+        self._connections = connections
         self._options: dict[str, Any] = {
             "access_log": None,
             "logger": _http_log(),
@@ -191,16 +204,12 @@ class HttpListener:
         """Close all connections, and the application. Idempotent."""
         await self._runner.cleanup()
 
-    @property
-    def num_connections(self) -> int:
-        return 0 if self._runner.server is None else len(self._runner.server.connections)
-
     def _connection(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None
-        if self._max_connections is not None and self.num_connections >= self._max_connections:
+        if not self._connections.has_room():
             return _Refused()
-        return HttpConnection(server, loop=asyncio.get_running_loop(), **self._options)
+        return HttpConnection(server, self._connections, loop=asyncio.get_running_loop(), **self._options)
 
 
 class _Refused(asyncio.Protocol):

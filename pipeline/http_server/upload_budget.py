@@ -1,15 +1,19 @@
 """Bounds the memory of bodies that are being received, so that no sender holds up the others.
 
     budget.upload(stop) ──► grow(num_bytes) … ──► complete() ──► release()
-                                  └──► stop(), is_given_up ────────┘
+                                  └──► stop(), why_given_up ───────┘
 
 Only bytes that have arrived count: a length that a client declares and never sends takes no room from others. If the
 budget is used up, bodies that arrive too slowly are given up first, the slowest first. So a client can fill the budget
-only as long as it sends fast, and then its bodies are soon complete.
+only as long as it sends fast, and then its bodies are soon complete. If an API key has less than its share of the
+budget, which is the same for all keys that have large bodies, it gets room from keys that have more: the last bodies of
+these are given up, also complete ones that wait for their parsing.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 from pipeline.http_server.errors import overloaded
 
@@ -25,6 +29,10 @@ MIN_BYTES_PER_S = 256 * 1024
 """A body that arrives slower than this, on average, is given up when another one needs its room."""
 
 
+WhyGivenUp = Literal["slow", "share"]
+"""It arrived too slowly, or its API key had more than its share."""
+
+
 class UploadBudget:
     """The budget of one gateway."""
 
@@ -34,22 +42,28 @@ class UploadBudget:
         self._uploads: dict[int, Upload] = {}
         """Those that count, by id()."""
 
-    def upload(self, stop: Callable[[], object]) -> "Upload":
-        """A new body. `stop` ends its receiving, and then `is_given_up` is true. The caller must release it."""
-        return Upload(self, stop)
+    def upload(self, stop: Callable[[], object], scope: str = "") -> "Upload":
+        """A new body of a scope. `stop` ends its receiving or its waiting, and then `why_given_up` says why. The caller
+        must release it."""
+        return Upload(self, stop, scope)
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raises ApiError, 503, if there is no room for a body of this size even without the slow ones."""
+    def check_room(self, num_bytes: int, scope: str = "") -> None:
+        """Raises ApiError, 503, if there is no room for a body of this size even without those that would be given
+        up for it."""
         if num_bytes > SMALL_BYTES:
             now_s = time.monotonic()
             slow = sum(upload.num_counted for upload in self._uploads.values() if upload.is_slow(now_s))
-            self._check(num_bytes, self.max_bytes - self.num_bytes + slow)
+            num_left = self.max_bytes - self.num_bytes + slow
+            if num_bytes > num_left and not self._is_due(num_bytes, scope):
+                self._check(num_bytes, num_left)
 
     def take(self, upload: "Upload", num_bytes: int) -> None:
         """Count `num_bytes` in all for an upload. Raises ApiError, 503."""
         num_more = num_bytes - upload.num_counted
         if num_more > self.max_bytes - self.num_bytes:
             self._give_up_slow(num_more, upload)
+        if num_more > self.max_bytes - self.num_bytes and self._is_due(num_more, upload.scope):
+            self._give_up_of_larger(num_more, upload.scope)
         self._check(num_more, self.max_bytes - self.num_bytes)
         self.num_bytes += num_more
         upload.num_counted = num_bytes
@@ -68,7 +82,31 @@ class UploadBudget:
             if num_more <= self.max_bytes - self.num_bytes:
                 return
             self.release(upload)
-            upload.give_up()
+            upload.give_up("slow")
+
+    def _is_due(self, num_more: int, scope: str) -> bool:
+        """Whether a scope stays within its share with so many bytes more, so that others must make room."""
+        num_of_scope = self._num_of_scope()
+        num_of_scope[scope] += num_more
+        return num_of_scope[scope] * len(num_of_scope) <= self.max_bytes
+
+    def _give_up_of_larger(self, num_more: int, scope: str) -> None:
+        """Make room: the last bodies of whichever scope has most."""
+        num_of_scope = self._num_of_scope()
+        del num_of_scope[scope]
+        while num_more > self.max_bytes - self.num_bytes and num_of_scope.total():
+            (largest, _), *_ = num_of_scope.most_common(1)
+            last = [one for one in self._uploads.values() if one.scope == largest][-1]
+            num_of_scope[largest] -= last.num_counted
+            self.release(last)
+            last.give_up("share")
+
+    def _num_of_scope(self) -> "Counter[str]":
+        """Bytes by scope."""
+        found: Counter[str] = Counter()
+        for upload in self._uploads.values():
+            found[upload.scope] += upload.num_counted
+        return found
 
     def _check(self, num_more: int, num_left: int) -> None:
         if num_more > num_left:
@@ -81,33 +119,34 @@ class UploadBudget:
 class Upload:
     """One body. Times are by time.monotonic()."""
 
-    def __init__(self, budget: UploadBudget, stop: Callable[[], object]) -> None:
+    def __init__(self, budget: UploadBudget, stop: Callable[[], object], scope: str) -> None:
         self._budget = budget
         self._stop = stop
+        self.scope = scope
         self._began_s = time.monotonic()
         self.num_counted = 0
-        self.is_given_up = False
-        self._is_complete = False
+        self.why_given_up: WhyGivenUp | None = None
+        self.is_complete = False
 
     def grow(self, num_bytes: int) -> None:
         """`num_bytes` have arrived in all. Raises ApiError, 503."""
-        if num_bytes > SMALL_BYTES and not self.is_given_up:
+        if num_bytes > SMALL_BYTES and self.why_given_up is None:
             self._budget.take(self, num_bytes)
 
     def complete(self) -> None:
         """The body has arrived, and only its parsing remains."""
-        self._is_complete = True
+        self.is_complete = True
 
     def release(self) -> None:
         """It has been parsed, or it failed."""
         self._budget.release(self)
 
     def is_slow(self, now_s: float) -> bool:
-        return not self._is_complete and now_s >= self._began_s + GRACE_S and self.bytes_per_s(now_s) < MIN_BYTES_PER_S
+        return not self.is_complete and now_s >= self._began_s + GRACE_S and self.bytes_per_s(now_s) < MIN_BYTES_PER_S
 
     def bytes_per_s(self, now_s: float) -> float:
         return self.num_counted / max(now_s - self._began_s, 1e-9)
 
-    def give_up(self) -> None:
-        self.is_given_up = True
+    def give_up(self, why: WhyGivenUp) -> None:
+        self.why_given_up = why
         self._stop()

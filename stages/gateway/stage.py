@@ -16,6 +16,7 @@ import uvloop
 
 from pipeline.client.connection.zmq_address import address_of
 from pipeline.http_server import descriptors
+from pipeline.http_server.connections import HttpConnections, limit_of
 from pipeline.http_server.guard import OPEN_PATHS
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
@@ -42,6 +43,7 @@ from pipeline.stages.gateway.recovery import Recovery
 from pipeline.stages.gateway.replayed import LEAVING, SHUTTING_DOWN, ReplayedClients
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.results import ResultHandler
+from pipeline.stages.gateway.zmq.listener import max_connections as max_zmq_connections
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
 FAIL_S = 1.5
@@ -163,15 +165,19 @@ class GatewayStage:
             cors=self._api.cors,
             scheme="http" if tls is None else "https",
         )
-        max_header_bytes = settings.limits.max_header_bytes
         sock = socket.socket(fileno=launch.listen_fd)
         self._http_port = sock.getsockname()[1]
         app = self._api.app(has_admin_routes=not has_admin)
-        self._http.append(HttpListener(app, sock, rules, max_header_bytes=max_header_bytes, tls=tls))
+        connections = HttpConnections(limit_of(self._limits.max_sequences, max_zmq_connections()))
+        max_bytes = settings.limits.max_header_bytes
+        self._http.append(
+            HttpListener(app, sock, rules, max_header_bytes=max_bytes, tls=tls, connections=connections)
+        )
         if has_admin:
             sock = socket.socket(fileno=launch.admin_fd)
             rules = ListenerRules.admin(gateway, self._refusal_log)
-            self._http.append(HttpListener(self._api.admin_app(), sock, rules, max_header_bytes=max_header_bytes))
+            admin = self._api.admin_app()
+            self._http.append(HttpListener(admin, sock, rules, max_header_bytes=max_bytes, connections=connections))
         return self._http
 
     def _zmq_addresses(self) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.deploy import relay
+from pipeline.http_server.connections import HttpConnections
 from pipeline.deploy.ingress import Ingress
 from pipeline.http_server import body_reader, listener, upload_budget
 from pipeline.http_server.body_reader import BodyReader
@@ -191,18 +192,23 @@ async def test_nesting_deeper_than_the_limit_is_refused():
             assert response.status == 400 and "nested" in await response.text()
 
 
-async def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ingress, "_max_connections", lambda _: 3)
-    replica = FakeReplica()
-    async with deployed(replica) as (ingress, _):
-        opened = [await raw(ingress, b"") for _ in range(3)]
-        while ingress._listener is None or ingress._listener.num_connections < 3:
+async def test_beyond_the_limit_idle_connections_end_and_others_are_refused(monkeypatch: pytest.MonkeyPatch):
+    connections = HttpConnections(3, is_strict=True)
+    monkeypatch.setattr(Ingress, "_connections", lambda _: connections)
+    async with deployed(FakeReplica()) as (ingress, _):
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        idle, *busy = [await raw(ingress, data) for data in (b"", begun, begun)]
+        while sum(not one.is_idle for one in connections._addresses) < 2:
             await asyncio.sleep(0.01)
-        reader, writer = await raw(ingress, b"")
+        busy.append(await raw(ingress, begun))
+        assert await asyncio.wait_for(idle[0].read(), PATIENCE_S) == b""
+        while sum(not one.is_idle for one in connections._addresses) < 3:
+            await asyncio.sleep(0.01)
+        refused = await raw(ingress, b"")
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
-        for one in (writer, *(writer for _, writer in opened)):
-            one.close()
+            assert await asyncio.wait_for(refused[0].read(), PATIENCE_S) == b""
+        for _, writer in (idle, refused, *busy):
+            writer.close()
 
 
 async def test_the_replicas_metrics_are_fetched_once_however_often_they_are_asked_for():

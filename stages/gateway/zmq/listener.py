@@ -113,7 +113,7 @@ class ZmtpListener:
         self._connections: dict[Connection, None] = {}
         self._is_closed = False
         self._all_lost = asyncio.Event()
-        self._max_connections = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._max_connections = max_connections()
         self._is_ipc = address.startswith("ipc://")
         self._path = address.removeprefix("ipc://") if self._is_ipc else ""
         self._listener = _listen(address)
@@ -354,3 +354,9 @@ def _listen_tcp(place: str) -> socket.socket:
     )
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
     return listener
+
+
+def max_connections() -> int:
+    """The connections that a gateway may have: a quarter of the limit of open files at most."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 4)

@@ -161,7 +161,7 @@ class TestSlowSenders:
         assert not stopped, "none is slow before the grace is over"
         now_s = max(now_s, upload_budget.GRACE_S)
         fast.grow(MAX_BODY)
-        assert stopped == [1] and uploads[1].is_given_up
+        assert stopped == [1] and uploads[1].why_given_up == "slow"
         uploads[1].grow(MAX_BODY)
         assert uploads[1].num_counted == 0, "what a body still sends after it was given up does not count"
         for upload in (*uploads, fast):

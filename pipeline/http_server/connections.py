@@ -1,0 +1,81 @@
+"""Ends idle HTTP connections when there are many, so that they don't take the descriptors and the memory of others.
+
+A connection is idle if no request of it is being read or answered: it is kept alive for another request, or sends the
+head of one slowly. Only idle ones are ended, so no request fails; HTTP clients connect again.
+"""
+
+import resource
+from collections import Counter
+from typing import Protocol
+
+from pipeline.http_server.descriptors import SPARE, num_open
+
+MAX_CONNECTIONS = 16_384
+"""Lower if the limit of open files is low."""
+PARTS = 64
+"""This fraction of the connections is ended at once, so that a flood does not make the gateway look for one each
+time."""
+
+
+class Connection(Protocol):
+    @property
+    def is_idle(self) -> bool: ...
+
+    def force_close(self) -> None: ...
+
+
+class HttpConnections:
+    """The connections of one process."""
+
+    def __init__(self, limit: int = MAX_CONNECTIONS, *, is_strict: bool = False) -> None:
+        """Above `limit`, idle connections are ended. If it `is_strict`, new ones are refused if there are none."""
+        self._limit = limit
+        self._is_strict = is_strict
+        self._addresses: dict[Connection, str] = {}
+        """Of open connections. The one that was silent for longest comes first."""
+        self._num_of_address: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def has_room(self) -> bool:
+        """Whether another connection may be accepted. Ends idle ones for it if necessary."""
+        if not self._is_strict or len(self._addresses) < self._limit:
+            return True
+        self._make_room()
+        return len(self._addresses) < self._limit
+
+    def add(self, connection: Connection, address: str) -> None:
+        if len(self._addresses) >= self._limit:
+            self._make_room()
+        self._addresses[connection] = address
+        self._num_of_address[address] += 1
+
+    def heard(self, connection: Connection) -> None:
+        """Bytes have arrived from its client."""
+        if (address := self._addresses.pop(connection, None)) is not None:
+            self._addresses[connection] = address
+
+    def remove(self, connection: Connection) -> None:
+        if (address := self._addresses.pop(connection, None)) is not None:
+            self._num_of_address[address] -= 1
+            if not self._num_of_address[address]:
+                del self._num_of_address[address]
+
+    def _make_room(self) -> None:
+        """End some idle connections: those of the address that has most first."""
+        idle = [one for one in self._addresses if one.is_idle]
+        idle.sort(key=lambda one: -self._num_of_address[self._addresses[one]])  # stable: the most silent first
+        for connection in idle[: max(1, self._limit // PARTS)]:
+            self.remove(connection)
+            connection.force_close()
+
+
+def limit_of(max_open_sequences: int, num_reserved: int) -> int:
+    """The connections that a gateway may have, apart from open files and `num_reserved` further ones, so that each
+    sequence can have one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(MAX_CONNECTIONS, 4 * max_open_sequences)
+    if limit == resource.RLIM_INFINITY:
+        return most
+    return max(SPARE, min(most, limit - num_open() - num_reserved - SPARE))

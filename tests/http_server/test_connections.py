@@ -1,0 +1,81 @@
+"""Idle connections make room for others if there are many; requests that are open never fail for that."""
+
+import http.client
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.http_server import connections
+from pipeline.http_server.connections import HttpConnections, limit_of
+from tests.rig import PATIENCE_S
+from tests.stages.gateway.gate import CHAT, Gate
+from tests.stages.gateway.http.test_uploads import is_readable
+
+
+class Fake:
+    def __init__(self, *, is_idle: bool = True) -> None:
+        self.is_idle = is_idle
+        self.is_closed = False
+
+    def force_close(self) -> None:
+        self.is_closed = True
+
+
+def test_idle_connections_of_the_address_with_most_end_first_and_the_most_silent_of_them() -> None:
+    table = HttpConnections(4)
+    first, *many, busy = [Fake(), Fake(), Fake(), Fake(is_idle=False)]
+    table.add(first, "one")
+    for connection in (*many, busy):
+        table.add(connection, "many")
+    table.heard(many[0])
+    table.add(Fake(), "new")
+    assert [one.is_closed for one in (first, *many, busy)] == [False, False, True, False]
+    table.remove(many[1])  # its transport closes later
+    assert len(table) == 4
+    table.add(Fake(), "new")
+    assert many[0].is_closed and not first.is_closed and not busy.is_closed
+
+
+def test_a_connection_is_accepted_if_none_is_idle() -> None:
+    table = HttpConnections(2)
+    busy = [Fake(is_idle=False) for _ in range(3)]
+    for connection in busy:
+        table.add(connection, "one")
+    assert len(table) == 3 and not any(one.is_closed for one in busy)
+    for connection in busy:
+        table.remove(connection)
+        table.remove(connection)
+    assert len(table) == 0 and not table._num_of_address
+
+
+def test_every_sequence_can_have_a_connection_if_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1_000_000, 1_000_000))
+    assert limit_of(100, 256) == connections.MAX_CONNECTIONS and limit_of(100_000, 256) == 400_000
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1024, 1024))
+    assert 300 < limit_of(100, 256) < 1024 - 256 - connections.SPARE
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (64, 64))
+    assert limit_of(100, 256) == connections.SPARE
+
+
+def test_kept_and_silent_connections_end_when_others_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.stages.gateway.stage.limit_of", lambda *_: 4)
+    with Gate(tmp_path) as gate, ExitStack() as stack:
+        response = gate.post(CHAT)
+        submit = gate.begin()  # a busy connection
+        silent = [stack.enter_context(socket.create_connection(gate.address, PATIENCE_S)) for _ in range(2)]
+        silent[1].sendall(b"GET /v1/mod")
+        kept = http.client.HTTPConnection(*gate.address, timeout=PATIENCE_S)
+        stack.callback(kept.close)
+        kept.request("GET", "/v1/models")
+        assert kept.getresponse().read()
+        for _ in range(3):
+            other = http.client.HTTPConnection(*gate.address, timeout=PATIENCE_S)
+            stack.callback(other.close)
+            other.request("GET", "/v1/models")
+            assert other.getresponse().status == 200
+        gate.rig.until(lambda _: all(map(is_readable, silent)))
+        assert [one.recv(100) for one in silent] == [b"", b""]
+        gate.finish(submit)
+        assert response.result().status_code == 200
