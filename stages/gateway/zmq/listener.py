@@ -4,8 +4,10 @@
         └──────── no hello in time, or not ZMTP ──────────────►┘
 
 Bytes are decoded and handled in the turn of the loop that reads them, so nothing queues here. A connection holds the
-bytes of two reads and at most one frame. Frames above `SMALL_BYTES` share a budget of `NUM_LARGE` messages; a
-connection that finds it used up is not read until some is free. Everything else waits in the kernel and in the client.
+bytes of two reads and at most one frame. Frames above `SMALL_BYTES` share a budget (frame_budget.py); a connection that
+finds it used up is not read until some is free. Everything else waits in the kernel and in the client.
+
+Turns, room and connections are shared fairly among API keys, or among addresses on a server without keys.
 """
 
 import asyncio
@@ -13,15 +15,18 @@ import contextlib
 import os
 import resource
 import socket
-from collections import deque
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
 
 from pipeline.client.connection.zmq_address import check_free, refusal
 from pipeline.errors import UserError
+from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp
+from pipeline.stages.gateway.zmq.frame_budget import FrameBudget
 
 MAX_CONNECTIONS = 1024
 """Lower if the limit of open files is low."""
@@ -29,10 +34,19 @@ RECEIVE_BOUND = 16
 """Messages of one connection handled in a row, before other connections."""
 MAX_TURN_MESSAGES = 64
 """Messages of all connections handled in one turn of the loop, so that other tasks run."""
-SMALL_BYTES = 65536
-"""Messages up to this size need no budget."""
+MAX_TURN_S = 0.01
+"""No message is begun after this time of a turn. Large messages take up to 50 ms each."""
+SMALL_BYTES = zmtp.FIRST_BYTES
+"""Messages up to this size, and this much of larger ones, need no budget."""
 NUM_LARGE = 8
 """The budget, in messages of the largest size."""
+UNWELCOME_SHARE = 4
+"""If all places are taken, connections without hello keep at most this fraction of them."""
+ROOM_PARTS = 64
+"""This fraction of the connections makes room at once, so that a flood does not make the listener look for one each
+time."""
+ENDING_SHARE = 4
+"""Connections above the limit, while others end, are at most this fraction of it."""
 SEND_BOUND_BYTES = 256 * 1024
 """A connection with more buffered output than this is full; further output stays in its requests, merged."""
 GRACE_S = 0.1
@@ -50,14 +64,25 @@ class Connection(asyncio.BufferedProtocol):
         self.is_ending = False
         """Further input is ignored."""
         self.begun_s: float | None = None
-        """When the first part of an incomplete message arrived; None if there is none, or if reading is paused."""
+        """When the first part of an incomplete message arrived, later by the time that reading was paused since; None
+        if there is none."""
         self.decoder = zmtp.Decoder(max_first_bytes)
-        self.budget_bytes = 0
-        """Budget that its large message uses."""
         self.is_waiting = False
         """Reading is paused until it gets budget, or its next turn."""
+        self.paused_s = 0.0
+        """Since when."""
+        self.is_welcome = False
+        self.owner = ""
+        """The scope of its API key, or its address before hello and on a server without keys."""
+        self.heard_s = 0.0
+        """When its last message arrived."""
         self.transport: asyncio.Transport | None = None
         self._owner = owner
+
+    @property
+    def num_arrived(self) -> int:
+        """Bytes of its incomplete message."""
+        return self.decoder.num_arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -83,8 +108,10 @@ class Connection(asyncio.BufferedProtocol):
 
 class ZmtpListener:
     """Owns the listening socket and its connections. It calls `on_open` with each connection, `on_message` with each
-    message, `on_refusal` if a message is not read, which is the last of its connection, and `on_end` with each
-    connection that has ended."""
+    message, `on_refusal` if a message is not read, which is the last of its connection, `on_slow` if others need the
+    room of its message, and `on_end` with each connection that has ended. If all places are taken, it asks `is_busy`
+    whether a connection has open requests, and calls `on_crowded` with one that must make room. `on_slow` and
+    `on_crowded` must end the connection."""
 
     def __init__(
         self,
@@ -95,20 +122,25 @@ class ZmtpListener:
         on_open: Callable[[Connection], None],
         on_message: Callable[[Connection, bytes | bytearray], None],
         on_refusal: Callable[[Connection, zmtp.UnreadableMessage], None],
+        on_slow: Callable[[Connection], None],
+        is_busy: Callable[[Connection], bool],
+        on_crowded: Callable[[Connection], None],
         on_end: Callable[[Connection], None],
     ) -> None:
         """Bind; `start` accepts. `max_first_bytes` bounds a connection's messages until `welcome`. Raises UserError if
         it can't listen on the address."""
         self._on_open, self._on_message, self._on_refusal, self._on_end = on_open, on_message, on_refusal, on_end
+        self._on_slow, self._is_busy, self._on_crowded = on_slow, is_busy, on_crowded
         self._max_message_bytes = max_message_bytes
         self._max_first_bytes = max_first_bytes
         self._loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(zmtp.READ_BYTES))
         """Read buffer of all connections: each read is consumed before the next one."""
-        self._budget_bytes = NUM_LARGE * max_message_bytes
-        self._budget_queue: deque[Connection] = deque()
-        self._turn_queue: deque[Connection] = deque()
+        self._budget: FrameBudget[Connection] = FrameBudget(NUM_LARGE * max_message_bytes)
+        self._turn_queue: FairQueue[Connection, None] = FairQueue()
         self._num_left = MAX_TURN_MESSAGES
+        self._turn_s = 0.0
+        """When the turn of the loop began, by time.monotonic(); 0 if no message has been handled in it."""
         self._is_turn_due = False
         self._connections: dict[Connection, None] = {}
         self._is_closed = False
@@ -139,17 +171,49 @@ class ZmtpListener:
         assert connection.transport is not None
         fd = connection.transport.get_extra_info("socket").fileno()
         is_foreign = self._is_ipc and uid_of_peer(fd) != os.geteuid()
-        if is_foreign or self._is_closed or len(self._connections) >= self._max_connections:
+        peer = connection.transport.get_extra_info("peername")
+        connection.owner = str(peer[0]) if isinstance(peer, tuple) else ""
+        if is_foreign or self._is_closed or not self._has_place(connection.owner):
             connection.is_ending = True
             connection.transport.abort()
             return
-        connection.opened_s = self._loop.time()
+        connection.opened_s = connection.heard_s = self._loop.time()
         self._connections[connection] = None
         connection.transport.write(zmtp.GREETING)
         self._on_open(connection)
 
-    def welcome(self, connection: Connection) -> None:
-        """Accept messages up to the full size."""
+    def _has_place(self, owner: str) -> bool:
+        """Whether there is a place for one more connection; makes room if all are taken."""
+        num, most = len(self._connections), self._max_connections
+        if num < most:
+            return True
+        if num > most + most // ENDING_SHARE:
+            return False
+        staying = [one for one in self._connections if not one.is_ending]
+        if len(staying) >= most:  # else the others end within GRACE_S
+            for victim in (victims := self._victims(staying, owner)):
+                self._on_crowded(victim)
+            return bool(victims)
+        return True
+
+    def _victims(self, staying: list[Connection], owner: str) -> list[Connection]:
+        """A few connections that make room for one of `owner`: those without hello, the oldest first, if they are many;
+        otherwise those without open requests, the most silent first, of an owner with more than its share."""
+        num = max(1, self._max_connections // ROOM_PARTS)
+        unwelcome = [one for one in staying if not one.is_welcome]
+        if len(unwelcome) > self._max_connections // UNWELCOME_SHARE:
+            return unwelcome[:num]
+        num_of_owner = Counter(one.owner for one in staying)
+        share = self._max_connections // len({*num_of_owner, owner})
+        largest = max(num_of_owner, key=num_of_owner.__getitem__)
+        idle = [one for one in staying if one.owner == largest and one.is_welcome and not self._is_busy(one)]
+        idle.sort(key=lambda one: one.heard_s)
+        return idle[: min(num, num_of_owner[largest] - share)] or unwelcome[:1]
+
+    def welcome(self, connection: Connection, scope: str) -> None:
+        """Accept messages up to the full size, for this scope."""
+        connection.is_welcome = True
+        connection.owner = scope or connection.owner
         connection.decoder.max_frame_bytes = self._max_message_bytes
 
     def read(self, connection: Connection) -> None:
@@ -158,7 +222,7 @@ class ZmtpListener:
         for _ in range(RECEIVE_BOUND):
             if connection.is_ending or connection.transport is None:
                 return
-            if self._num_left == 0:
+            if self._is_turn_over:
                 break
             try:
                 event = connection.decoder.next()
@@ -176,10 +240,23 @@ class ZmtpListener:
             self._free_budget(connection)
             self._handle(connection, event)
         self._pause(connection)
-        self._turn_queue.append(connection)
+        self._wait_for_turn(connection)
+
+    @property
+    def _is_turn_over(self) -> bool:
+        """Whether other tasks must run before the next message."""
+        now_s = time.monotonic()
+        self._turn_s = self._turn_s or now_s
+        return self._num_left == 0 or now_s - self._turn_s > MAX_TURN_S
+
+    def _wait_for_turn(self, connection: Connection) -> None:
+        if connection not in self._turn_queue:
+            self._turn_queue.push(connection, None, connection.owner, 1)
+        self._schedule_turn()
 
     def _handle(self, connection: Connection, event: zmtp.ZmtpMessage | zmtp.Command | zmtp.UnreadableMessage) -> None:
         connection.begun_s = None
+        connection.heard_s = self._loop.time()
         match event:
             case zmtp.ZmtpMessage(data):
                 self._on_message(connection, data)
@@ -201,23 +278,25 @@ class ZmtpListener:
 
     def _turn(self) -> None:
         self._is_turn_due = False
-        self._num_left = MAX_TURN_MESSAGES
+        self._num_left, self._turn_s = MAX_TURN_MESSAGES, 0.0
         for _ in range(len(self._turn_queue)):
-            if self._num_left == 0:
+            if self._is_turn_over or (turn := self._turn_queue.pop()) is None:
                 break
-            self.read(self._turn_queue.popleft())
+            self.read(turn[0])
         if self._turn_queue:
             self._schedule_turn()
 
     def _pause(self, connection: Connection) -> None:
         """Stop reading for now."""
-        connection.begun_s = None
         if not connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
             connection.is_waiting = True
+            connection.paused_s = self._loop.time()
             connection.transport.pause_reading()
 
     def _resume(self, connection: Connection) -> None:
         """Everything that has arrived is handled: continue reading."""
+        if connection.begun_s is not None and connection.is_waiting:
+            connection.begun_s += self._loop.time() - connection.paused_s
         if connection.begun_s is None and connection.decoder.is_inside:
             connection.begun_s = self._loop.time()
         if connection.is_waiting and connection.transport is not None and not connection.transport.is_closing():
@@ -227,24 +306,32 @@ class ZmtpListener:
     # ------------------------------------------------------------------------------------------------------- budget
 
     def _admit(self, connection: Connection, num_bytes: int) -> bool:
-        """Start to receive a large frame, or pause until there is budget. Returns whether it has started."""
+        """Receive up to `num_bytes` of a large frame, or pause until there is room. Returns whether it goes on."""
         if num_bytes > SMALL_BYTES:
-            if num_bytes > self._budget_bytes or (self._budget_queue and self._budget_queue[0] is not connection):
+            granted = self._budget.take(connection, num_bytes)
+            self._go_on(granted, connection)
+            if connection not in granted:
                 self._pause(connection)
-                self._budget_queue.append(connection)
+                self.give_up_slow()
                 return False
-            self._budget_bytes -= num_bytes
-            connection.budget_bytes = num_bytes
         connection.decoder.admit()
         return True
 
     def _free_budget(self, connection: Connection) -> None:
-        if connection.budget_bytes:
-            self._budget_bytes += connection.budget_bytes
-            connection.budget_bytes = 0
-            self._turn_queue.extend(self._budget_queue)
-            self._budget_queue.clear()
-            self._schedule_turn()
+        self._go_on(self._budget.release(connection), connection)
+
+    def _go_on(self, granted: list[Connection], current: Connection) -> None:
+        """Have those read again that got room, besides the one that is being read."""
+        for connection in granted:
+            if connection is not current:
+                self._wait_for_turn(connection)
+
+    def give_up_slow(self) -> None:
+        """If connections wait for room, end those whose messages arrive too slowly, the slowest first. Call it now and
+        then."""
+        while (slowest := self._budget.slowest(self._loop.time())) is not None:
+            self._on_slow(slowest)
+            self._free_budget(slowest)
 
     # --------------------------------------------------------------------------------------------------------- send
 
@@ -282,6 +369,7 @@ class ZmtpListener:
     def lost(self, connection: Connection) -> None:
         """The connection has been lost."""
         connection.is_ending = True
+        self._turn_queue.remove(connection)
         self._free_budget(connection)
         if connection in self._connections:
             del self._connections[connection]

@@ -11,7 +11,7 @@ client that violates the protocol gets one error and loses its connection; other
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import assert_never
@@ -24,13 +24,15 @@ from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.http_server.guard import unauthorized
 from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
+from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
 from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
 from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
@@ -50,6 +52,8 @@ RETRY_S = 0.02
 MAX_RETRY_S = 0.3
 MAX_PENDING_MESSAGES = 2048
 """Unsent messages of a client, besides deltas."""
+LINE_S = 1.0
+"""Shortest time between log lines about connections that were ended for others."""
 LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
 
@@ -146,10 +150,16 @@ class ZmqServer:
             on_open=self._opened,
             on_message=self._receive,
             on_refusal=self._refuse,
+            on_slow=self._give_up,
+            is_busy=lambda connection: bool(self._peers[connection].streams),
+            on_crowded=self._make_room,
             on_end=self._ended,
         )
         self._sweeper: asyncio.TimerHandle | None = None
         """Set while there are connections."""
+        self._num_ended: Counter[str] = Counter()
+        """Connections that were ended for others and are not in the log yet, by reason."""
+        self._next_line_s = 0.0
 
     async def start(self) -> None:
         """Accept clients."""
@@ -225,7 +235,7 @@ class ZmqServer:
             peer.scope = scope or NO_SCOPE
         facts = self._readiness.require_ready()
         peer.is_welcome = True
-        self._socket.welcome(peer.connection)
+        self._socket.welcome(peer.connection, peer.scope)
         client = hello.client[: p.MAX_CLIENT_CHARS]
         self._log.debug("client connected", extra={"fields": {"client": client, "clients": len(self._peers)}})
         self.post(
@@ -330,6 +340,32 @@ class ZmqServer:
         self._release(peer)
         self._socket.end(peer.connection)
 
+    def _give_up(self, connection: Connection) -> None:
+        """Its message arrives too slowly, and others need the room."""
+        message = (
+            f"a message arrived slower than {MIN_BYTES_PER_S} bytes per second while other clients needed its room"
+        )
+        self._drop(self._peers[connection], ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
+        self._log_ended("their messages arrived too slowly")
+
+    def _make_room(self, connection: Connection) -> None:
+        """All places for connections are taken, and this one has no open request."""
+        peer = self._peers[connection]
+        if peer.is_welcome:
+            self._drop(peer, overloaded("another client needed this connection's place"))
+        else:
+            self._disconnect(peer)
+        self._log_ended("others needed their places")
+
+    def _log_ended(self, why: str) -> None:
+        """Log connections that were ended for others, at most a line per second."""
+        self._num_ended[why] += 1
+        if (now_s := self._loop.time()) >= self._next_line_s:
+            self._next_line_s = now_s + LINE_S
+            for reason, num in self._num_ended.items():
+                self._log.warning("ended connections of clients", extra={"fields": {"num": num, "why": reason}})
+            self._num_ended.clear()
+
     def _release(self, peer: ClientPeer) -> None:
         self._peers.pop(peer.connection, None)
         peer.pending.clear()
@@ -359,6 +395,8 @@ class ZmqServer:
                 peer.suspended(late_s)
             elif late_s <= max(SWEEP_S, 1.0):  # else the loop was blocked and has not read yet
                 self._check_peer(peer, now_s)
+        if not was_suspended and late_s <= max(SWEEP_S, 1.0):
+            self._socket.give_up_slow()
         self._sweep_soon()
 
     def _check_peer(self, peer: ClientPeer, now_s: float) -> None:

@@ -15,6 +15,8 @@ MAX_COMMAND_BYTES = 4096
 MAX_PING_CONTEXT_BYTES = 16
 READ_BYTES = 16384
 """Frames up to this size are collected in the read buffer; larger ones have their own buffer."""
+FIRST_BYTES = 65536
+"""The first size of that buffer. It doubles whenever it is full, so a frame takes memory only as its bytes arrive."""
 
 _MECHANISM = b"NULL".ljust(20, b"\0")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + _MECHANISM + bytes(32)
@@ -40,7 +42,7 @@ class Command(NamedTuple):
 
 
 class Large(NamedTuple):
-    """The header of a large frame. Call `admit` to receive the frame."""
+    """A large frame, or more of it, can be received: call `admit` when there is memory for `num_bytes` of it."""
 
     num_bytes: int
 
@@ -55,7 +57,7 @@ Event = ZmtpMessage | Command | Large | UnreadableMessage
 
 
 class Decoder:
-    """Decodes the bytes of one peer. Holds at most the bytes of two reads, and one admitted large frame."""
+    """Decodes the bytes of one peer. Holds at most the bytes of two reads, and what was admitted of a large frame."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
@@ -64,9 +66,11 @@ class Decoder:
         self._bytes = bytearray()
         """Read but not decoded yet."""
         self._large: bytearray | None = None
-        """The large frame being received."""
+        """The large frame being received: its first part, with room for more."""
         self._filled = 0
         """Bytes of it that have arrived."""
+        self._size = 0
+        """Bytes that it has in all."""
 
     @property
     def is_inside(self) -> bool:
@@ -74,9 +78,16 @@ class Decoder:
         return self._large is not None or bool(self._bytes)
 
     @property
+    def num_arrived(self) -> int:
+        """Bytes of the incomplete frame that have arrived."""
+        return len(self._bytes) if self._large is None else self._filled
+
+    @property
     def missing(self) -> memoryview | None:
-        """Buffer for the rest of a large frame; None if none is being received."""
-        return None if self._large is None else memoryview(self._large)[self._filled :]
+        """Buffer for more of a large frame, never empty; None if there is none now."""
+        if self._large is None or self._filled == len(self._large):
+            return None
+        return memoryview(self._large)[self._filled :]
 
     def fill(self, num_bytes: int) -> None:
         """`num_bytes` were read into `missing`."""
@@ -87,14 +98,29 @@ class Decoder:
         self._bytes += data
 
     def admit(self) -> None:
-        """Start to receive the large frame whose header has arrived."""
-        header = self._header()
-        assert header is not None and self._large is None
-        _, begin, size = header
-        here = self._bytes[begin : begin + size]
-        del self._bytes[: begin + len(here)]
-        self._large, self._filled = bytearray(size), len(here)
-        self._large[: len(here)] = here
+        """Receive the large frame whose header has arrived, or more of the one whose buffer is full."""
+        before: bytes | bytearray = b""
+        if self._large is None:
+            header = self._header()
+            assert header is not None
+            _, begin, self._size = header
+            del self._bytes[:begin]
+        else:
+            assert self._filled == len(self._large) < self._size
+            before = self._large
+        # A new buffer, because the old one may still be exported to the transport.
+        buffer = bytearray(self._next_bytes)
+        buffer[: len(before)] = before
+        here = self._bytes[: len(buffer) - len(before)]
+        del self._bytes[: len(here)]
+        self._filled = len(before) + len(here)
+        buffer[len(before) : self._filled] = here
+        self._large = buffer
+
+    @property
+    def _next_bytes(self) -> int:
+        """Bytes that the buffer will have."""
+        return min(self._size, max(FIRST_BYTES, 2 * self._filled))
 
     def next(self) -> Event | None:
         """The next event; None if it is incomplete. Raises ProtocolError."""
@@ -138,7 +164,9 @@ class Decoder:
         if self._large is not None:
             if self._filled < len(self._large):
                 return None
-            whole, self._large = self._large, None
+            if self._filled < self._size:
+                return Large(self._next_bytes)
+            whole, self._large, self._filled = self._large, None, 0
             return ZmtpMessage(whole)
         if (header := self._header()) is None:
             return None
@@ -153,7 +181,7 @@ class Decoder:
         elif size > self.max_frame_bytes:
             return UnreadableMessage("too large")
         elif size > READ_BYTES:
-            return Large(size)
+            return Large(min(size, FIRST_BYTES))
         end = begin + size
         if len(self._bytes) < end:
             return None

@@ -191,6 +191,7 @@ class TestHostilePeers:
         server: Any = SimpleNamespace(
             _loop=SimpleNamespace(time=lambda: now_s),
             _peers={1: peer},
+            _socket=SimpleNamespace(give_up_slow=lambda: None),
             _sweep_soon=lambda: None,
             _drop=lambda peer, error: dropped.append(error),
         )

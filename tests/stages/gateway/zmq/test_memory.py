@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.zmq import listener, zmtp
+from pipeline.stages.gateway.zmq import frame_budget, listener, zmtp
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.crowd import ProcessRig
@@ -126,6 +126,7 @@ def test_incomplete_messages_are_bounded_in_total(zmq_server: ZmqGateway, hello:
 
 def test_a_large_message_waits_for_memory_and_is_then_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "NUM_LARGE", 1)
+    monkeypatch.setattr(frame_budget, "GRACE_S", PATIENCE_S)  # no message is slow
     message = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}", max_body_bytes=MIB + 1000):
@@ -140,26 +141,23 @@ def test_a_large_message_waits_for_memory_and_is_then_received(tmp_path: Path, m
             return connection
 
         with connect() as slow, connect() as gone, connect() as waits:
-            slow.sendall(message[:100_000])
-            with RawPeer(address) as peer:  # the first message has been read
+            slow.sendall(message[:-100])  # it has all of the budget
+            gone.sendall(message[:-100])  # the one that may exceed it
+            with RawPeer(address) as peer:  # both have been read
                 assert peer.is_still_served()
+            sender = threading.Thread(target=lambda: waits.sendall(message))
+            sender.start()
             waits.settimeout(0.2)
-            for one in (gone, waits):
-                one.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                gone.sendall(message * 20)
             with pytest.raises(TimeoutError):
                 waits.recv(1)
-            gone.close()
-            sender = threading.Thread(target=lambda: (waits.settimeout(PATIENCE_S), waits.sendall(message)))
-            sender.start()
             with RawPeer(address) as peer:  # small ones do not wait
                 assert peer.is_still_served()
-            slow.sendall(message[100_000:])
-            slow.settimeout(PATIENCE_S)
-            assert b"model_not_found" in slow.recv(65536)
+            gone.close()
+            waits.settimeout(PATIENCE_S)
             sender.join(PATIENCE_S)
             assert b"model_not_found" in waits.recv(65536)
+            slow.sendall(message[-100:])
+            assert b"model_not_found" in slow.recv(65536)
 
 
 def test_a_message_that_is_incomplete_for_too_long_ends_its_connection(

@@ -72,15 +72,24 @@ def test_a_too_large_message_is_rejected_at_its_header() -> None:
     assert read(decoder, zmtp.message(bytes(301))[:9], [1000]) == [UnreadableMessage("too large")]
 
 
-def test_a_large_frame_has_no_buffer_until_it_is_admitted() -> None:
-    decoder = opened()
-    decoder.feed(zmtp.message(bytes(MAX_BYTES))[:1000])
-    assert decoder.next() == decoder.next() == Large(MAX_BYTES)
+def test_a_large_frame_has_no_buffer_until_it_is_admitted_and_then_one_for_what_arrives() -> None:
+    size = 5 * zmtp.FIRST_BYTES
+    decoder, data = opened(size), zmtp.message(bytes(range(256)) * (size // 256))
+    decoder.feed(data[:1000])
+    assert decoder.next() == decoder.next() == Large(zmtp.FIRST_BYTES)
     assert decoder.missing is None
-    decoder.admit()
-    assert decoder.missing is not None
-    assert len(decoder.missing) == MAX_BYTES - 991
-    assert decoder.next() is None
+    place = 1000
+    for num_bytes in (1, 2, 4, 5):
+        assert decoder.next() == Large(num_bytes * zmtp.FIRST_BYTES) and decoder.missing is None
+        decoder.admit()
+        assert decoder.next() is None
+        assert decoder.missing is not None and len(decoder.missing) == num_bytes * zmtp.FIRST_BYTES - (place - 9)
+        num_more = len(decoder.missing)
+        decoder.missing[:] = data[place : place + num_more]
+        decoder.fill(num_more)
+        place += num_more
+    assert decoder.next() == ZmtpMessage(data[9:])
+    assert place == len(data) and not decoder.is_inside
 
 
 @pytest.mark.parametrize("kind", [b"DEALER", b"REQ", b"ROUTER"])
