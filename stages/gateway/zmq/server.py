@@ -25,7 +25,6 @@ from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.errors import ApiError, overloaded
-from pipeline.http_server.guard import unauthorized
 from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

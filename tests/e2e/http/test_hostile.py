@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import socket
+import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ import pytest
 
 from tests.e2e.http import hostile
 from tests.e2e.server import Server
+from tests.stages.gateway.peers import free_port
+from tools import fairness_bench
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_AT_ONCE = 6
@@ -22,6 +25,10 @@ MANY = 50
 MOST_EXPENSIVE = ("140,000 messages", "a schema 5,000 levels deep")
 SOON_S = 2.0
 """The longest that the other client may wait. On an idle test machine it waits a fifth of it."""
+NUM_ROUNDS = 3
+ADDED_S = 1.0
+"""How much longer a request may take while another key floods the server, on a busy machine: tens of milliseconds if
+it is quiet."""
 DEADLINE_S = 120.0
 REJECTED = {400, 413, 422}
 """The statuses of a bad request that the server has read."""
@@ -157,3 +164,23 @@ def test_slow_request_lines_delay_no_other_client(server: Server) -> None:
     finally:
         for connection in connections:
             connection.close()
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_a_key_that_floods_does_not_delay_another_key() -> None:
+    """Long prompts, chats with a slow template, grammars, uploads and frames of one key: each request of the other key
+    takes little longer than alone. Without fair queues, some of them wait for seconds. `python -m tools.fairness_bench`
+    measures how much longer on a quiet machine."""
+    zmq = f"tcp://127.0.0.1:{free_port()}"
+    keys = {"PIPELINE_API_KEYS": ",".join(fairness_bench.KEYS)}
+    with Server(f"gateway.zmq={zmq}", environ=keys) as server:
+        address = fairness_bench.Address(server.url, zmq)
+        fairness_bench.waits_of(address, 1)  # the grammar checker starts with the first grammar
+        alone = fairness_bench.waits_of(address, NUM_ROUNDS)
+        for name in fairness_bench.FLOODS:
+            with fairness_bench.flooded(name, address):
+                flooded = fairness_bench.waits_of(address, NUM_ROUNDS)
+            for probe, waits in flooded.items():
+                added_s = statistics.median(waits) - statistics.median(alone[probe])
+                assert added_s < ADDED_S, (name, probe, added_s)
+        server.until_idle()
