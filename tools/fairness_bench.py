@@ -9,7 +9,7 @@ before the model; the requests generate at most one token. Run it on a quiet mac
 
 Floods:
 
-- "prompts": texts of a megabyte to /tokenize, six at a time
+- "prompts": texts of 600,000 characters to /tokenize, six at a time
 - "chats": chats of 6,000 messages, so that the template takes longer than the loop may wait
 - "grammars": grammars whose checks take a second each, sixteen at a time
 - "uploads": sixteen bodies that never end, over HTTP, and twice as many that are parsed
@@ -48,6 +48,8 @@ NUM_GRAMMARS = 16
 NUM_UPLOADS = 16
 NUM_FRAMES = 32
 MIB = 1024**2
+PROMPT_CHARS = 600_000
+"""Of a flood's prompt: six of them stay below gateway.max_open_tokens, which is one limit for all keys."""
 LONG_TEXT = "a long story of the sea. "
 _numbers = itertools.count()
 
@@ -156,7 +158,7 @@ class Flood:
 
 
 def prompts(flood: Flood, address: Address) -> None:
-    text = (LONG_TEXT * 42_000)[:MIB]
+    text = (LONG_TEXT * 42_000)[:PROMPT_CHARS]
     body = {"model": MODEL, "prompt": text}
     flood.repeat(lambda: post(address, FLOODER, "/tokenize", body), NUM_PROMPTS)
 
