@@ -14,4 +14,4 @@ from torch import Tensor
 
 def row_by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of each row of x [N, ...], which keeps its shape, as one tensor."""
-    return torch.cat([function(row) for row in x.split(1)]) if len(x) else x
+    return torch.cat([function(x[i : i + 1]) for i in range(len(x))]) if len(x) else x

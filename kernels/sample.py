@@ -28,8 +28,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """Sample one id per row: logits [N, V]; temperature [N], above 0; top_k [N] int64, 0 is off; top_p [N] in (0, 1], 1
     is off; min_p [N] in [0, 1], 0 is off; keys [N, 2] from `halves`. Returns [N] int64."""
     if len(logits) != 1:
-        rows = [tensor.split(1) for tensor in (logits, temperature, top_k, top_p, min_p, keys)]
-        return torch.cat([sample(*row) for row in zip(*rows, strict=True)]) if len(logits) else top_k
+        whole = logits, temperature, top_k, top_p, min_p, keys
+        rows = [sample(*(tensor[i : i + 1] for tensor in whole)) for i in range(len(logits))]
+        return torch.cat(rows) if rows else top_k
     # Relative to the largest, so that no temperature gives an infinite logit.
     scaled = logits.float()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)).div_(temperature[:, None])

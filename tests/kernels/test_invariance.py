@@ -139,7 +139,9 @@ def test_angles_and_growing_queries() -> None:
 
         def angles(positions: Tensor, angle: int = angle) -> Tensor:
             tables = torch.empty(2, len(positions), 14)
-            rotary.rotary_angles(*tables, positions, torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001]))
+            rotary.rotary_angles(
+                tables[0], tables[1], positions, torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001])
+            )
             return tables[angle]
 
         check(angles, torch.arange(200) * 37)
