@@ -2,8 +2,8 @@
 
 4 MiB of small values take 50 ms to decode, and up to half a second to check. A thread does that, so that the event loop
 goes on, but both need Python's lock. Many large bodies in a row would delay all other requests. So they are parsed one
-at a time, with a pause after each that is as long as its parsing. They wait in a queue that is fair to the API keys, and
-small ones don't wait behind the large ones of the same key.
+at a time, with a pause after each that is as long as its parsing. They wait in a queue that is fair to the API keys,
+and small ones don't wait behind the large ones of the same key.
 """
 
 import asyncio

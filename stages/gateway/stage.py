@@ -170,9 +170,7 @@ class GatewayStage:
         app = self._api.app(has_admin_routes=not has_admin)
         connections = HttpConnections(limit_of(self._limits.max_sequences, max_zmq_connections()))
         max_bytes = settings.limits.max_header_bytes
-        self._http.append(
-            HttpListener(app, sock, rules, max_header_bytes=max_bytes, tls=tls, connections=connections)
-        )
+        self._http.append(HttpListener(app, sock, rules, max_header_bytes=max_bytes, tls=tls, connections=connections))
         if has_admin:
             sock = socket.socket(fileno=launch.admin_fd)
             rules = ListenerRules.admin(gateway, self._refusal_log)

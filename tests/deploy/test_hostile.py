@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pipeline.deploy import relay
-from pipeline.http_server.connections import HttpConnections
 from pipeline.deploy.ingress import Ingress
 from pipeline.http_server import body_reader, listener, upload_budget
 from pipeline.http_server.body_reader import BodyReader
+from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.upload_budget import NUM_BODIES
 from pipeline.runtime.api_keys import Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
@@ -196,7 +196,8 @@ async def test_beyond_the_limit_idle_connections_end_and_others_are_refused(monk
     connections = HttpConnections(3, is_strict=True)
     monkeypatch.setattr(Ingress, "_connections", lambda _: connections)
     async with deployed(FakeReplica()) as (ingress, _):
-        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        begun += b"Content-Type: application/json\r\n\r\n{"
         idle, *busy = [await raw(ingress, data) for data in (b"", begun, begun)]
         while sum(not one.is_idle for one in connections._addresses) < 2:
             await asyncio.sleep(0.01)

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 from msgspec import inspect as types
-from pipeline.stages.gateway.http.large_body_lock import LARGE_BYTES
-from pipeline.stages.gateway.parsing.json_depth import check_depth
 
 from pipeline.config.settings import ChatSettings
+from pipeline.http_server.json_depth import check_depth
+from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admin.abort_requests import AbortBody
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.errors import ApiError

@@ -5,11 +5,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
-from pipeline.stages.gateway.http.origins import _ABSOLUTE, _JSON
 from tokenizers import AddedToken as TokenizerToken
 from tokenizers import Tokenizer, models
 
 from pipeline.client import protocol as p
+from pipeline.http_server import request_ids
+from pipeline.http_server.origins import _ABSOLUTE, _JSON
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import bearer
 from pipeline.runtime.resume_points import PREFIX, RESUME
@@ -17,7 +18,6 @@ from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed as ollama_renamed
-from pipeline.stages.gateway.parsing import request_ids
 from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_points
@@ -96,7 +96,8 @@ HEADERS: Mapping[str, Work] = {
     RESUME: lambda text: _refused(lambda: num_point_bytes({RESUME: text})),
 }
 
-HEAD = PREFIX + b'{"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":1,"salt":1,"prompt":"a"}\n'
+HEAD = PREFIX + b'{"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":1,"salt":1,"prompt":"0123456789abcdef"}\n'
+MAX_IDS = 1 << 30
 POINTS: Mapping[str, Callable[[int], bytes]] = {
     "lines": lambda n: HEAD + (PREFIX + b"0 1 0 AQAAAA==\n") * (n // 24),
     "a line": lambda n: HEAD + PREFIX + b"0 1 0 " + b"AAAA" * (n // 4),
@@ -110,7 +111,7 @@ POINTS: Mapping[str, Callable[[int], bytes]] = {
 def _points(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
     parsed = parse_completion(b'{"model": "m", "prompt": "a", "stream": true}', LIMITS)
     data = grow(n)
-    return lambda: _refused(lambda: with_points(parsed, data, 2.0))
+    return lambda: _refused(lambda: with_points(parsed, data, 2.0, MAX_IDS))
 
 
 OLLAMA = OllamaForm(route="chat", model="m")

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
+from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http import body_reader, upload_budget
-from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
-from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked

@@ -121,7 +121,7 @@ def test_ids_are_the_same_for_the_same_seed() -> None:
 
 def logprobs_of(builder: OutputBuilder) -> list[str]:
     return [
-        msgspec.json.decode(one)["token"]
+        msgspec.json.decode(msgspec.json.encode(one))["token"]
         for item in builder.items
         if isinstance(item, MessageItem)
         for part in item.content
