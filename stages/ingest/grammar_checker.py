@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class GrammarChecker:
         self._next_slow_s = 0.0
         """When the next slow grammar may be passed on, by time.monotonic()."""
         self._slow_gate = FairGate(1, num_per_scope=1)
-        self._slow_s: Counter[str] = Counter()
+        self._slow_s: defaultdict[str, float] = defaultdict(float)
         """How long the slow grammars of each scope wait if only it has some."""
 
     def known(self, grammar: Grammar) -> str | None:

@@ -1,6 +1,7 @@
 """Idle connections make room for others if there are many; requests that are open never fail for that."""
 
 import http.client
+import resource
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline.http_server import connections
 from pipeline.http_server.connections import HttpConnections, limit_of
+from pipeline.http_server.descriptors import SPARE
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.test_uploads import is_readable
@@ -51,12 +53,12 @@ def test_a_connection_is_accepted_if_none_is_idle() -> None:
 
 
 def test_every_sequence_can_have_a_connection_if_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1_000_000, 1_000_000))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1_000_000, 1_000_000))
     assert limit_of(100, 256) == connections.MAX_CONNECTIONS and limit_of(100_000, 256) == 400_000
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1024, 1024))
-    assert 300 < limit_of(100, 256) < 1024 - 256 - connections.SPARE
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (64, 64))
-    assert limit_of(100, 256) == connections.SPARE
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    assert 300 < limit_of(100, 256) < 1024 - 256 - SPARE
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    assert limit_of(100, 256) == SPARE
 
 
 def test_kept_and_silent_connections_end_when_others_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,10 @@ def is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
     text = bytes(raw)
     if not text or len(text) > MAX_NEUTRAL_BYTES:  # it is decoded only if it is short
         return not text
-    value = msgspec.json.decode(text)
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # such as a number that no float has
+        return False
     return value is None or any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
     )

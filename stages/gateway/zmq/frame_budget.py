@@ -30,6 +30,8 @@ class Holder(Protocol):
     @property
     def is_waiting(self) -> bool: ...
 
+    def __hash__(self) -> int: ...
+
     @property
     def begun_s(self) -> float | None:
         """When its frame began to arrive."""

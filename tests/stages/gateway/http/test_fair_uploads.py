@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from pipeline.stages.gateway.http.large_body_lock import LargeBodyLock
-from pipeline.stages.gateway.http.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 
+from pipeline.http_server import body_reader, upload_budget
+from pipeline.http_server.large_body_lock import LargeBodyLock
+from pipeline.http_server.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http import body_reader, upload_budget
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
@@ -61,7 +61,7 @@ class TestShares:
         monkeypatch.setattr(upload_budget, "GRACE_S", PATIENCE_S)  # no body is slow
         with locked(tmp_path, max_body_bytes=MAX_BODY) as gate, ExitStack() as stack:
             connections = [stack.enter_context(stuck(gate, KEY)) for _ in range(NUM_BODIES)]
-            gate.rig.until(lambda _: is_refused(send_body(gate, **key(KEY))))
+            gate.rig.until(lambda _: is_refused(send_body(gate, LARGE, **key(KEY))))
             assert send_body(gate, LARGE, **key(SECOND)).status_code == 404
             gate.rig.until(lambda _: any(map(is_readable, connections)))
             (given_up,) = [one for one in connections if is_readable(one)]

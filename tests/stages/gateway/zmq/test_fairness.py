@@ -174,8 +174,8 @@ class TestPlaces:
             others = [stack.enter_context(peer(address)) for _ in range(3)]
             for one in (first, *others):
                 assert one.is_still_served(), "the key with most connections loses some, not the other"
-            for one in idle[:3]:
-                assert b"another client needed this connection's place" in received(one)
+            for closed in idle[:3]:
+                assert b"another client needed this connection's place" in received(closed)
 
     def test_connections_with_open_requests_stay(self, tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
