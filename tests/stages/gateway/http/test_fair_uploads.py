@@ -1,6 +1,7 @@
 """No API key takes all of the room for large bodies, or all turns of their parsing."""
 
 import asyncio
+import functools
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,11 +27,11 @@ class TestShares:
     def test_a_scope_below_its_share_gets_room_from_the_one_with_most(self) -> None:
         room = UploadBudget(MAX_BODY)
         stopped: list[str] = []
-        of_a = [room.upload(lambda place=place: stopped.append(f"a{place}"), "a") for place in range(NUM_BODIES)]
+        of_a = [room.upload(functools.partial(stopped.append, f"a{place}"), "a") for place in range(NUM_BODIES)]
         for upload in of_a:
             upload.grow(MAX_BODY)
             upload.complete()
-        of_b = [room.upload(lambda place=place: stopped.append(f"b{place}"), "b") for place in range(NUM_BODIES)]
+        of_b = [room.upload(functools.partial(stopped.append, f"b{place}"), "b") for place in range(NUM_BODIES)]
         for upload in of_b[: NUM_BODIES // 2]:
             room.check_room(MAX_BODY, "b")
             upload.grow(MAX_BODY)
