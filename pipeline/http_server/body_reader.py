@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from typing import TypeVar
@@ -17,6 +16,7 @@ from pipeline.http_server.guard import current_scope
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
+from pipeline.runtime.work_pool import WorkPool
 
 BODY_TIMEOUT_S = 60.0
 """Time for a client to send the body."""
@@ -38,8 +38,8 @@ class BodyReader:
         self._max_depth = max_json_depth
         self._uploads = UploadBudget(max_body_bytes)
         self._large_body_lock = LargeBodyLock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
-        """Starts with the first large body."""
+        self._thread = WorkPool("parse")
+        """The lock bounds what waits for it."""
 
     def check_declared(self, http_request: web.Request) -> None:
         """Check the declared length, if there is one. Raises ApiError: 413 for a body that is too large, 503 if there
@@ -93,13 +93,12 @@ class BodyReader:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run the parser of a large body in the thread, so that the event loop serves other clients meanwhile. Returns
         only when the thread has ended its work, also if the client has disconnected: the next large body waits."""
-        context = contextvars.copy_context()
-        future = asyncio.get_running_loop().run_in_executor(self._thread, context.run, work)
+        task = asyncio.ensure_future(self._thread.run(contextvars.copy_context().run, work))
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(task)
         finally:
-            if not future.done():
-                await asyncio.wait([future])
+            if not task.done():
+                await asyncio.wait([task])
 
     async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
         """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""

@@ -65,12 +65,16 @@ class Model:
 STORED: list[tuple[Format, str]] = [("bf16", "bfloat16"), ("bf16", "int8"), ("q8_0", "bfloat16")]
 """Formats of weights and of the KV cache."""
 CASES: list[tuple[Format, str, str, str]] = [
-    (format, isa, kv_dtype, overflow) for format, kv_dtype in STORED for isa in ISAS for overflow in OVERFLOWS
+    (format, isa, kv_dtype, overflow)
+    for format, kv_dtype in STORED
+    for isa in (*ISAS, "torch")
+    for overflow in OVERFLOWS
 ]
 if not os.environ.get("PIPELINE_ALL_CASES"):
     CASES = [
         *(("bf16", isa, "bfloat16", list(OVERFLOWS)[i % 4]) for i, isa in enumerate(ISAS)),
         *(("bf16", ISAS[0], "int8", "all"), ("q8_0", ISAS[0], "bfloat16", "down")),
+        *(("bf16", "torch", "bfloat16", "values"), ("bf16", "torch", "int8", "all")),
     ]
 
 
@@ -106,7 +110,9 @@ INFINITE = 290
 """A token whose embedding is not finite."""
 
 
-@pytest.mark.parametrize(("isa", "kv_dtype"), [*((isa, "bfloat16") for isa in ISAS), (ISAS[0], "int8")])
+@pytest.mark.parametrize(
+    ("isa", "kv_dtype"), [*((isa, "bfloat16") for isa in (*ISAS, "torch")), (ISAS[0], "int8"), ("torch", "int8")]
+)
 def test_a_prompt_that_overflows_leaves_its_prefix_to_others(tmp_path: Path, isa: str, kv_dtype: str) -> None:
     """Its blocks before the token that overflows are those of the prefix cache, computed in the same chunk."""
     model = Model(tmp_path, "bf16", isa, kv_dtype, {})
