@@ -117,8 +117,9 @@ def test_what_it_is_not_combined_with_is_refused(server: Server) -> None:
     for fields in ({"best_of": 5}, {"presence_penalty": 1}, {"n": 128, "max_tokens": 200}):
         with pytest.raises(urllib.error.HTTPError) as refused:
             complete(server, **fields)
-        assert refused.value.code == 400
-        error = json.load(refused.value)
+        with refused.value as response:
+            error = json.load(response)
+        assert response.code == 400
         assert error.get("error", error)["param"] in ("best_of", "presence_penalty", "n", "max_tokens")
     with LLM.attach(server.zmq) as llm, pytest.raises(Exception, match="use_beam_search"):
         llm.generate(PROMPT, SamplingParams(n=2, use_beam_search=True, bad_words=["x"]), progress=False)

@@ -93,8 +93,9 @@ def alone(server: Server) -> dict[str | None, str]:
 def test_adapters_of_the_settings_are_served_by_name(server: Server, alone: dict[str | None, str]) -> None:
     assert names(server) == list(NAMES)
     assert len(set(alone.values())) == len(alone), "each adapter has another text"
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         complete(server, "none")
+    refused.value.close()
 
 
 def test_texts_are_the_same_beside_each_other(server: Server, alone: dict[str | None, str]) -> None:
@@ -188,8 +189,9 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_server_runs(server: Server,
     assert complete(server, "late") == text, "the gateway's successor knows it"
     call("/v1/unload_lora_adapter", lora_name="late")
     assert names(server) == list(NAMES)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         complete(server, "late")
+    refused.value.close()
     server.look()
 
 

@@ -137,7 +137,8 @@ def test_metrics_add_up_after_aborts_and_rejections(server: Server) -> None:
         _leave_in_the_middle(server)
     with pytest.raises(urllib.error.HTTPError) as refused:
         post(server, prompt="word " * 9000, max_tokens=5)
-    assert refused.value.code == 400
+    with refused.value as response:
+        assert response.code == 400
     post(server, max_tokens=3)
     server.until_idle()
     after = Metrics(server)
