@@ -338,8 +338,11 @@ def ingress(gateway: Target) -> Iterator[Target]:
 
     async def close(ingress: Ingress) -> None:
         await ingress.close()
+        num_quiet = 0  # turns without transports that are closing, or connections that are being accepted
         async with asyncio.timeout(PATIENCE_S):
-            while len(loop._selector.get_map()) > 1:  # type: ignore[attr-defined]  # transports that are closing
+            while num_quiet < 5:
+                is_quiet = len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
+                num_quiet = num_quiet + 1 if is_quiet else 0
                 await asyncio.sleep(0.01)
 
     ingress = run(start())
