@@ -5,12 +5,11 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import HttpVersion11
-from multidict import CIMultiDict
-from yarl import URL
 
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.stages.gateway.http.routes import ROUTES
@@ -47,22 +46,30 @@ class Request(NamedTuple):
     kind: str | None
 
 
+class Headers(dict[str, str]):
+    """As far as the rules use aiohttp's headers, whose names have no case."""
+
+    def getall(self, name: str, default: list[str]) -> list[str]:
+        return [self[name]] if name in self else default
+
+
 class Fake(dict[Any, Any]):
     """What the rules read of a request."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
         pairs = {"Host": request.host, "Origin": request.origin, "Content-Type": request.kind} | KEYS[request.key]
-        self.headers = CIMultiDict({name: value for name, value in pairs.items() if value is not None})
+        self.headers = Headers({name: value for name, value in pairs.items() if value is not None})
         self.method, self.raw_path, self.version = request.method, request.path, HttpVersion11
         self.rel_url = _url(request.path)
 
 
-_urls: dict[str, URL] = {}
+_urls: dict[str, Any] = {}
 
 
-def _url(path: str) -> URL:
-    return _urls.setdefault(path, URL(path))
+def _url(path: str) -> Any:
+    """Only its `raw_path` is used."""
+    return _urls.setdefault(path, SimpleNamespace(raw_path=path))
 
 
 def routes() -> Iterator[tuple[str, str]]:

@@ -86,15 +86,12 @@ def _load_scales(places, readable, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _where_seen(value, weight, seen, SCALE_BYTES: tl.constexpr):
-    """Values [BLOCK_N, DIMS] with zeros in place of what is not finite, and weights [BLOCK_M, BLOCK_N] that are NaN
-    instead where it is seen: 0 x NaN would be NaN in the other rows too. In 8 bits only the scales, which are in the
-    weights, may be NaN."""
-    if SCALE_BYTES == 0:
-        nothing = value * 0.0
-        weight += tl.sum(nothing.to(tl.float32), 1)[None, :]
-        value = tl.where(nothing == 0.0, value, 0.0).to(value.dtype)
-    return value, tl.where(seen, weight, 0.0)
+def _finite(value):
+    """Values [BLOCK_N, DIMS] with zeros in place of what is not finite, and NaN [BLOCK_N] where that was, else 0. As
+    a weight, 0 x NaN would be NaN in the rows that do not see a key, too; as a score, it is masked in these."""
+    is_wrong = value * 0.0 != 0.0
+    wrong = tl.max(is_wrong.to(tl.int32), 1)
+    return tl.where(is_wrong, 0.0, value).to(value.dtype), tl.where(wrong > 0, float("nan"), 0.0)
 
 
 @triton.jit
@@ -173,6 +170,9 @@ def attend_tiles(
             scores = CAP * tanh(scores / CAP)
         if ALIBI:
             scores -= slopes[:, None] * (positions[:, None] - places[None, :]).to(tl.float32)
+        if UNSEEN and SCALE_BYTES == 0:
+            value, wrong = _finite(value)
+            scores += wrong[None, :]
         if MASKED:
             seen = readable[None, :] & (places[None, :] <= positions[:, None])
             if WINDOW > 0:
@@ -191,9 +191,8 @@ def attend_tiles(
             weights = weights * shrink + tl.sum(weight, 1)
         sums = sums * shrink[:, None]
         if SCALE_BYTES > 0:
-            weight = weight * value_scale[None, :]
-        if UNSEEN:
-            value, weight = _where_seen(value, weight, seen, SCALE_BYTES)
+            scaled = weight * value_scale[None, :]
+            weight = tl.where(weight == 0.0, 0.0, scaled) if UNSEEN else scaled
         if UPCAST:
             sums = tl.dot(weight, value.to(tl.float32), sums, input_precision="ieee")
         else:

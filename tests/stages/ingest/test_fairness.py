@@ -142,8 +142,10 @@ def test_prompts_with_a_grammar_wait_their_turn_like_others(rig: Rig) -> None:
     send(rig, 0, "first", "a", grammar=grammar)
     assert admitted(rig, 1) == [0]
     turns: list[int] = []
+    arrived: list[int] = []
+    """The turns before each time that the other key's request begins to wait: for its check, and behind it."""
     with pytest.MonkeyPatch.context() as patch:
-        really = ingest_stage.IngestStage._begin
+        really, wait = ingest_stage.IngestStage._begin, ingest_stage.IngestStage._wait
 
         def begin(stage: Any, key: tuple[int, int], submit: m.Submit) -> None:
             turns.append(key[0])
@@ -153,10 +155,17 @@ def test_prompts_with_a_grammar_wait_their_turn_like_others(rig: Rig) -> None:
                 send(rig, 100, "hi", "b", grammar=grammar)
             really(stage, key, submit)
 
+        def begin_to_wait(stage: Any, key: tuple[int, int], submit: m.Submit) -> None:
+            if key[0] == 100:
+                arrived.append(len(turns))
+            wait(stage, key, submit)
+
         patch.setattr(ingest_stage.IngestStage, "_begin", begin)
+        patch.setattr(ingest_stage.IngestStage, "_wait", begin_to_wait)
         send(rig, 1, SHORT, "a", grammar=grammar)
         order = admitted(rig, 20)
-    assert order.index(100) < 10, order
+    places = [place for place, number in enumerate(turns) if number == 100]
+    assert len(arrived) == 2 and all(place - when <= 2 for when, place in zip(arrived, places, strict=True)), turns
     assert [one for one in order if one < 100] == list(range(1, 20))
 
 
