@@ -60,8 +60,9 @@ class Preemption:
     @property
     def _has_held(self) -> bool:
         """Whether complete replies wait for their clients. Then even the oldest request gives way: else each could
-        become complete in its turn, and all of them would be kept."""
-        return any(one.is_closed and one.num_output_bytes for one in self._table.newest())
+        become complete in its turn, and all of them would be kept. A reply is complete when all prompts of its request
+        are: as long as one is not, the oldest request must go on, because nothing else returns their room."""
+        return any(one.request.is_finished and one.num_output_bytes for one in self._table.newest())
 
     def _end_if_too_large(self, oldest: Request) -> None:
         """The others gave way. If it exceeds the limit alone, its ids have more text than `most_bytes` expects."""
@@ -79,13 +80,17 @@ class Preemption:
         parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
         is_kept = keeps_output(parsed)
         if is_kept:
+            prompt_request.forget_output()
             for sequence, received in zip(
                 prompt_request.sequences, parsed.outputs or [b""] * len(prompt_request.sequences), strict=True
             ):
                 if sequence.finish == m.Finish.NONE:
                     _start_again(sequence, received, is_resumed=bool(received) and not parsed.options.repeats_received)
-            prompt_request.prompt_records.clear()
-            prompt_request.prompt_pieces = []
+                    if prompt_request.echoed:
+                        sequence.pending.append(prompt_request.echoed)
+            if prompt_request.sequences[0].finish == m.Finish.NONE:  # it computes them again
+                prompt_request.prompt_records.clear()
+                prompt_request.prompt_pieces = []
             prompt_request.submit = msgspec.structs.replace(prompt_request.submit, outputs=[])
         prompt_request.submit = next_attempt(prompt_request)
         for sequence in prompt_request.sequences:
@@ -105,12 +110,14 @@ class Preemption:
     def _resume(self) -> None:
         admission = self._table.admission
         oldest = None if self._has_held else self._oldest()
+        num_free = admission.max_bytes - admission.num_bytes
         for request_id, num_bytes in list(self._waiting.items()):
             prompt_request = self._table.get(request_id)
-            if prompt_request is None or not prompt_request.is_preempted:
+            if prompt_request is None or prompt_request.is_closed or not prompt_request.is_preempted:
                 self._forget(request_id)  # it has been closed
                 continue
-            if prompt_request.request is oldest or num_bytes < admission.max_bytes - admission.num_bytes:
+            if prompt_request.request is oldest or num_bytes < num_free:
+                num_free -= num_bytes  # it will need them again
                 self._forget(request_id)
                 self._table.submit_withdrawn(prompt_request)
 

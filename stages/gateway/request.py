@@ -131,6 +131,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     """How often schedule has crashed while it ran this request, among others; see `suspicions`."""
     num_ids_at_death: int = 0
     """Output ids that had arrived at the last of these deaths."""
+    echoed: str = ""
+    """The prompt's text, if it stands before the output."""
     is_closed: bool = False
     """No more messages about it will arrive."""
     is_released: bool = False
@@ -174,6 +176,10 @@ class PromptRequest(msgspec.Struct, eq=False):
         """Schedule has crashed while it ran this request."""
         self.num_schedule_deaths = self.suspicions + 1
         self.num_ids_at_death = sum(sequence.num_ids for sequence in self.sequences)
+
+    def forget_output(self) -> None:
+        """Its output is about to be dropped, and generated again: that clears it of no death."""
+        self.num_schedule_deaths, self.num_ids_at_death = self.suspicions, 0
 
     @property
     def is_with_schedule(self) -> bool:
@@ -237,6 +243,7 @@ class PromptRequest(msgspec.Struct, eq=False):
         prompt = self.submit.prompt
         text = prompt.text if isinstance(prompt, m.TextPrompt) else self.prompt_text
         if text:
+            self.echoed = text
             for sequence in self.sequences:
                 sequence.pending.insert(0, text)
 

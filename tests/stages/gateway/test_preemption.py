@@ -131,6 +131,49 @@ def test_a_stream_goes_on_where_it_was(gate: Gate) -> None:
     until(gate, lambda found: found["open_bytes"] == 0)
 
 
+def test_requests_of_several_prompts_end_one_after_the_other(gate: Gate) -> None:
+    """Prompts that are complete keep their output until their request is: the oldest request must go on."""
+    body = WHOLE | {"prompt": ["a", "b"], "max_tokens": 80}
+    first = gate.complete(body)
+    oldest = [gate.begin(), gate.begin()]
+    second = gate.complete(body)
+    other = [gate.begin(), gate.begin()]
+    for submit in (oldest[0], other[0]):
+        grow(gate, submit, 10, m.Finish.LENGTH)
+        assert gate.closed() == (submit.request_id, 1)
+    gate.delta(other[1], "t", 1, records=np.zeros(1, logprob_dtype(NUM_TOP)).tobytes(), pieces=PIECES)
+    grow_beyond(gate, oldest[1])
+    assert gate.closed() == (other[1].request_id, 1), "the other gives way"
+    grow(gate, oldest[1], 1)
+    assert load(gate)["open_bytes"] > MAX_BYTES
+    assert gate.rig.nothing("schedule", 0.05), "nothing else can give way"
+    end(gate, oldest[1])
+    assert len(first.result().json()["choices"]) == 2
+    again = gate.submit()
+    assert (again.request_id, again.attempt) == (other[1].request_id, 2)
+    gate.continue_at(again, 0, 0)
+    grow(gate, again, 10, m.Finish.LENGTH)
+    assert [one["text"] for one in second.result().json()["choices"]] == ["t" * 80] * 2
+    until(gate, lambda found: found["open_bytes"] == 0)
+
+
+def test_the_prompt_stands_before_output_that_is_generated_again(gate: Gate) -> None:
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    second = gate.complete(COMPLETION | {"echo": True, "prompt": "Once", "max_tokens": 20000})
+    victim = gate.begin()
+    gate.delta(victim, "x" * 100_000, STEP)
+    grow_beyond(gate, oldest)
+    assert gate.closed() == (victim.request_id, 1)
+    end(gate, oldest)
+    assert first.result().status_code == 200
+    again = gate.submit()
+    gate.continue_at(again, 0, 0)
+    gate.delta(again, " upon", 1)
+    gate.finish(again, "!")
+    assert second.result().json()["choices"][0]["text"] == "Once upon!"
+
+
 def test_a_small_request_beside_large_ones_is_not_preempted(gate: Gate) -> None:
     first = gate.complete(WHOLE)
     oldest = gate.begin()
