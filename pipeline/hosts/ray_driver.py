@@ -15,7 +15,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -44,22 +46,23 @@ def run(launch: m.Launch) -> None:
     """Find a host for each of the orders, then watch until one ends. Raises UserError with a message for the user."""
     for name, value in ENVIRON.items():
         os.environ.setdefault(name, value)
-    with contextlib.nullcontext() if launch.settings.ray.address else own_ray.environment():
-        _run(launch)
+    with contextlib.suppress(SystemExit):  # of a signal; the token of our own cluster is deleted first
+        # A handler, not SIG_DFL: that would end this process without its `finally`. Nor SIG_IGN, which the entry point
+        # of stages sets: the daemons that Ray starts would inherit that.
+        _handle_signals(_exit)
+        with contextlib.nullcontext() if launch.settings.ray.address else own_ray.environment():
+            _run(launch)
 
 
 def _run(launch: m.Launch) -> None:
     """As `run`, in the environment for the cluster."""
     ray = _import_ray()
-    # The entry point of stages ignores it. The daemons that Ray starts would inherit that.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    settings = launch.settings
-    _connect(ray, settings)
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
+        _connect(ray, launch.settings)
+        _handle_signals(_exit)  # Ray may have set its own
         actors = _place(ray, launch)
+        _handle_signals(lambda *_: ended.set())
         runs = {actor.run.remote(): name for name, actor in actors.items()}
         while not ended.is_set():
             done, _ = ray.wait(list(runs), timeout=CHECK_S)
@@ -67,7 +70,17 @@ def _run(launch: m.Launch) -> None:
                 report(launch, m.HostEnded(runs.pop(one), _end_of(ray, one)))
                 ended.wait()  # the supervisor begins anew, with a process that has no past
     finally:
+        _handle_signals(lambda *_: None)  # another one does not interrupt this
         ray.shutdown()
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _exit(*_: object) -> None:
+    raise SystemExit
 
 
 def _import_ray() -> Any:
