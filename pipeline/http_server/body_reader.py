@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
@@ -30,6 +31,10 @@ class BodyTimeout(ApiError):
     """408"""
 
 
+class OutOfTime(BodyTimeout):
+    """The time of the whole request has passed before its body was parsed."""
+
+
 class BodyReader:
     """Reads the bodies of one gateway's requests."""
 
@@ -50,15 +55,22 @@ class BodyReader:
         self._uploads.check_room(declared, current_scope())
 
     async def parse(
-        self, http_request: web.Request, parser: Callable[[bytes], T], timeout_s: float = BODY_TIMEOUT_S
+        self,
+        http_request: web.Request,
+        parser: Callable[[bytes], T],
+        timeout_s: float = BODY_TIMEOUT_S,
+        left_s: float = math.inf,
     ) -> T:
         """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
-        Raises BodyTimeout, or another ApiError."""
+        Reading it, and the wait until it is parsed, end when the request's own time has passed, in `left_s`. Raises
+        BodyTimeout, OutOfTime, or another ApiError."""
+        now_s = asyncio.get_running_loop().time
+        end_s = now_s() + left_s
         if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
             raise unsupported_encoding(encoding)
         self.check_declared(http_request)
-        scope = current_scope()
-        deadline, turn = asyncio.timeout(timeout_s), asyncio.timeout(None)
+        scope, turn_end_s = current_scope(), math.inf
+        deadline, turn = asyncio.timeout(min(timeout_s, left_s)), asyncio.timeout(None)
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
             async with deadline:
@@ -68,7 +80,7 @@ class BodyReader:
                 return self._parsed(body, parser)
             async with AsyncExitStack() as stack:
                 async with turn:
-                    turn.reschedule(asyncio.get_running_loop().time() + TURN_TIMEOUT_S)
+                    turn.reschedule(turn_end_s := min(now_s() + TURN_TIMEOUT_S, end_s))
                     await stack.enter_async_context(self._large_body_lock.hold(len(body), scope))
                 return await self._in_thread(lambda: self._parsed(body, parser))
         except TimeoutError:
@@ -76,6 +88,8 @@ class BodyReader:
                 raise _too_slow() from None
             if upload.why_given_up == "share":
                 raise overloaded("clients with other API keys needed the room of this body") from None
+            if turn_end_s == end_s if upload.is_complete else left_s < timeout_s:
+                raise OutOfTime(HTTPStatus.REQUEST_TIMEOUT, "the request's time passed before it was parsed") from None
             if upload.is_complete:
                 raise overloaded(f"other large bodies were parsed for {TURN_TIMEOUT_S:g} s") from None
             raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import body_reader, request_ids
-from pipeline.http_server.body_reader import BodyReader, BodyTimeout
+from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import REQUEST_ID, error_response
 from pipeline.http_server.expect import answer_expect
@@ -258,8 +259,7 @@ class Api:
 
     async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
         """Read and parse the body within the server's deadline."""
-        most_s = body_reader.BODY_TIMEOUT_S
-        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else most_s
+        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else math.inf
         num_point_bytes = resumption.num_point_bytes(http_request.headers)
 
         def parse_body(body: bytes) -> ParsedRequest:
@@ -272,11 +272,9 @@ class Api:
 
         try:
             with self._count_overloaded():
-                return await self._bodies.parse(http_request, parse_body, min(most_s, left_s))
-        except BodyTimeout:
-            if left_s < most_s:
-                raise self._requests.timed_out(self._timeout_s) from None
-            raise
+                return await self._bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
+        except OutOfTime:
+            raise self._requests.timed_out(self._timeout_s) from None
 
     @contextlib.contextmanager
     def _count_overloaded(self) -> Iterator[None]:

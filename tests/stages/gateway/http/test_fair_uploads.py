@@ -120,3 +120,16 @@ class TestTurns:
             patch.undo()
             monkeypatch.setattr(body_reader, "TURN_TIMEOUT_S", PATIENCE_S)
             assert send_body(gate).status_code == 404
+
+    def test_the_wait_for_a_turn_ends_with_the_request_s_own_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Gate(tmp_path, max_body_bytes=MAX_BODY, request_timeout_s=0.2) as gate, monkeypatch.context() as patch:
+
+            async def endless(*_: object) -> None:
+                await asyncio.Event().wait()
+
+            patch.setattr("pipeline.runtime.fair_gate.FairGate.enter", endless)
+            for _ in range(NUM_BODIES + 1):  # each returns its room
+                response = send_body(gate)
+                assert response.status_code == 504 and "0.2 s" in response.text
