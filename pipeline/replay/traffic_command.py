@@ -24,7 +24,7 @@ from pipeline.replay.signals import signals_as_interrupt
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.private_files import create_private
+from pipeline.runtime.private_files import create_private, open_output
 from pipeline.supervisor.admin_client import Admin
 
 STAGE = "schedule"
@@ -43,8 +43,7 @@ class TraceFile:
         self._path = path
         self._max_bytes = max_bytes
         self._lines: list[tuple[float, bytes]] = []
-        self._file: BinaryIO = os.fdopen(fd := create_private(path), "wb")
-        os.set_blocking(fd, True)
+        self._file: BinaryIO = os.fdopen(open_output(path), "wb")
         self.num_bytes = 0
         self.is_full = False
 
@@ -68,8 +67,8 @@ class TraceFile:
         """Sort the lines by time. Until that is done, the file has them in the order in which requests ended."""
         self._lines.sort(key=lambda line: line[0])
         self._file.close()
-        if not self._path.is_file():
-            return  # a pipe or a device has no order to change
+        if self._path.is_symlink() or not self._path.is_file():
+            return  # a pipe or a device has no order to change, and an open descriptor is not replaced
         part = self._path.with_name(f"{self._path.name}.part")
         with os.fdopen(create_private(part), "wb") as file:
             file.writelines(line for _, line in self._lines)

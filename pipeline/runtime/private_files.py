@@ -2,12 +2,32 @@
 of the machine chooses where they are."""
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 
-def create_private(path: str | Path) -> int:
+MAX_LINKS = 8
+
+
+def open_output(path: str | Path) -> int:
+    """As `create_private`, blocking, for the output that the user of a command names: opening a FIFO waits for its
+    reader, and a path that leads to a descriptor of this process, such as /dev/stdout, gives that descriptor's copy. A
+    stage must not use it: its descriptors are not its clients' to write to."""
+    number = _own_descriptor(path)
+    if number is not None:
+        fd = os.dup(number)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            os.close(fd)
+            raise OSError(errno.EBADF, "this descriptor is not open for writing")
+        return fd
+    fd = create_private(path, fifo_flags=0)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def create_private(path: str | Path, fifo_flags: int = os.O_NONBLOCK) -> int:
     """A descriptor for writing to a new file with mode 0600, non-blocking. A regular file of this user with this name
     is replaced. A device or FIFO, of this user or of root, is opened as it is. Raises OSError otherwise: a link is not
     followed to a file, and a file of another user, who could read it, is not opened."""
@@ -21,9 +41,26 @@ def create_private(path: str | Path) -> int:
     if stat.S_ISREG(info.st_mode):
         Path(path).unlink()
         return os.open(path, flags, 0o600)
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    how = fifo_flags | os.O_NOFOLLOW if stat.S_ISFIFO(info.st_mode) else os.O_NONBLOCK
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | how)
     info = os.fstat(fd)
     if stat.S_ISREG(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
         os.close(fd)
         raise OSError(errno.ELOOP, "this is a link, or has been replaced: name the file itself")
     return fd
+
+
+def _own_descriptor(path: str | Path) -> int | None:
+    """The number of this process's descriptor to which a path leads, over links of this user and root only."""
+    place, own = os.fspath(path), Path(f"/proc/{os.getpid()}/fd")
+    for _ in range(MAX_LINKS):
+        try:
+            if os.lstat(place).st_uid not in (os.geteuid(), 0):
+                return None
+            folder, name = Path(place).parent, Path(place).name
+            if name.isdecimal() and folder.resolve() == own:
+                return int(name)
+            place = str(folder / Path(place).readlink())
+        except OSError:
+            return None
+    return None

@@ -2,12 +2,19 @@
 
 import os
 import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from pipeline.replay.recorder import FileWriter
-from pipeline.runtime.private_files import create_private
+from pipeline.replay.traffic_command import TraceFile
+from pipeline.runtime.private_files import create_private, open_output
+from tests.rig import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_file_is_new_and_private(tmp_path: Path) -> None:
@@ -58,3 +65,54 @@ def test_devices_and_own_pipes_are_opened_as_they_are(tmp_path: Path) -> None:
         os.close(fd)
     with pytest.raises(IsADirectoryError):
         create_private(tmp_path)
+
+
+def test_a_command_waits_for_the_reader_of_its_fifo(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "fifo")
+    with pytest.raises(OSError, match="No such device"):
+        create_private(path)  # a stage does not wait
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(TraceFile, path, 1000)
+        with path.open("rb") as reader:
+            file = opened.result(PATIENCE_S)
+            file.add([])
+            file.close()
+            assert reader.read() == b"" and path.is_fifo()
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from pipeline.replay.traffic_command import TraceFile
+print("before", flush=True)
+file = TraceFile(Path(sys.argv[1]), 1000)
+file._file.write(b"line\\n")
+file.close()
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+@pytest.mark.parametrize("to", ["file", "pipe"])
+def test_a_command_writes_to_its_own_descriptors(tmp_path: Path, path: str, to: str) -> None:
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    with (tmp_path / "out").open("w+") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", WRITE, str(tmp_path / path)],
+            stdout=out if to == "file" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        out.seek(0)
+        written = out.read() if to == "file" else done.stdout
+    assert (done.returncode, written) == (0, "before\nline\nafter\n"), done.stderr
+    with pytest.raises(OSError, match="not open for writing"), (tmp_path / "out").open("rb") as reader:
+        open_output(f"/dev/fd/{reader.fileno()}")
+
+
+def test_a_stage_writes_to_none_of_its_descriptors(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file, pytest.raises(OSError, match="this is a link"):
+        create_private(f"/dev/fd/{file.fileno()}")
