@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,21 +41,22 @@ def convert(
     max_rank: int,
     max_bytes: int = LoraSettings().max_adapter_bytes,
     deadline_s: float = math.inf,
+    folders: Sequence[str] = (),
 ) -> str:
     """Convert the adapter in `source`, a PEFT folder or a .gguf file, for the prepared model in `model_dir`, unless
-    that was done before. Returns its id. Its files must be regular ones of at most `max_bytes`, and be read at
-    `deadline_s`, by time.monotonic(). Raises AdapterError if it can't be served or written, and NotAnAdapter if it
-    can't be read."""
+    that was done before. Returns its id. Its files must be regular ones of at most `max_bytes`, in one of `folders`,
+    resolved paths, if there are any, and be read at `deadline_s`, by time.monotonic(). Raises AdapterError if it can't
+    be served or written, and NotAnAdapter if it can't be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
     modules: Callable[[ModelConfig], Iterator[Module]]
     if source.suffix.lower() == SUFFIX:
-        file, ranks, weights = GgufAdapter(source, max_bytes, deadline_s), source, source
+        file, ranks, weights = GgufAdapter(source, max_bytes, deadline_s, folders), source, source
         modules = file.modules
         digest.update(file.data)
     else:
         ranks, weights = source / CONFIG, source / WEIGHTS
-        config, config_bytes = read_config(source, deadline_s)
-        tensors = AdapterTensors(weights, max_bytes, deadline_s)
+        config, config_bytes = read_config(source, deadline_s, folders)
+        tensors = AdapterTensors(weights, max_bytes, deadline_s, folders)
         modules = partial(_modules_of_peft, config, tensors)
         digest.update(config_bytes)
         digest.update(tensors.data)

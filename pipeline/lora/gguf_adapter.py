@@ -8,8 +8,9 @@ architectures (`LlamaModel.permute`): this module reverses that.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,13 @@ Part = tuple[int, Target, Piece]
 class GgufAdapter:
     """An adapter's file. Raises AdapterError if it can't be served, NotAnAdapter if it is something else."""
 
-    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
-        self._file = SmallGguf(path, max_bytes, deadline_s)
-        self.path, self.data, keys = path, self._file.data, self._file.keys
+    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf, folders: Sequence[str] = ()) -> None:
+        self.path = path
+        self._file = SmallGguf(path, max_bytes, deadline_s, folders, self._take_keys)
+        self.data = self._file.data
+
+    def _take_keys(self, keys: dict[str, Any]) -> None:
+        path = self.path
         for key, value in (("general.type", "adapter"), ("adapter.type", "lora")):
             if keys.get(key) != value:
                 kind = NotAnAdapter if key == "general.type" else AdapterError

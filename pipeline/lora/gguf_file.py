@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. stages/prepar
 
 import math
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,11 @@ import numpy as np
 
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.lora.tensors import FloatMatrix, bf16_to_float
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.regular_files import RegularFile
 
+MAGIC = b"GGUF"
+NUMBER_BYTES = 8
+"""The longest number."""
 MAX_COUNT = 1 << 16
 """Keys, tensors, and entries of an array."""
 MAX_TEXT_BYTES = 1 << 20
@@ -40,19 +44,34 @@ class _Tensor(NamedTuple):
 class SmallGguf:
     """The keys and tensors of a file. Raises NotAnAdapter if it is not a complete one."""
 
-    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
-        """See `read_regular`: the file may change while it is read."""
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        deadline_s: float = math.inf,
+        folders: Sequence[str] = (),
+        check_keys: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        """See `RegularFile`: the file may change while it is read. Its first bytes must be those of a GGUF file before
+        its header is read; `check_keys` accepts its keys, or raises AdapterError, before its tensors are read."""
         self.path = path
-        try:
-            self.data = read_regular(path, max_bytes, deadline_s)
-        except OSError as error:
-            raise NotAnAdapter(f"{path}: {error.strerror}") from error
-        self._at = 4
+        self._at = len(MAGIC)
         self.keys: dict[str, Any] = {}
         """Numbers and texts. Arrays are left out but for their names, which have None"""
         self._tensors: dict[str, _Tensor] = {}
         try:
-            self._read()
+            with RegularFile(path, max_bytes, deadline_s, folders) as file:
+                self.data = file.read_to(len(MAGIC))
+                if self.data != MAGIC:
+                    raise ValueError("it does not begin with GGUF")
+                self.data = file.read_to(MAX_HEADER_BYTES + NUMBER_BYTES)
+                self._read()
+                check_keys(self.keys)
+                self.data = file.read_to(self._end(file.size))
+        except AdapterError:
+            raise
+        except OSError as error:
+            raise NotAnAdapter(f"{path}: {error.strerror}") from error
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise NotAnAdapter(f"{path}: it is not a complete GGUF file: {error}") from error
 
@@ -68,14 +87,8 @@ class SmallGguf:
         kind, shape, offset = self._tensors[name]
         if len(shape) != 2 or any(size <= 0 for size in shape):
             raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(shape)}, not that of a matrix")
-        count = math.prod(shape)
-        if kind == Q8_0 and shape[1] % Q8_0_VALUES == 0:
-            num_bytes = count // Q8_0_VALUES * Q8_0_BYTES
-        elif kind in FLOATS:
-            num_bytes = count * FLOATS[kind].itemsize
-        else:
-            raise AdapterError(f"{self.path}: tensor {name!r} has type {kind}; supported: F32, F16, BF16 and Q8_0")
-        if offset < 0 or self._begin + offset + num_bytes > len(self.data):
+        num_bytes = self._num_bytes(name)
+        if self._begin + offset + num_bytes > len(self.data):  # it was truncated while it was read
             raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
         raw = np.frombuffer(self.data, np.uint8, num_bytes, self._begin + offset)
         if kind == Q8_0:
@@ -89,9 +102,26 @@ class SmallGguf:
             raise AdapterError(f"{self.path}: tensor {name!r} has values that are not finite")
         return values
 
+    def _num_bytes(self, name: str) -> int:
+        """Of a tensor. Raises AdapterError for a type that is not supported."""
+        kind, shape, _ = self._tensors[name]
+        count = math.prod(shape)
+        if kind == Q8_0 and shape[-1] % Q8_0_VALUES == 0:
+            return count // Q8_0_VALUES * Q8_0_BYTES
+        if kind in FLOATS:
+            return count * FLOATS[kind].itemsize
+        raise AdapterError(f"{self.path}: tensor {name!r} has type {kind}; supported: F32, F16, BF16 and Q8_0")
+
+    def _end(self, size: int) -> int:
+        """Where the last tensor ends in a file of `size` bytes: what follows is not read. Raises AdapterError."""
+        end = self._begin
+        for name, tensor in self._tensors.items():
+            end = max(end, self._begin + tensor.offset + self._num_bytes(name))
+            if end > size:
+                raise AdapterError(f"{self.path}: the bytes of tensor {name[:200]!r} are not in the file")
+        return end
+
     def _read(self) -> None:
-        if self.data[:4] != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
         version = self._number("<I")
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}; supported are {VERSIONS}")

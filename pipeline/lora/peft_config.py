@@ -6,6 +6,7 @@ what is computed and that are not supported are refused by name; others are igno
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,12 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return int(_of_pattern(self.rank_pattern, module, self.r))
 
 
-def read_config(folder: Path, deadline_s: float = math.inf) -> tuple[PeftConfig, bytes]:
+def read_config(folder: Path, deadline_s: float = math.inf, allowed: Sequence[str] = ()) -> tuple[PeftConfig, bytes]:
     """Read and check the config in a folder, and return its bytes too. Raises AdapterError, NotAnAdapter if there is
-    none."""
+    none. The file must be in one of the folders `allowed`, if there are any."""
     path = folder / CONFIG
     try:
-        data = bytes(read_regular(path, MAX_CONFIG_BYTES, deadline_s))
+        data = bytes(read_regular(path, MAX_CONFIG_BYTES, deadline_s, allowed))
     except OSError as error:
         raise NotAnAdapter(f"{path}: {error.strerror}; an adapter is a folder in PEFT's format") from error
     try:

@@ -5,6 +5,7 @@ data (https://github.com/huggingface/safetensors#format).
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import msgspec
 import numpy as np
 
 from pipeline.lora.peft_config import AdapterError
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.regular_files import RegularFile
 
+LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 * 1024**2
 FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 
@@ -29,23 +31,34 @@ class _Entry(msgspec.Struct, frozen=True):
 class AdapterTensors:
     """The tensors of a file. Raises AdapterError if it is not a complete safetensors file."""
 
-    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf) -> None:
-        """See `read_regular`: the file may change while it is read."""
+    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf, folders: Sequence[str] = ()) -> None:
+        """See `RegularFile`: the file may change while it is read. The header is read first, and the rest only if the
+        file has the size that the header describes."""
         self.path = path
         try:
-            self.data = read_regular(path, max_bytes, deadline_s)
+            with RegularFile(path, max_bytes, deadline_s, folders) as file:
+                length = int.from_bytes(file.read_to(LENGTH_BYTES), "little")
+                self._begin = LENGTH_BYTES + length
+                if length > MAX_HEADER_BYTES or self._begin > file.size:
+                    raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")
+                self._entries = self._decoded(file.read_to(self._begin))
+                end = self._begin + max((entry.data_offsets[1] for entry in self._entries.values()), default=0)
+                if end != file.size:
+                    what = "tensors are not in the file" if end > file.size else "header does not describe all of it"
+                    raise AdapterError(f"{path}: its {what}: it has {file.size} bytes, and the header describes {end}")
+                self.data = file.read_to(end)
         except OSError as error:
             raise AdapterError(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
-        length = int.from_bytes(self.data[:8], "little")
-        if length > min(MAX_HEADER_BYTES, len(self.data) - 8):
-            raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")
-        self._begin = 8 + length
+
+    def _decoded(self, data: bytearray) -> dict[str, _Entry]:
+        if len(data) < self._begin:
+            raise AdapterError(f"{self.path}: it is incomplete")
         try:
-            header = msgspec.json.decode(self.data[8 : self._begin], type=dict[str, msgspec.Raw])
+            header = msgspec.json.decode(data[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
-            self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+            return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise AdapterError(f"{path}: the header is damaged: {error}") from error
+            raise AdapterError(f"{self.path}: the header is damaged: {error}") from error
 
     @property
     def names(self) -> list[str]:

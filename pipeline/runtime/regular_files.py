@@ -8,7 +8,9 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 PART_BYTES = 8 * 1024**2
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -30,24 +32,68 @@ def open_regular(path: Path, flags: int = 0) -> int:
     return fd
 
 
-def read_regular(path: Path, max_bytes: int, deadline_s: float = float("inf")) -> bytearray:
-    """All bytes of a file. Raises OSError if it can't be read, is no regular file or has more than `max_bytes`, or if
-    it is not read at `deadline_s`, by time.monotonic()."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        if size > max_bytes:
-            raise OSError(errno.EFBIG, f"the file has {size} bytes; at most {max_bytes} are allowed")
-        data = bytearray(size)
-        view, place = memoryview(data), 0
-        while place < size:
-            if time.monotonic() > deadline_s:
-                raise OSError(errno.ETIMEDOUT, "reading the file took too long")
-            if not (num := os.preadv(fd, [view[place : place + PART_BYTES]], place)):
-                break
-            place += num
-        view.release()
-        del data[place:]  # it was truncated meanwhile
+class OutsideFolders(OSError):
+    """The file is in none of the folders in which it must be."""
+
+
+class RegularFile:
+    """A file that is read in order, as far as its first bytes say that the rest is worth it. Its caller closes it.
+
+    Raises OSError if it can't be opened, is no regular file or has more than `max_bytes`; OutsideFolders if `folders`
+    are given, as resolved paths, and the file that was opened is in none of them: what a path led to before says
+    nothing about that. `deadline_s` is by time.monotonic()."""
+
+    def __init__(
+        self, path: Path, max_bytes: int, deadline_s: float = float("inf"), folders: Sequence[str] = ()
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._data = bytearray()
+        self._fd = open_regular(path)
+        try:
+            # The kernel's own path of the open file: no part of it is resolved again.
+            place = Path(f"/proc/self/fd/{self._fd}").readlink() if folders else None
+            if place is not None and not any(place.is_relative_to(folder) for folder in folders):
+                raise OutsideFolders(errno.EACCES, "the file is in none of the allowed folders")
+            self.size = os.fstat(self._fd).st_size
+            """In bytes, when it was opened."""
+            if self.size > max_bytes:
+                raise OSError(errno.EFBIG, f"the file has {self.size} bytes; at most {max_bytes} are allowed")
+        except OSError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def read_to(self, end: int) -> bytearray:
+        """The bytes before `end`, or before the end of the file: fewer, if it was truncated since it was opened.
+        Raises OSError, also if they are not read at the deadline."""
+        place, end = len(self._data), min(end, self.size)
+        if place >= end:
+            return self._data
+        data = bytearray(end)
+        data[:place] = self._data
+        with memoryview(data) as view:
+            while place < end:
+                if time.monotonic() > self._deadline_s:
+                    raise OSError(errno.ETIMEDOUT, "reading the file took too long")
+                if not (num := os.preadv(self._fd, [view[place : min(end, place + PART_BYTES)]], place)):
+                    break
+                place += num
+        del data[place:]
+        self._data = data
         return data
-    finally:
-        os.close(fd)
+
+
+def read_regular(
+    path: Path, max_bytes: int, deadline_s: float = float("inf"), folders: Sequence[str] = ()
+) -> bytearray:
+    """All bytes of a file. Raises OSError; see `RegularFile`."""
+    with RegularFile(path, max_bytes, deadline_s, folders) as file:
+        return file.read_to(file.size)

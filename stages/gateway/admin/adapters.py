@@ -23,6 +23,7 @@ from pipeline.config.settings import Settings
 from pipeline.lora.convert import WEIGHTS, convert, dtype_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter
 from pipeline.runtime import messages as m
+from pipeline.runtime.regular_files import OutsideFolders
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.work_pool import PoolFull, WorkPool
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
@@ -82,9 +83,14 @@ def convert_allowed(source: Path, model_dir: Path, settings: Settings, deadline_
             if not any(real.is_relative_to(one) for one in folders):
                 raise NotAnAdapter(f"{path} is not in lora.allowed_folders")
     try:
-        return convert(source, model_dir, dtype_of(settings), lora.max_lora_rank, lora.max_adapter_bytes, deadline_s)
-    except NotAnAdapter as error:
-        if folders:
+        # It checks again what it has opened: links may have changed meanwhile.
+        return convert(
+            source, model_dir, dtype_of(settings), lora.max_lora_rank, lora.max_adapter_bytes, deadline_s, folders
+        )
+    except AdapterError as error:
+        if isinstance(error.__cause__, OutsideFolders):
+            raise NotAnAdapter(f"{source} is not in lora.allowed_folders") from error
+        if folders and isinstance(error, NotAnAdapter):
             raise AdapterError(str(error)) from error
         raise
 

@@ -1,6 +1,7 @@
 """Paths that clients name for adapters: no file blocks or kills the gateway, and errors tell nothing of other files."""
 
 import os
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -105,6 +106,89 @@ def test_only_allowed_folders(tmp_path: Path) -> None:
         assert "No such file" in refused(gate, inside / "none"), "in an allowed folder, the error helps"
         works(gate, outside / "link")
         works(gate, good)
+
+
+def test_a_link_that_changes_after_the_check_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (inside := tmp_path / "allowed").mkdir()
+    (tmp_path / "outside").mkdir()
+    lora = LoraSettings(runtime_loading=True, allowed_folders=[str(inside)])
+    with Gate(tmp_path, lora=lora) as gate:
+        model = ModelConfig.load(tmp_path)
+        other = write_adapter(tmp_path / "outside" / "peft", model, rank=2)
+        convert = adapters.convert
+        for swapped in (CONFIG, WEIGHTS, ""):
+            good = write_adapter(inside / f"peft {swapped}", model, rank=2)
+
+            def swapping(source: Path, *rest: Any, good: Path = good, swapped: str = swapped) -> str:
+                good.rename(f"{good} before") if not swapped else (good / swapped).unlink()
+                (good / swapped).symlink_to(other / swapped)
+                return convert(source, *rest)
+
+            monkeypatch.setattr(adapters, "convert", swapping)
+            assert refused(gate, good) == adapters.NO_ADAPTER
+        (inside / "x.gguf").write_bytes(b"")
+        (tmp_path / "outside" / "x.gguf").write_bytes(b"GGUF")
+        other = tmp_path / "outside"
+        monkeypatch.setattr(
+            adapters, "convert", lambda source, *rest: swapping(source, *rest, good=inside, swapped="x.gguf")
+        )
+        assert refused(gate, inside / "x.gguf") == adapters.NO_ADAPTER
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each read has returned."""
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: Any, place: int) -> int:
+        counts.append(num := preadv(fd, buffers, place))
+        return num
+
+    monkeypatch.setattr(os, "preadv", counting)
+    return counts
+
+
+def test_of_a_large_file_that_is_no_adapter_only_the_first_bytes_are_read(
+    gate: Gate, tmp_path: Path, num_read: list[int]
+) -> None:
+    """So neither the time nor the memory of a load tells that a file is there, or how large it is."""
+    model = gguf_keys({"general.type": "model"})
+    for first, most in ((b"text", 4), (b"GGUF" + b"\0" * 100, 5 << 20), (model, 5 << 20)):
+        with (tmp_path / "large.gguf").open("wb") as file:
+            file.write(first)
+            file.truncate(1 << 30)
+        num_read.clear()
+        assert refused(gate, tmp_path / "large.gguf") == adapters.NO_ADAPTER
+        assert sum(num_read) <= most
+
+
+def test_tensors_are_read_only_from_a_file_with_their_size(gate: Gate, tmp_path: Path, num_read: list[int]) -> None:
+    folder = adapter(tmp_path)
+    size = (folder / WEIGHTS).stat().st_size
+    os.truncate(folder / WEIGHTS, 1 << 30)
+    assert f"has {1 << 30} bytes, and the header describes {size}" in refused(gate, folder)
+    assert sum(num_read) < size + (64 << 10)
+    os.truncate(folder / WEIGHTS, size - 1)
+    assert f"has {size - 1} bytes, and" in refused(gate, folder)
+    keys = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": "llama"}
+    name = b"blk.0.attn_v.weight.lora_a"
+    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQQIQ", 2, 1 << 12, 1 << 17, 0, 0)
+    with (tmp_path / "large.gguf").open("wb") as file:
+        file.write(gguf_keys(keys, num_tensors=1) + tensor)
+        file.truncate(1 << 30)
+    num_read.clear()
+    assert "bytes of tensor 'blk.0.attn_v.weight.lora_a' are not in the file" in refused(gate, tmp_path / "large.gguf")
+    assert sum(num_read) <= 5 << 20
+
+
+def gguf_keys(keys: dict[str, str], num_tensors: int = 0) -> bytes:
+    """The begin of a GGUF file with texts."""
+    texts = [
+        struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IQ", 8, len(value)) + value.encode()
+        for key, value in keys.items()
+    ]
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(keys)) + b"".join(texts)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(
