@@ -140,8 +140,9 @@ def build(
         library = folder / f"{_key(source, isa, compiler, options)}.so"
         if _is_usable(library):
             return library
-        folder.mkdir(parents=True, exist_ok=True)
         with _lock(library, what, say):
+            if not _is_safe(folder):
+                raise BuildError(f"other users can write to {folder}: set cache_dir to a folder of your own")
             if _is_usable(library):
                 return library
             library.unlink(missing_ok=True)
@@ -218,24 +219,61 @@ def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -
 
 def _own_folder(root: Path, say: Callable[[str], None]) -> Path:
     """The folder of libraries in the cache. Loading one runs its code, so no other user but root may be able to write
-    there: where one is, as in a cache that several users share, this user has a folder of its own beside it. Raises
-    OSError, and BuildError if that is not its own either."""
+    there: where one is, as in a cache that several users share, this user has a folder of its own beside it; or in the
+    user's default cache, where others could replace that folder itself. Makes the folder. Raises OSError, and
+    BuildError if that is not its own either."""
+    root = _own_root(root, say)
     shared, own = root / "kernels", root / f"kernels-{os.geteuid()}"
     for folder in (shared, own):
-        try:
-            infos = (folder.lstat(), folder.stat())
-        except FileNotFoundError:
-            if folder.is_symlink():
-                continue
+        with contextlib.suppress(FileExistsError):  # perhaps made by another user, just now
+            folder.mkdir(0o700)
+        if _is_safe(folder):
             return folder
-        if all(map(_is_trusted, infos)):
-            if (mode := stat.S_IMODE(infos[1].st_mode)) & _WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
-                folder.chmod(mode & ~_WRITE_OF_OTHERS)  # libraries that another user may have put there are not
-            if not folder.stat().st_mode & _WRITE_OF_OTHERS:
-                return folder
         if folder == shared:
             say(f"other users can write to {shared}: keeping compiled kernels in {own}")
     raise BuildError(f"other users can write to {own}: remove it, or set cache_dir to a folder of your own")
+
+
+def _own_root(root: Path, say: Callable[[str], None]) -> Path:
+    """The cache in which to keep libraries: `root`, unless other users may rename what is in it, or the user's default
+    one. Makes it, closed to others whatever the umask. Raises OSError and BuildError."""
+    if not _is_open(_made(root)):
+        return root
+    default = _made(default_cache_root())
+    if root != default:
+        say(f"other users can rename what is in {root}: keeping compiled kernels in {default}")
+    if _is_open(default) and default.stat().st_uid == os.geteuid():
+        default.chmod(stat.S_IMODE(default.stat().st_mode) & ~_WRITE_OF_OTHERS)  # as a umask of 002 left it
+    if _is_open(default):
+        raise BuildError(f"other users can write to {default}: set cache_dir to a folder of your own")
+    return default
+
+
+def _made(folder: Path) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o755)
+    return folder
+
+
+def _is_open(folder: Path) -> bool:
+    """Whether other users may rename what is in a folder."""
+    mode = folder.stat().st_mode
+    return bool(mode & _WRITE_OF_OTHERS) and not mode & stat.S_ISVTX
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether only this user and root can write to a folder of libraries. One of this user is closed to others. Raises
+    OSError."""
+    try:
+        infos = (folder.lstat(), folder.stat())
+    except FileNotFoundError:
+        return False  # a link that leads nowhere
+    if not all(map(_is_trusted, infos)):
+        return False
+    if (mode := stat.S_IMODE(infos[1].st_mode)) & _WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
+        folder.chmod(mode & ~_WRITE_OF_OTHERS)  # libraries that another user may have put there are not loaded
+    return not folder.stat().st_mode & _WRITE_OF_OTHERS
 
 
 def _is_trusted(info: os.stat_result) -> bool:

@@ -5,6 +5,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,56 @@ def test_with_any_umask_it_is_compiled_once(bench: Bench) -> None:
     finally:
         os.umask(before)
     assert bench.num_compiled == 1
+
+
+def test_folders_are_made_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not closed later: a first start compiles for long."""
+    modes: list[int] = []
+    compile_it = build_module._compile
+
+    def compiling(*args: Any) -> None:
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in (bench.cache_root, bench.kernels))
+        compile_it(*args)
+
+    monkeypatch.setattr(build_module, "_compile", compiling)
+    before = os.umask(0o002)
+    try:
+        bench.build()
+    finally:
+        os.umask(before)
+    assert modes == [0o755, 0o700]
+
+
+def test_where_others_can_rename_the_folder_the_default_cache_is_used(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    bench.cache_root.mkdir()
+    bench.cache_root.chmod(0o1777)
+    assert bench.build().parent == bench.kernels, "in a sticky folder they can't"
+    for mode in (0o777, 0o775):
+        bench.cache_root.chmod(mode)
+        assert bench.build().parent == tmp_path / "home" / "pipeline" / "kernels"
+    assert bench.num_compiled == 2 and any("rename what is in" in line for line in bench.log_lines)
+    (tmp_path / "home" / "pipeline").chmod(0o775)
+    assert bench.build().parent == tmp_path / "home" / "pipeline" / "kernels"
+    assert (tmp_path / "home" / "pipeline").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_another_user_makes_meanwhile_is_not_used(
+    bench: Bench, give_away: Give, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def racing(path: Path, *args: Any, **options: Any) -> None:
+        if path == bench.kernels and not path.exists():
+            mkdir(path)
+            give_away(path)
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", racing)
+    assert bench.build().parent == bench.cache_root / OWN
+    assert not list(bench.kernels.iterdir())
 
 
 def test_a_link_in_place_of_a_library_is_not_followed(bench: Bench, tmp_path: Path) -> None:
