@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pipeline.config.settings import LoraSettings
+from pipeline.lora.convert import convert
 from pipeline.runtime import messages as m
 from pipeline.runtime import regular_files
 from pipeline.runtime.model_folder import ModelConfig
@@ -115,7 +116,6 @@ def test_a_link_that_changes_after_the_check_leads_nowhere(tmp_path: Path, monke
     with Gate(tmp_path, lora=lora) as gate:
         model = ModelConfig.load(tmp_path)
         other = write_adapter(tmp_path / "outside" / "peft", model, rank=2)
-        convert = adapters.convert
         for swapped in (CONFIG, WEIGHTS, ""):
             good = write_adapter(inside / f"peft {swapped}", model, rank=2)
 
