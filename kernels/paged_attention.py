@@ -3,7 +3,8 @@
 A token is computed in one form, whatever else its step computes: two matmuls of each KV head over the blocks that it
 sees, padded to a power of two. So its numbers depend on its row's keys and values and on its position, but not on the
 other rows, nor on how a prompt is cut into chunks. `AttentionPlan.prepare` computes once per step what depends only on
-lengths and block tables, and every layer uses it.
+lengths and block tables, and every layer uses it. What grows with tokens times keys is made for a part of the tokens at
+a time, of at most `MAX_SCORES` scores; so are the keys and values that they see, in float32.
 
 Keys that a token must not see don't count, whatever bits are there: their scores are replaced, and their values too if
 any of them is NaN or infinite. Otherwise 0 * NaN would make the token NaN.
@@ -52,10 +53,10 @@ class _Group:
     places: list[tuple[int, int]]
     """[B]; of each token, its span and its first key there"""
     num_keys: int
-    hidden: Tensor
-    """[B, 1, 1, L] bool; whether a token must not see a key"""
-    distances: Tensor
-    """[B, 1, 1, L] float32; positions from a key to the query"""
+    queries: Tensor
+    """[B, 1, 1, 1] int64; of each token, its own key, counted from its first one"""
+    firsts: Tensor
+    """[B, 1, 1, 1] int64; the first key that it sees, counted in the same way"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +98,27 @@ class AttentionPlan:
         most = np.zeros(num_rows, np.int64)
         np.maximum.at(most, entries, places + padded)
         self.spans = []
+        spans: dict[tuple[bytes, int, int], int] = {}
+        span_of = []  # of each entry; those with the same keys share one
         for entry, (base, end, num_padded) in enumerate(zip(bases, starts + counts, most, strict=True)):
             blocks = inputs.group_tables[self.group][entry, base // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
-            self.spans.append(_Span(torch.from_numpy(blocks.astype(np.int64)), int(end - base), int(num_padded)))
+            key = (blocks.tobytes(), int(end - base), int(num_padded))
+            if key not in spans:
+                spans[key] = len(self.spans)
+                self.spans.append(_Span(torch.from_numpy(blocks.astype(np.int64)), *key[1:]))
+            span_of.append(spans[key])
+        token_spans = np.array(span_of, np.int64)[entries]
         self.groups = []
         for num_keys in np.unique(padded).tolist():
             tokens = np.flatnonzero(padded == num_keys)
-            keys = (first_blocks[tokens] * BLOCK_SIZE)[:, None] + np.arange(num_keys)
-            at = positions[tokens][:, None]
-            hidden = (keys > at) | (keys < firsts[tokens][:, None])
+            begins = first_blocks[tokens].astype(np.int64) * BLOCK_SIZE
             self.groups.append(
                 _Group(
                     torch.from_numpy(tokens),
-                    list(zip(entries[tokens].tolist(), places[tokens].tolist(), strict=True)),
+                    list(zip(token_spans[tokens].tolist(), places[tokens].tolist(), strict=True)),
                     num_keys,
-                    torch.from_numpy(hidden)[:, None, None],
-                    torch.from_numpy((at - keys).astype(np.float32))[:, None, None],
+                    torch.from_numpy(positions[tokens] - begins).view(-1, 1, 1, 1),
+                    torch.from_numpy(firsts[tokens] - begins).view(-1, 1, 1, 1),
                 )
             )
 
@@ -137,11 +143,15 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, 
     """
     num_kv_heads, head_dim = kv.keys.shape[2:]
     width = out.shape[1]
-    spans = [_gathered(kv, span) for span in plan.spans]
+    spans: dict[int, _Gathered] = {}
     for group in plan.groups:
         at_once = max(1, MAX_SCORES // (width // head_dim * group.num_keys))
         for begin in range(0, len(group.places), at_once):
             part = slice(begin, begin + at_once)
+            needed = {span for span, _ in group.places[part]}
+            spans = {span: gathered for span, gathered in spans.items() if span in needed}
+            for span in needed - spans.keys():
+                spans[span] = _gathered(kv, plan.spans[span])
             tokens = group.tokens[part]
             queries = qkv.new_zeros(len(tokens), -(-width // ALIGNMENT) * ALIGNMENT, dtype=torch.float32)
             queries[:, :width] = qkv[tokens, :width]
@@ -152,7 +162,7 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, 
 
 def _attend(
     queries: list[Tensor],
-    spans: list[_Gathered],
+    spans: dict[int, _Gathered],
     group: _Group,
     part: slice,
     form: ScoreForm,
@@ -161,7 +171,8 @@ def _attend(
     """The attention of a part of a group's tokens, whose queries [K, Q / K, D] are float32. Returns [B, K, Q / K, D].
 
     The matmuls are those of one token each. Everything else is exact or row by row."""
-    places, hidden = group.places[part], group.hidden[part]
+    places, keys = group.places[part], torch.arange(group.num_keys)
+    hidden = (keys > group.queries[part]) | (keys < group.firsts[part])
     num_kv_heads, num_grouped, head_dim = queries[0].shape
     scores = torch.stack(
         [
@@ -173,7 +184,7 @@ def _attend(
     if form.softcap is not None:
         scores = form.softcap * row_by_row(torch.tanh, scores / form.softcap)
     if form.slopes is not None:
-        scores -= form.slopes.view(num_kv_heads, num_grouped, 1) * group.distances[part]
+        scores -= form.slopes.view(num_kv_heads, num_grouped, 1) * (group.queries[part] - keys).float()
     scores.masked_fill_(hidden, -torch.inf)
     if sinks is not None:
         extra = sinks.float().view(num_kv_heads, num_grouped, 1)

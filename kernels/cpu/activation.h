@@ -21,10 +21,10 @@ INLINE Vector sigmoid(Vector x) {
     return times_sigmoid(Vector{} + 1.0f, x);
 }
 
-// silu(gate) * up; zero below the range of exp_of, where silu is zero in float32.
+// silu(gate) * up; 0 * up below the range of exp_of, where silu is zero in float32: NaN of `up` stays.
 template <class Vector>
 INLINE Vector silu_mul(Vector gate, Vector up) {
-    return gate < -88.0f ? Vector{} : gate / (1.0f + exp_of(-gate)) * up;
+    return times_sigmoid(gate, gate) * up;
 }
 
 template <class Vector>
@@ -63,6 +63,6 @@ INLINE Vector activate(Vector x) {
     if constexpr (KIND == Activation::GELU) return gelu(x);
     // 0.5 (1 + tanh(u)) is sigmoid(2u).
     if constexpr (KIND == Activation::GELU_TANH) return times_sigmoid(x, 1.59576912f * x * (1.0f + 0.044715f * x * x));
-    const Vector positive = x > 0.0f ? x : Vector{};
+    const Vector positive = x <= 0.0f ? Vector{} : x;  // in this form NaN stays
     return KIND == Activation::RELU ? positive : positive * positive;
 }

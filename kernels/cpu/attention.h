@@ -204,19 +204,20 @@ class Attention final : public Op {
         }
     }
 
-    // Writes a query as integers. Returns their scale.
+    // Writes a query as integers. Returns their scale, NaN if a number is not finite.
     float quantize_query(const act* from, int16_t* to) const {
         float values[MAX_HEAD_DIM];
-        vf tops{};
+        vf tops{}, nothing{};
         for (int d = 0; d < kv_.head_dim; d += LANES) {
             const vf numbers = load_acts(from + d);
             tops = max(tops, max(numbers, -numbers));
+            nothing = fma(numbers, vf{}, nothing);
             store(values + d, numbers);
         }
         const float top = largest(tops), inverse = top > 1e-30f ? LARGEST_CODE / top : 0.0f;
         for (int d = 0; d < kv_.head_dim; d += LANES)
             store_codes(to + d / SLICE * ITEM_STATES * SLICE + d % SLICE, load<vf>(values + d) * inverse);
-        return top / LARGEST_CODE;
+        return top / LARGEST_CODE + sum(nothing);
     }
 
     // Returns zeros, or NaN if a number is not finite.

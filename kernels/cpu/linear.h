@@ -467,7 +467,7 @@ class Head final : public Gemm {
         Best& best = best_[size_t(scratch.thread) * max_samples_ + row];
         int c = 0;
         vf tops = splat(-INFINITY);
-        for (; c + LANES <= count; c += LANES) tops = max(tops, load<vf>(values + c));
+        for (; c + LANES <= count; c += LANES) tops = max(load<vf>(values + c), tops);  // in this order NaN loses
         float top = largest(tops);
         for (; c < count; c++) top = values[c] > top ? values[c] : top;
         if (!(top > best.value || (top == best.value && first_ + column < best.id))) return;

@@ -67,10 +67,10 @@ def activation(x, KIND: tl.constexpr):
         power = tl.exp(-2.0 * tl.abs(u))
         result = x * tl.where(u >= 0, 1.0, power) / (1.0 + power)
     elif KIND == "relu":
-        result = tl.maximum(x, 0.0)
+        result = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         tl.static_assert(KIND == "relu2", "an unknown activation")
-        positive = tl.maximum(x, 0.0)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
     return result
 
@@ -79,8 +79,9 @@ def activation(x, KIND: tl.constexpr):
 def gated_activation(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """`KIND(gate) * up`; "swiglu_oai" is that of gpt-oss, with its ALPHA and LIMIT."""
     if KIND == "swiglu_oai":
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         result = silu(gate * ALPHA) / ALPHA * (up + 1.0)
     else:
         result = activation(gate, KIND) * up

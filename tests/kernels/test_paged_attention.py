@@ -1,11 +1,13 @@
 """Rotary positions, KV writes and attention over blocks agree with token-by-token references."""
 
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels import paged_attention as kernel
 from pipeline.kernels.hadamard import transform_heads
 from pipeline.kernels.kv_layout import LayerKV, allocate, dequantize_heads, layers_of, quantize_heads
 from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
@@ -217,6 +219,38 @@ def test_a_plan_is_reused_by_later_steps() -> None:
         paged_attention(out, qkv, kv, plan)
         expected = paged_attention_reference(qkv[:, None, :HEAD_DIM], kv, inputs, None)
         torch.testing.assert_close(out.double(), expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 280])
+def test_memory_does_not_grow_with_tokens_times_keys(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """The plan holds a few numbers of each token; keys in float32 are in memory only for a part of the tokens."""
+    entries = [(100, 200), *[(299, 1)] * 7]
+    inputs, kv, plan = make_inputs(entries), make_kv(1, torch.float32), AttentionPlan(window)
+    inputs.block_tables[7] = inputs.block_tables[6]
+    plan.prepare(inputs)
+    parts = [part for group in plan.groups for part in (group.tokens, group.queries, group.firsts)]
+    held = [getattr(group, name) for group in plan.groups for name in group.__slots__]
+    assert sum(one.numel() for one in held if isinstance(one, torch.Tensor)) == sum(part.numel() for part in parts)
+    assert sum(part.numel() for part in parts) == 3 * inputs.num_tokens
+    qkv = torch.randn(inputs.num_tokens, 3 * HEAD_DIM, generator=torch.Generator().manual_seed(3))
+    gather, live, most, outs = kernel._gathered, weakref.WeakSet[torch.Tensor](), [], []
+
+    def counted(*args: Any) -> Any:
+        gathered = gather(*args)
+        live.add(gathered.keys)
+        most.append(len(live))
+        return gathered
+
+    monkeypatch.setattr(kernel, "_gathered", counted)
+    for max_scores in (kernel.MAX_SCORES, 2 * 512):
+        monkeypatch.setattr(kernel, "MAX_SCORES", max_scores)
+        most.clear()
+        out = torch.empty(inputs.num_tokens, HEAD_DIM)
+        paged_attention(out, qkv, kv, plan)
+        outs.append(out)
+    assert max(most) == 2, "tokens of a part"
+    assert len(plan.spans) == 7, "equal rows share a span"
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])

@@ -134,9 +134,10 @@ class Results:
 
 def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[FloatArray], hidden_size: int) -> Computed:
     """Merge embeddings, float32 [hidden_size] each, with the logprobs of sampled ids. `pooled` says which entries have
-    one; `computed` has the others."""
+    one; `computed` has the others. An embedding that is not finite gives its entry no id, so that its row fails."""
     ids, token_output_sizes = np.zeros(len(pooled), np.int32), np.zeros(len(pooled), np.int64)
     ids[~pooled] = computed.ids
+    ids[pooled] = [0 if np.isfinite(embedding).all() else NO_ID for embedding in embeddings]
     if len(computed.token_output_sizes):
         token_output_sizes[~pooled] = computed.token_output_sizes
     token_output_sizes[pooled] = 4 * hidden_size

@@ -76,6 +76,8 @@ class ResultReader:
         ids[is_sampled] = sampled_ids
         finishes[is_sampled] = np.where(stopped, Finish.STOP, Finish.NONE)
         is_current = self._is_current(launched_step)
+        embeddings, not_finite = self._embeddings(launched_step)
+        ids[not_finite] = NO_ID
         failing = ids == NO_ID
         errors: tuple[str, ...] = ()
         if failing.any():
@@ -87,7 +89,7 @@ class ResultReader:
         if self._speculator is not None or self._rows.requested_features & SamplingFeature.GRAMMAR_MASK:
             self._append(launched_step, ids, is_sampled & ~failing & ~dead)
         ids[dead] = NO_ID
-        token_outputs = self._token_outputs(launched_step, self._records(launched_step, ids))
+        token_outputs = _by_place(self._records(launched_step, ids) | embeddings)
         num_dead = int(np.count_nonzero(dead))
         return Sampled(
             *(rows, launched_step.generations, ids, finishes),
@@ -127,6 +129,8 @@ class ResultReader:
         finishes = np.full(num, Finish.NONE, np.uint8)
         failing = np.zeros(num, np.bool_)
         failing[places] = verified.last_ids == NO_ID
+        embeddings, not_finite = self._embeddings(launched_step)
+        ids[not_finite], failing[not_finite] = NO_ID, True
         errors = tuple(self._error(launched_step, i, True) for i in np.flatnonzero(failing).tolist())
         finishes[failing] = Finish.ERROR
         table.ended[rows[failing]] = True
@@ -149,7 +153,7 @@ class ResultReader:
             num_tokens=launched_step.num_tokens - num_dead,
             num_copies=launched_step.num_copies,
             copy_s=0.0 if launched_step.host_transfer is None else launched_step.host_transfer.seconds,
-            token_outputs=self._token_outputs(launched_step, records),
+            token_outputs=_by_place(records | embeddings),
             prompt_logprobs=_prompt_logprobs(launched_step),
             errors=errors,
             num_ids=num_ids.astype(np.int32),
@@ -192,8 +196,10 @@ class ResultReader:
         records = zip(places.tolist(), launched_step.logprobs.split(), strict=True)
         return {place: record for place, record in records if ids[place] >= 0}
 
-    def _token_outputs(self, launched_step: LaunchedStep, parts: dict[int, ByteArray]) -> ByteArray:
-        """Logprobs and embeddings of the step's ids, concatenated. `parts` are the logprobs by place."""
+    def _embeddings(self, launched_step: LaunchedStep) -> tuple[dict[int, ByteArray], list[int]]:
+        """The step's embeddings by place, and the places of those that are not finite, whose rows fail."""
+        parts: dict[int, ByteArray] = {}
+        not_finite: list[int] = []
         for entry in launched_step.hidden_states:
             if not self._rows.taken[entry.row] or self._rows.generations[entry.row] != entry.generation:
                 # The row was dropped, and its sum too. The scheduler expects a record, but ignores it.
@@ -204,8 +210,17 @@ class ResultReader:
             self._pool.add(entry.row, entry.start, tokens)
             if entry.place >= 0:
                 pooling, num_tokens = self._rows.pooling[entry.row], entry.start + len(tokens)
-                parts[entry.place] = self._pool.take(entry.row, pooling, num_tokens, tokens[-1]).view(np.uint8)
-        return concatenate([parts[place] for place in sorted(parts)])
+                embedding = self._pool.take(entry.row, pooling, num_tokens, tokens[-1])
+                if np.isfinite(embedding).all():
+                    parts[entry.place] = embedding.view(np.uint8)
+                else:
+                    not_finite.append(entry.place)
+        return parts, not_finite
+
+
+def _by_place(parts: dict[int, ByteArray]) -> ByteArray:
+    """Logprobs and embeddings of the step's ids, concatenated."""
+    return concatenate([parts[place] for place in sorted(parts)])
 
 
 def _prompt_logprobs(launched_step: LaunchedStep) -> ByteArray:

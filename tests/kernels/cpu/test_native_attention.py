@@ -364,3 +364,15 @@ def test_a_value_that_is_not_finite_is_not_lost_in_8_bits(library: ctypes.CDLL) 
         attention.kv.scales[block, :, 1, place] = bf16_bits(np.array([np.nan], np.float32))
         (out,) = attention.run([(5, 60, 20)])
     assert np.isfinite(out[:10]).all() and np.isnan(out[10:]).all()
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 96])
+@pytest.mark.parametrize("at", [0, 17, 31])
+def test_a_query_that_is_not_finite_is_not_lost_in_8_bits(library: ctypes.CDLL, head_dim: int, at: int) -> None:
+    """Wherever its NaN is."""
+    case = case_of(1, 3, head_dim, 0, KVType.INT8)
+    case.queries[5][70, ..., at] = np.nan
+    with recording(library, tokens=NUM_TOKENS) as r:
+        (out,) = Attention(r, case, True).run([(5, 60, 20)])
+    assert np.isnan(out[10]).any()
+    assert np.isfinite(out[:10]).all() and np.isfinite(out[11:]).all()

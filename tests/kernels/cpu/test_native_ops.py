@@ -369,6 +369,22 @@ def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> Non
     assert_near(read_floats(out, 1, 16), np.full((1, 16), expected), 8 * EPS * abs(expected) + 1e-35)
 
 
+@pytest.mark.parametrize("kind", [0, 3, 4], ids=["silu", "relu", "relu2"])
+@pytest.mark.parametrize(("gate", "up"), [(np.nan, 3.0), (-200.0, np.nan), (1.0, np.nan)])
+def test_nan_is_not_lost_in_an_activation(library: ctypes.CDLL, kind: int, gate: float, up: float) -> None:
+    matrix = quantize(torch.zeros(32, 32), "bf16")
+    bias = np.concatenate([np.full(16, gate), np.full(16, up)])
+    bias[[3, 19]] = 1.0
+    with recording(library) as r:
+        rows, out = r.rows(1, 32), r.wide_rows(1, 64)
+        r.put(rows, random(21, 1, 32), Form.PLAIN)
+        weights = r.pack(matrix, gated_order(16), bias)
+        library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1, kind)
+        r.tokens(1)
+        assert r.run() == 0
+    assert np.flatnonzero(np.isfinite(read_floats(out, 1, 16)[0])).tolist() == [3]
+
+
 def gated_order(inner: int) -> list[int]:
     """Rows of a panel: eight outputs of gate, then the matching eight of up; -1 behind the last."""
     eights = [[i if i < inner else -1 for i in range(begin, begin + PAIR)] for begin in range(0, inner, PAIR)]

@@ -107,6 +107,20 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, is_emulated: b
                 np.testing.assert_array_equal(head.run(activations), logits.argmax(1))
 
 
+@pytest.mark.parametrize("vocab_size", [37, 130])
+def test_a_logit_that_is_nan_loses_wherever_it_is(library: ctypes.CDLL, vocab_size: int) -> None:
+    """As in the sampler: it hides no logit before or behind it."""
+    activations = random(7, 9, DEPTH)
+    for at in range(0, vocab_size, 3):
+        weights = random(6, vocab_size, DEPTH)
+        weights[at] = np.nan
+        with recording(library) as r:
+            head = Head(r, quantize(torch.from_numpy(weights), "bf16"))
+            logits = head.all_logits(activations)
+            assert np.isnan(logits[:, at]).all()
+            np.testing.assert_array_equal(head.run(activations), np.nanargmax(logits, axis=1))
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("vocab_size", [1, 37, 130])
 def test_padding_never_wins(library: ctypes.CDLL, format: Format, vocab_size: int, greedy: bool) -> None:

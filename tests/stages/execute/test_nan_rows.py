@@ -101,6 +101,8 @@ def overflowing(adapter_id: str) -> list[Request]:
             (1, 4, (("num_logprobs", 2),)),
             (2, 6, (("compiled_grammar", GRAMMAR),)),
             (-1, 7, (("compiled_grammar", GRAMMAR), ("min_tokens", 3))),
+            (-1, 2, (("pooling", int(m.Pooling.MEAN)),)),
+            (-1, 9, (("pooling", int(m.Pooling.LAST)),)),
             (3, 8, (("min_tokens", 3), ("bad_words_ids", ((5,),)), ("num_prompt_logprobs", 1))),
         )
     ]

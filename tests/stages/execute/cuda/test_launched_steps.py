@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime import messages as m
+from pipeline.stages.execute.pooling import Pool
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import i32, make_step, row_add, take
@@ -55,6 +57,21 @@ def test_a_pooled_row_that_is_dropped_still_returns_its_record(driver: CudaDrive
     first, _ = runner.drain()
     records = first.token_outputs.reshape(2, 4 * runner.facts.hidden_size)
     assert not records[0].any() and records[1].any()
+
+
+def test_an_embedding_that_is_not_finite_fails_its_row(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.clear()
+    runner, take_embedding = driver.runner, Pool.take
+
+    def overflowing(pool: Pool, row: int, *args: Any) -> FloatArray:
+        return take_embedding(pool, row, *args) * np.float32(np.nan if row == 0 else 1)
+
+    monkeypatch.setattr(Pool, "take", overflowing)
+    adds = [row_add(row, [5, 9, 7], [row], m.GenerationOptions(pooling=m.Pooling.MEAN)) for row in (0, 1)]
+    runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
+    (result,) = runner.drain()
+    assert result.errors == (m.NAN_LOGITS,) and result.finishes.tolist() == [m.Finish.ERROR, m.Finish.NONE]
+    assert len(result.token_outputs) == 4 * runner.facts.hidden_size and result.token_outputs.any()
 
 
 def test_masks_are_requested_only_for_running_rows_with_all_their_ids(
