@@ -24,13 +24,12 @@ from pipeline.deploy.forwarding import request_bytes
 from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
-from pipeline.http_server import body_reader, descriptors
+from pipeline.http_server import body_reader, descriptors, expect
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.expect import answer_expect
 from pipeline.http_server.guard import OpenPaths
 from pipeline.http_server.listener import BACKLOG, HttpListener
 from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
@@ -156,10 +155,8 @@ class Ingress:
         try:
             self._bodies.check_declared(request)
         except ApiError as error:
-            refusal = error_response(request, error)
-            refusal.force_close()  # the client may send the body before it reads this
-            return refusal
-        return await answer_expect(request)
+            return expect.refuse(request, error)
+        return await expect.answer_expect(request)
 
     async def _flush_log(self) -> None:
         while True:

@@ -34,11 +34,15 @@ def format_early_errors(handle: Handle) -> Handle:
     return formatted
 
 
-def _unknown_expectation(http_request: web.BaseRequest) -> web.Response:
-    """417. It ends the connection: a client that waits for 100 Continue does not send the body, which would otherwise
-    be read from its next request."""
-    expectation = shown(http_request.headers["Expect"])
-    message = f"unsupported expectation '{expectation}': only 100-continue is supported"
-    refusal = error_response(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))
+def refuse(http_request: web.BaseRequest, error: ApiError) -> web.Response:
+    """An error before the body is sent. It ends the connection: the client may send the body before it reads this, or
+    not at all, and then its next request would be read as the body."""
+    refusal = error_response(http_request, error)
     refusal.force_close()
     return refusal
+
+
+def _unknown_expectation(http_request: web.BaseRequest) -> web.Response:
+    expectation = shown(http_request.headers["Expect"])
+    message = f"unsupported expectation '{expectation}': only 100-continue is supported"
+    return refuse(http_request, ApiError(HTTPStatus.EXPECTATION_FAILED, message))

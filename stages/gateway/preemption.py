@@ -80,7 +80,7 @@ class Preemption:
         parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
         is_kept = keeps_output(parsed)
         if is_kept:
-            prompt_request.forget_output()
+            suspicions = prompt_request.suspicions
             for sequence, received in zip(
                 prompt_request.sequences, parsed.outputs or [b""] * len(prompt_request.sequences), strict=True
             ):
@@ -88,6 +88,7 @@ class Preemption:
                     _start_again(sequence, received, is_resumed=bool(received) and not parsed.options.repeats_received)
                     if prompt_request.echoed:
                         sequence.pending.append(prompt_request.echoed)
+            prompt_request.keep_suspicions(suspicions)
             if prompt_request.sequences[0].finish == m.Finish.NONE:  # it computes them again
                 prompt_request.prompt_records.clear()
                 prompt_request.prompt_pieces = []

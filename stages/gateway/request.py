@@ -177,9 +177,11 @@ class PromptRequest(msgspec.Struct, eq=False):
         self.num_schedule_deaths = self.suspicions + 1
         self.num_ids_at_death = sum(sequence.num_ids for sequence in self.sequences)
 
-    def forget_output(self) -> None:
-        """Its output is about to be dropped, and generated again: that clears it of no death."""
-        self.num_schedule_deaths, self.num_ids_at_death = self.suspicions, 0
+    def keep_suspicions(self, suspicions: int) -> None:
+        """Some of its ids were dropped, to be generated again: that neither clears it of a death nor adds one.
+        `suspicions` are those before."""
+        self.num_schedule_deaths = suspicions
+        self.num_ids_at_death = sum(sequence.num_ids for sequence in self.sequences)
 
     @property
     def is_with_schedule(self) -> bool:

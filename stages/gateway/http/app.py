@@ -12,11 +12,10 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.http_server import body_reader, request_ids
+from pipeline.http_server import body_reader, expect, request_ids
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.cors import Cors
-from pipeline.http_server.error_responses import REQUEST_ID, error_response
-from pipeline.http_server.expect import answer_expect
+from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
 from pipeline.http_server.ollama_errors import is_ollama
 from pipeline.http_server.server_header import add_headers
@@ -137,10 +136,10 @@ class Api:
         return [self._def_of(route) for route in ROUTES if route.is_admin]
 
     def _def_of(self, route: Route) -> web.RouteDef:
-        expect = self._expect_call if route.opens_request else answer_expect
+        on_expect = self._expect_call if route.opens_request else expect.answer_expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=expect, **options)
+        return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=on_expect, **options)
 
     def _owner(self, path: str) -> "Api | ResponsesApi | OllamaApi":
         """The object that has the handlers of a path."""
@@ -252,10 +251,8 @@ class Api:
             with self._count_overloaded():
                 self._bodies.check_declared(http_request)
         except ApiError as error:
-            refusal = error_response(http_request, error)
-            refusal.force_close()  # the client may send the body before it reads this
-            return refusal
-        return await answer_expect(http_request)
+            return expect.refuse(http_request, error)
+        return await expect.answer_expect(http_request)
 
     async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
         """Read and parse the body within the server's deadline."""
