@@ -105,7 +105,7 @@ class GatewayPartial(_Counting):
     def knows(self, event: f.ObservedEvent) -> bool:
         if event.name == "open":
             self._opened.add(event.key)
-        if event.name in ("open", "fail all", "abort"):  # belongs to no request, or to one that begins
+        if event.name in ("open", "refused", "fail all", "abort"):  # belongs to no request, or to one that begins
             return True
         if event.key not in self._opened:
             self._left_out["events of earlier requests"] += 1

@@ -11,31 +11,53 @@ It is submitted again with the next attempt, as after the death of a stage.
 The oldest request that generates is not preempted, unless complete replies that wait for their clients take its room,
 and no request that exceeds the limit alone is admitted. So each becomes the oldest and ends. A small request is seldom
 the largest: it does not notice what large ones do.
+
+What is counted depends on when clients read and on what the code behind HTTP keeps, which no recording has. So the
+decisions are recorded as events, and a replay repeats them and makes none. They are made in a callback of their own:
+an event must not come amid what the stage does for a message or for another event.
 """
 
+import asyncio
 from collections.abc import Iterator
 from http import HTTPStatus
 
 import msgspec
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_bytes import keeps_output, output_bytes
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput, next_attempt
 from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
+PREEMPT, RESUME, TOO_LARGE = "preempt", "resume", "too large"
+"""Events of recordings: keyed by the request's number, with the place of its prompt, or with the error's message."""
+
 
 class Preemption:
     """Preempts and resumes requests of a table."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, stage: "Stage[m.GatewayInbox]", table: RequestTable) -> None:
+        self._stage = stage
         self._table = table
-        table.on_room = self.update
+        table.on_room = self.update_soon
         self._waiting: dict[int, int] = {}
         """Preempted prompt requests, the oldest attempt first, with the bytes that each had given back."""
+        self._is_due = False
+        """`_update` will be called."""
 
-    def update(self) -> None:
-        """Preempt requests until the rest fits, or resume some. Call it after the messages of a wake."""
+    def update_soon(self) -> None:
+        """Preempt requests until the rest fits, or resume some, before the messages of the next wake and after the
+        tasks that are ready now: replies that they send have returned their bytes by then. Call it at the end of each
+        wake, in the event loop."""
+        admission = self._table.admission
+        is_needed = self._waiting or admission.num_bytes > admission.max_bytes
+        if is_needed and not self._is_due and not self._stage.replay_context.is_replaying:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._update)
+
+    def _update(self) -> None:
+        self._is_due = False
         admission = self._table.admission
         if admission.num_bytes > admission.max_bytes:
             self._make_room()
@@ -53,7 +75,7 @@ class Preemption:
             if one.request is oldest and not self._has_held:
                 break
             if one.num_output_bytes:
-                self._preempt(one)
+                self.preempt(one)
         if admission.num_bytes > admission.max_bytes and oldest is not None:
             self._end_if_too_large(oldest)
 
@@ -72,9 +94,16 @@ class Preemption:
                 f"this request keeps {num_bytes} bytes in memory with its output, and the limit is {most}, three "
                 "quarters of gateway.max_open_bytes"
             )
-            oldest.fail(ApiError(HTTPStatus.INSUFFICIENT_STORAGE, message, code="output_too_large"))
+            self.fail(oldest, message)
 
-    def _preempt(self, prompt_request: PromptRequest) -> None:
+    def fail(self, request: Request, message: str) -> None:
+        """Fail a request whose output is too large."""
+        self._stage.replay_context.event(TOO_LARGE, request.number, message.encode())
+        request.fail(ApiError(HTTPStatus.INSUFFICIENT_STORAGE, message, code="output_too_large"))
+
+    def preempt(self, prompt_request: PromptRequest) -> None:
+        """Have the stages forget a prompt request, and keep what its client has."""
+        self._note(PREEMPT, prompt_request)
         num_before = prompt_request.num_bytes
         self._table.withdraw(prompt_request)
         parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
@@ -119,8 +148,19 @@ class Preemption:
                 continue
             if prompt_request.request is oldest or num_bytes < num_free:
                 num_free -= num_bytes  # it will need them again
-                self._forget(request_id)
-                self._table.submit_withdrawn(prompt_request)
+                self.resume(prompt_request)
+
+    def resume(self, prompt_request: PromptRequest) -> None:
+        """Submit a preempted prompt request with its next attempt."""
+        self._note(RESUME, prompt_request)
+        self._forget(prompt_request.id)
+        self._table.submit_withdrawn(prompt_request)
+
+    def _note(self, what: str, prompt_request: PromptRequest) -> None:
+        """Record a decision."""
+        request = prompt_request.request
+        place = request.prompt_requests.index(prompt_request)
+        self._stage.replay_context.event(what, request.number, b"%d" % place)
 
     def _forget(self, request_id: int) -> None:
         del self._waiting[request_id]

@@ -5,6 +5,7 @@ Connections and their bytes are not recorded.
 """
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
@@ -16,9 +17,10 @@ from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAbor
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.replies.resume_points import Continuation
-from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.request import PromptRequest, Request
 from pipeline.stages.gateway.request_table import RequestTable
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
@@ -38,6 +40,7 @@ class ReplayedClients:
         requests: RequestTable,
         aborter: RequestAborter,
         resetter: PrefixCacheResetter,
+        preemption: Preemption,
     ) -> None:
         self._requests = requests
         self._aborter = aborter
@@ -45,10 +48,14 @@ class ReplayedClients:
         self._open_requests: dict[int, tuple[Request, shapes.Events | None]] = {}
         """By number, with the events of those that are streamed."""
         replay_context.perform("open", self._open)
+        replay_context.perform("refused", self._refuse)
         replay_context.perform("leave", self._release)
         replay_context.perform("abort", self._abort)
         replay_context.perform("timeout", self._expire)
         replay_context.perform("late", self._fail_late)
+        replay_context.perform(PREEMPT, partial(self._move, preemption.preempt))
+        replay_context.perform(RESUME, partial(self._move, preemption.resume))
+        replay_context.perform(TOO_LARGE, partial(self._fail, preemption))
         replay_context.perform("reset", lambda *_: self._reset(resetter))
         replay_context.perform("fail all", lambda _, data: requests.fail_all(LEAVING if data else SHUTTING_DOWN))
         self._continuations: dict[int, Continuation] = {}
@@ -62,8 +69,21 @@ class ReplayedClients:
         try:
             request = self._requests.open(self._decoder.decode(data))
         except ApiError:
-            return  # the recorded gateway refused it too
+            return  # a queue was full for one of its prompts
         self._open_requests[number] = request, shapes.events(request) if request.parsed.stream else None
+
+    def _refuse(self, number: int, _: bytes) -> None:
+        """Its client got 503 or 400, and no stage heard of it."""
+        self._requests.num_opened = number
+
+    def _move(self, move: Callable[[PromptRequest], None], number: int, place: bytes) -> None:
+        """Preempt or resume one of the prompts of a request."""
+        if number in self._open_requests:
+            move(self._open_requests[number][0].prompt_requests[int(place)])
+
+    def _fail(self, preemption: Preemption, number: int, message: bytes) -> None:
+        if number in self._open_requests:
+            preemption.fail(self._open_requests[number][0], message.decode())
 
     def _rewind(self, number: int, _: bytes) -> None:
         self._continuations[number] = continuation = Continuation(self._open_requests[number][0])

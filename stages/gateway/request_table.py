@@ -224,16 +224,13 @@ class RequestTable:
     def _open(self, parsed: ParsedRequest) -> Request:
         replay = self._stage.replay_context
         self.num_opened += 1
-        if replay.is_recording:
-            replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
-        if self._unsent:
-            raise overloaded("the queue to its stages is full")
         estimates = [self.admission.estimate(prompt, is_computed=not parsed.is_lookup) for prompt in parsed.prompts]
         now_s = time.monotonic()
-        parsed = bounded(parsed, self.admission.max_request_bytes, self.hidden_size, self.admission.max_prompt_tokens)
         form, sizes = form_bytes(parsed), [submitted_bytes(parsed, prompt) for prompt in parsed.prompts]
-        num_bytes = form + sum(sizes)
-        self.admission.admit(len(parsed.prompts) * parsed.num_sequences, sum(estimates), now_s, num_bytes)
+        if not replay.is_replaying:  # a recording has only what was admitted
+            parsed = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
+        if replay.is_recording:
+            replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
         cost = output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost)
         self._register(request)
@@ -256,6 +253,20 @@ class RequestTable:
             self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
         self._set_deadline(request)
         return request
+
+    def _admitted(self, parsed: ParsedRequest, num_tokens: int, now_s: float, num_bytes: int) -> ParsedRequest:
+        """The request, with its bounds. Raises ApiError: 503 if too much is open, 400 if it would never fit. What is
+        open depends on more than a recording has, so a refusal is recorded."""
+        admission = self.admission
+        try:
+            if self._unsent:
+                raise overloaded("the queue to its stages is full")
+            parsed = bounded(parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens)
+            admission.admit(len(parsed.prompts) * parsed.num_sequences, num_tokens, now_s, num_bytes)
+        except ApiError as error:
+            self._stage.replay_context.event("refused", self.num_opened, error.message.encode())
+            raise
+        return parsed
 
     def _max_tokens_of(self, parsed: ParsedRequest) -> int | None:
         """What the client asks for, for metrics: no more than the model can generate."""

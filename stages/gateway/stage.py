@@ -74,7 +74,7 @@ class GatewayStage:
         self._requests = RequestTable(stage)
         self._health = HealthQuery(stage)
         self._results = ResultHandler(stage, self._requests)
-        self._preemption = Preemption(self._requests)
+        self._preemption = Preemption(stage, self._requests)
         self._aborter = RequestAborter(stage, self._requests)
         self._stats = StatsQuery(stage)
         self._resetter = PrefixCacheResetter(stage)
@@ -124,7 +124,8 @@ class GatewayStage:
         if self._stage.launch.facts is not None:  # it replaces a gateway, and connections wait
             self._take_requests(self._stage.launch.facts)
         if self._stage.replay_context.is_replaying:  # no client connects
-            ReplayedClients(self._stage.replay_context, self._requests, self._aborter, self._resetter)
+            context = self._stage.replay_context
+            ReplayedClients(context, self._requests, self._aborter, self._resetter, self._preemption)
         else:
             for listener in self._listeners():
                 await listener.start()
@@ -218,11 +219,11 @@ class GatewayStage:
         begin_s = time.monotonic()
         for message in messages:
             self._handle(message)
-        self._preemption.update()
         self._answer_rescaling()
         self._requests.flush()
         self._stage.release()
         self._results.publish()
+        self._preemption.update_soon()  # after the replies that are complete now
         if (trace := self._stage.trace).on:
             trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
         return not self._is_stopped

@@ -21,6 +21,8 @@ from tests.stages.gateway.peers import RawPeer
 NUM_TOP = 20
 STEP = 8
 """Ids of a delta."""
+STEP_BYTES = 28_000
+"""About what a delta with top logprobs adds to the reply that will be sent as a whole."""
 WHOLE = COMPLETION | {"logprobs": NUM_TOP, "max_tokens": 180}
 STREAM = WHOLE | {"stream": True}
 MAX_BYTES = 2**20
@@ -201,6 +203,48 @@ def test_a_preemption_clears_no_suspect(gate: Gate) -> None:
     gate.continue_at(again, 0, 0)
     end(gate, again)
     assert second.result().status_code == 200
+
+
+def test_room_of_a_reply_that_ends_in_the_same_wake_is_used(gate: Gate) -> None:
+    """Its client takes it at once: the oldest request need not give way to it."""
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    second = gate.complete(COMPLETION)
+    other = gate.begin()
+    num_chars = 12_000
+    gate.delta(other, "x" * num_chars)
+    num_steps = 0
+    while load(gate)["open_bytes"] < MAX_BYTES - 2 * STEP_BYTES:
+        grow(gate, oldest, 1)
+        num_steps += 1
+    records = np.zeros(2 * STEP, logprob_dtype(NUM_TOP)).tobytes()
+    ids = np.arange(1 + 2 * STEP, dtype=np.int32).tobytes()
+    gate.rig.send(
+        m.Deltas(
+            [other.request_id, oldest.request_id],
+            [1, 1],
+            [0, 0],
+            ["", "t" * 2 * STEP],
+            [num_chars, STEP * num_steps],
+            ids,
+            [1, STEP * num_steps],
+            [1, 2 * STEP],
+            [int(m.Finish.STOP), int(m.Finish.NONE)],
+            [None, None],
+            records=[b"", records],
+            pieces=[[], PIECES * 2 * STEP],
+        ),
+        "detokenize.0",
+    )
+    gate.continue_at(oldest, STEP * (num_steps + 2), STEP * (num_steps + 2))
+    assert len(second.result().json()["choices"][0]["text"]) == num_chars
+    assert gate.closed() == (other.request_id, 1)
+    used = load(gate)["open_bytes"]
+    assert gate.rig.nothing("schedule", 0.05), "the oldest was preempted"
+    assert used <= MAX_BYTES < used + 5 * num_chars, "the limit was not reached"
+    end(gate, oldest)
+    assert gate.closed() == (oldest.request_id, 1)
+    assert len(first.result().json()["choices"][0]["text"]) == STEP * (num_steps + 3)
 
 
 def test_a_small_request_beside_large_ones_is_not_preempted(gate: Gate) -> None:
@@ -386,13 +430,13 @@ class History:
 
 def test_everything_is_returned_after_any_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted: list[int] = []
-    preempt = Preemption._preempt
+    preempt = Preemption.preempt
 
     def count(self: Preemption, prompt_request: PromptRequest) -> None:
         preempted.append(prompt_request.id)
         preempt(self, prompt_request)
 
-    monkeypatch.setattr(Preemption, "_preempt", count)
+    monkeypatch.setattr(Preemption, "preempt", count)
     for seed in range(4):
         folder = tmp_path / str(seed)
         folder.mkdir()
