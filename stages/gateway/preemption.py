@@ -43,6 +43,8 @@ class Preemption:
         table.on_room = self.update_soon
         self._waiting: dict[int, int] = {}
         """Preempted prompt requests, the oldest attempt first, with the bytes that each had given back."""
+        self._returning: dict[int, int] = {}
+        """Resumed prompt requests, with the bytes that each had before: it will need them again."""
         self._is_due = False
         """`_update` will be called."""
 
@@ -140,15 +142,27 @@ class Preemption:
     def _resume(self) -> None:
         admission = self._table.admission
         oldest = None if self._has_held else self._oldest()
-        num_free = admission.max_bytes - admission.num_bytes
+        num_free = admission.max_bytes - admission.num_bytes - self._num_returning()
         for request_id, num_bytes in list(self._waiting.items()):
             prompt_request = self._table.get(request_id)
             if prompt_request is None or prompt_request.is_closed or not prompt_request.is_preempted:
                 self._forget(request_id)  # it has been closed
                 continue
             if prompt_request.request is oldest or num_bytes < num_free:
-                num_free -= num_bytes  # it will need them again
+                num_free -= num_bytes
+                self._returning[request_id] = prompt_request.num_bytes + num_bytes
                 self.resume(prompt_request)
+
+    def _num_returning(self) -> int:
+        """Bytes that resumed requests lack of what they had: else others would take them, and give way again."""
+        num_bytes = 0
+        for request_id, num_before in list(self._returning.items()):
+            one = self._table.get(request_id)
+            if one is None or _is_over(one) or one.is_preempted or one.num_bytes >= num_before:
+                del self._returning[request_id]
+            else:
+                num_bytes += num_before - one.num_bytes
+        return num_bytes
 
     def resume(self, prompt_request: PromptRequest) -> None:
         """Submit a preempted prompt request with its next attempt."""

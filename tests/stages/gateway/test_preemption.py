@@ -1,6 +1,5 @@
 """Output that grows beyond gateway.max_open_bytes: the largest requests wait, and no client loses anything."""
 
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
-from pipeline.stages.gateway.preemption import Preemption
-from pipeline.stages.gateway.request import PromptRequest
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
 from tests.stages.gateway.peers import RawPeer
@@ -353,99 +350,58 @@ def test_a_request_that_can_never_fit_gets_400_with_the_fields_to_lower(gate: Ga
     gate.reject(submit, m.Failure(400, "no"))
 
 
-class History:
-    """Requests of all kinds begin, grow, finish, fail, and lose their clients and their stages, by chance."""
-
-    def __init__(self, gate: Gate, seed: int) -> None:
-        self.gate = gate
-        self.dice = random.Random(seed)
-        self.open: dict[int, m.Submit] = {}
-        self.answers: list[Any] = []
-        self.connections: list[Any] = []
-        self.num_steps: dict[int, int] = {}
-
-    def receive(self) -> None:
-        """What ingest got."""
-        self.gate.rig.load()
-        while not self.gate.rig.nothing("ingest", 0.0):
-            message = self.gate.rig.receive("ingest")
-            if isinstance(message, m.Submit):
-                self.open[message.request_id] = message
-                num_ids = len(bytes(message.outputs[0])) // 4 if message.outputs else 0  # type: ignore[arg-type]
-                self.gate.continue_at(message, num_ids, num_ids)
-
-    def step(self) -> None:
-        self.receive()
-        kinds = [self.begin] * 4 + [self.grow] * 10 + [self.end, self.reject, self.leave, self.die]
-        self.dice.choice(kinds)()
-
-    def begin(self) -> None:
-        if len(self.open) < 12:
-            body = self.dice.choice([WHOLE] * 4 + [STREAM] * 2 + [COMPLETION])
-            if self.dice.random() < 0.5:
-                self.connections.append(self.gate.raw(body, "/v1/completions"))
-            else:
-                self.answers.append(self.gate.complete(body))
-
-    def leave(self) -> None:
-        if self.connections:
-            self.connections.pop(self.dice.randrange(len(self.connections))).close()
-
-    def die(self) -> None:
-        self.gate.rig.restart(self.dice.choice(["schedule.0", "ingest.0", "detokenize.0"]))
-
-    def grow(self) -> None:
-        if self.open:
-            submit = self.dice.choice(list(self.open.values()))
-            self.gate.accept(submit)
-            if submit.options.num_logprobs < 0:
-                self.gate.delta(submit, "x")
-                return
-            num_steps = self.num_steps.get(submit.request_id, 0)
-            if num_more := min(self.dice.randrange(4, 12), 24 - num_steps):  # not more ids than max_tokens
-                self.num_steps[submit.request_id] = num_steps + num_more
-                grow(self.gate, submit, num_more)
-
-    def end(self) -> None:
-        if self.open:
-            submit = self.open.pop(self.dice.choice(list(self.open)))
-            self.gate.accept(submit)
-            end(self.gate, submit, self.dice.choice([m.Finish.LENGTH, m.Finish.ABORT, m.Finish.ERROR]))
-
-    def reject(self) -> None:
-        if self.open:
-            self.gate.reject(self.open.pop(self.dice.choice(list(self.open))), m.Failure(400, "no"))
-
-    def finish_all(self) -> None:
-        for connection in self.connections:
-            connection.close()
-        end_s = time.monotonic() + PATIENCE_S
-        while load(self.gate)["open_sequences"]:
-            self.receive()
-            for submit in self.open.values():
-                self.gate.accept(submit)
-                end(self.gate, submit)
-            assert time.monotonic() < end_s, load(self.gate)
+def test_what_resumes_together_fits_together(gate: Gate) -> None:
+    """Of two that wait, the second has room alone, but not beside the first."""
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    replies, victims = [], []
+    grow(gate, oldest, 12)
+    for _ in range(2):
+        replies.append(gate.complete(WHOLE))
+        victims.append(gate.begin())
+        grow_beyond(gate, victims[-1])
+        assert gate.closed() == (victims[-1].request_id, 1)
+    end(gate, oldest)
+    assert first.result().status_code == 200
+    for victim, reply in zip(victims, replies, strict=True):
+        again = gate.submit()
+        assert (again.request_id, again.attempt) == (victim.request_id, 2)
+        gate.continue_at(again, 0, 0)
+        gate.accept(again)
+        grow(gate, again, 1)
+        gate.rig.load()
+        assert gate.rig.nothing("ingest", 0.05), "both came back"
+        end(gate, again)
+        assert reply.result().status_code == 200
+    until(gate, lambda found: found["open_bytes"] == 0)
 
 
-def test_everything_is_returned_after_any_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[int] = []
-    preempt = Preemption.preempt
-
-    def count(self: Preemption, prompt_request: PromptRequest) -> None:
-        preempted.append(prompt_request.id)
-        preempt(self, prompt_request)
-
-    monkeypatch.setattr(Preemption, "preempt", count)
-    for seed in range(4):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        with Gate(folder, max_open_bytes=MAX_BYTES) as gate:
-            history = History(gate, seed)
-            for _ in range(70):
-                history.step()
-                assert load(gate)["open_bytes"] <= MAX_BYTES, seed
-            history.finish_all()
-            assert {answer.result().status_code for answer in history.answers} <= {200, 400, 500, 503}
-            until(gate, lambda found: (found["open_bytes"], found["open_tokens"]) == (0, 0))
-    assert len(preempted) > 3, "the histories test less than they should"
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_logprobs_of_the_prompt_are_there_once(gate: Gate, is_complete: bool) -> None:
+    """They come with the first sequence. If that is complete, they do not come again; else all of them do."""
+    first = gate.complete(WHOLE)
+    oldest = gate.begin()
+    second = gate.complete(COMPLETION | {"n": 2, "prompt_logprobs": 1, "max_tokens": 2000})
+    victim = gate.submit()
+    gate.accept(victim, pieces=[b"a", b"b", b"c"])
+    scores = np.zeros(2, logprob_dtype(1))
+    scores["logprob"] = [-3.0, -2.0]
+    prompt = 0, scores.tobytes(), [b"x", b"y"]
+    gate.delta(victim, "one", 1, prompt=prompt, finish=m.Finish.STOP if is_complete else m.Finish.NONE)
+    gate.delta(victim, "x" * 100_000, STEP, index=1)
+    grow_beyond(gate, oldest)
+    assert gate.closed() == (victim.request_id, 1)
+    end(gate, oldest)
+    assert first.result().status_code == 200
+    again = gate.submit()
+    assert [bool(ids) for ids in again.outputs] == ([True, False] if is_complete else [])
+    gate.continue_at(again, 0, 0, index=1)
+    if not is_complete:
+        gate.continue_at(again, 0, 0)
+        gate.delta(again, "one", 1, prompt=prompt, finish=m.Finish.STOP)
+    gate.finish(again, "two", index=1)
+    choices = second.result().json()["choices"]
+    assert [choice["text"] for choice in choices] == ["one", "two"]
+    for choice in choices:
+        found = [one and [entry["logprob"] for entry in one.values()] for one in choice["prompt_logprobs"]]
+        assert [one and one[0] for one in found] == [None, -3.0, -2.0]
