@@ -10,7 +10,6 @@ process ends.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -31,6 +30,7 @@ from typing import IO
 
 from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.isa import Isa
+from pipeline.kernels.cpu.library_file import WRITE_OF_OTHERS, is_trusted, load, seal
 
 PROGRAM = Path(__file__).parent / "program.cpp"
 
@@ -67,8 +67,6 @@ LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
 VERSION_TIMEOUT_S = 20.0
 POLL_S = 0.05
 MAX_KEPT = 16
-SEAL_BYTES = 32
-_WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTIAL, LOCK = ".partial-", ".lock-"
 """How names of folders to compile in begin, and those of locks. The name of the library follows."""
 
@@ -118,7 +116,8 @@ def build(
     about_s: int = 20,
     timeout_s: float = COMPILE_TIMEOUT_S,
 ) -> Path:
-    """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with ctypes.CDLL.
+    """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with
+    library_file.load.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
     default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those
@@ -243,7 +242,7 @@ def _own_root(root: Path, say: Callable[[str], None]) -> Path:
     if root != default:
         say(f"other users can rename what is in {root}: keeping compiled kernels in {default}")
     if _is_open(default) and default.stat().st_uid == os.geteuid():
-        default.chmod(stat.S_IMODE(default.stat().st_mode) & ~_WRITE_OF_OTHERS)  # as a umask of 002 left it
+        default.chmod(stat.S_IMODE(default.stat().st_mode) & ~WRITE_OF_OTHERS)  # as a umask of 002 left it
     if _is_open(default):
         raise BuildError(f"other users can write to {default}: set cache_dir to a folder of your own")
     return default
@@ -259,7 +258,7 @@ def _made(folder: Path) -> Path:
 def _is_open(folder: Path) -> bool:
     """Whether other users may rename what is in a folder."""
     mode = folder.stat().st_mode
-    return bool(mode & _WRITE_OF_OTHERS) and not mode & stat.S_ISVTX
+    return bool(mode & WRITE_OF_OTHERS) and not mode & stat.S_ISVTX
 
 
 def _is_safe(folder: Path) -> bool:
@@ -269,35 +268,22 @@ def _is_safe(folder: Path) -> bool:
         infos = (folder.lstat(), folder.stat())
     except FileNotFoundError:
         return False  # a link that leads nowhere
-    if not all(map(_is_trusted, infos)):
+    if not all(map(is_trusted, infos)):
         return False
-    if (mode := stat.S_IMODE(infos[1].st_mode)) & _WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
-        folder.chmod(mode & ~_WRITE_OF_OTHERS)  # libraries that another user may have put there are not loaded
-    return not folder.stat().st_mode & _WRITE_OF_OTHERS
-
-
-def _is_trusted(info: os.stat_result) -> bool:
-    """Whether a file belongs to this user, or to root, who needs no file to run code."""
-    return info.st_uid in (0, os.geteuid())
+    if (mode := stat.S_IMODE(infos[1].st_mode)) & WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
+        folder.chmod(mode & ~WRITE_OF_OTHERS)  # libraries that another user may have put there are not loaded
+    return not folder.stat().st_mode & WRITE_OF_OTHERS
 
 
 def _is_usable(library: Path) -> bool:
     """Whether a library exists, is complete and can be loaded, and no other user could change it. If so, updates its
     time of use; it stays loaded."""
     try:
-        with os.fdopen(os.open(library, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            info = os.fstat(file.fileno())
-            if not _is_trusted(info) or info.st_mode & _WRITE_OF_OTHERS or not stat.S_ISREG(info.st_mode):
-                return False
-            data = file.read()
-        # Loading a truncated file would kill the process instead of failing.
-        if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
-            return False
-        ctypes.CDLL(str(library))
+        load(library)
     except OSError:
         return False
     with contextlib.suppress(OSError):  # of a cache that may only be read, the age does not matter
-        os.utime(library)
+        os.utime(library, follow_symlinks=False)
     return True
 
 
@@ -317,12 +303,12 @@ def _compile(
             raise CompileError(f"{failed}it was ended after {timeout_s:.0f} s{all_of_it}")
         if code != 0 or not made.is_file():
             raise CompileError(f"{failed}{_first_error(said) or _describe_end(code)}{all_of_it}")
-        _seal(made)
+        made.chmod(stat.S_IMODE(made.stat().st_mode) & ~WRITE_OF_OTHERS)
+        seal(made)
         try:
-            ctypes.CDLL(str(made))
+            load(made)
         except OSError as error:
             raise CompileError(f"{source.name} was compiled for {isa}, but can't be loaded: {error}") from error
-        made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_WRITE_OF_OTHERS)
         made.replace(library)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -378,15 +364,6 @@ def _write_log(log: Path, said: str) -> None:
         log.write_text(said + "\n", "utf-8")
     else:
         log.unlink(missing_ok=True)
-
-
-def _seal(library: Path) -> None:
-    """Append a file's digest to it, and sync it to disk."""
-    with library.open("r+b") as file:
-        digest = hashlib.sha256(file.read()).digest()
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

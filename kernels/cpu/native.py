@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from pipeline.kernels.cpu import library_file
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
@@ -470,9 +471,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def load(path: Path) -> ctypes.CDLL:
     """Load the library at `path` and declare its functions.
 
-    Raises OSError if it is not one of ours, and RefusedError if the system does not let it use its instructions.
+    Raises OSError if it can't be loaded (see library_file.py) or is not one of ours, and RefusedError if the system
+    does not let it use its instructions.
     """
-    library = ctypes.CDLL(str(path))
+    library = library_file.load(path)
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(library, name)

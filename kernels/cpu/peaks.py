@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.kernels.cpu import library_file
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import Isa
 
@@ -119,7 +120,7 @@ def _free_bytes() -> int:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    library = library_file.load(path)
     library.peak_open.argtypes = (ctypes.c_size_t, ctypes.c_int)
     library.peak_open.restype = ctypes.c_void_p
     library.peak_close.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

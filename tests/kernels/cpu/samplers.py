@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import Isa, available
+from pipeline.kernels.cpu.library_file import load as load_library
 from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
@@ -21,7 +22,7 @@ CANARY = 0xA5
 def load(isa: Any, root: Path) -> ctypes.CDLL:
     library = build.build(EMULATED.get(isa, isa), print, ENTRY, cache_root=root, emulate=isa in EMULATED)
     assert not library.with_suffix(".log").exists(), library.with_suffix(".log").read_text()
-    return ctypes.CDLL(str(library))
+    return load_library(library)
 
 
 class Rows:

@@ -1,6 +1,5 @@
 """Kernels are compiled once and cached; an incomplete library is never used."""
 
-import ctypes
 import fcntl
 import hashlib
 import os
@@ -26,6 +25,7 @@ from pipeline.kernels.cpu.build import (
     default_cache_root,
     find_compiler,
 )
+from pipeline.kernels.cpu.library_file import load
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 60
@@ -118,7 +118,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def answer(library: Path) -> int:
-    result = ctypes.CDLL(str(library)).answer()
+    result = load(library).answer()
     assert isinstance(result, int)
     return result
 

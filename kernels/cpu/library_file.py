@@ -1,0 +1,111 @@
+"""Loads compiled libraries: what is checked is what is loaded.
+
+Loading a library runs its code. So its owner, mode and content are those of an open file, and dlopen gets a name of
+that descriptor: renaming the file, or a folder above it, puts no other one in its place in between.
+
+dlopen takes two libraries of one name for one. Descriptors of loaded libraries stay open, so that their numbers, and
+these names, are not used again. The names begin with the process's id, not with `self`, so that a debugger can open
+them. `perf` and /proc/PID/maps show the file's own path, as the kernel knows it.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+
+PROC = Path("/proc")
+SEAL_BYTES = 32
+WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+_lock = threading.Lock()
+_loaded: dict[tuple[int, int], int] = {}
+"""The handle of each library of this process, by device and inode."""
+_names: set[str] = set()
+"""All names that dlopen has seen."""
+
+
+def is_trusted(info: os.stat_result) -> bool:
+    """Whether a file belongs to this user, or to root, who needs no file to run code."""
+    return info.st_uid in (0, os.geteuid())
+
+
+def seal(library: Path) -> None:
+    """Append a file's digest to it, and sync it to disk."""
+    with library.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The sealed library at `path`, which stays loaded. All that loads one from a cache calls this.
+
+    Raises OSError if it is missing, another user's or open to others, incomplete, or can't be loaded.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    is_kept = False
+    try:
+        info = os.fstat(fd)
+        _check(fd, info, path)
+        with _lock:
+            handle = _loaded.get((info.st_dev, info.st_ino))
+            if handle is None:
+                handle = _dlopen(fd, info, path)
+                _loaded[info.st_dev, info.st_ino] = handle
+                is_kept = True
+    finally:
+        if not is_kept:
+            os.close(fd)
+    return ctypes.CDLL(str(path), handle=handle)
+
+
+def _check(fd: int, info: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(f"{path} is not a regular file")
+    if not is_trusted(info) or info.st_mode & WRITE_OF_OTHERS:
+        raise OSError(f"other users can write to {path}")
+    with os.fdopen(fd, "rb", closefd=False) as file:
+        data = file.read()
+    # Loading a truncated file would kill the process instead of failing.
+    if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
+        raise OSError(f"{path} is incomplete")
+
+
+def _dlopen(fd: int, info: os.stat_result, path: Path) -> int:
+    """The handle of an open library. Raises OSError."""
+    folder = _descriptors(fd, info)
+    if folder is None:
+        logging.getLogger("pipeline").warning(
+            "%s can't be used: loading %s by its path. If other users may rename a folder above it, they could put a "
+            "library of theirs in its place while it is loaded; mount /proc, or set cache_dir to a folder of your own",
+            PROC / "self/fd",
+            path,
+        )
+    name = _unused_name(path.parent, path.name) if folder is None else _unused_name(folder, str(fd))
+    try:
+        handle = ctypes.CDLL(name)._handle
+    except OSError as error:
+        raise OSError(str(error).replace(name, str(path))) from error
+    _names.add(name)
+    return handle
+
+
+def _descriptors(fd: int, info: os.stat_result) -> Path | None:
+    """The folder in which this process's descriptors have names; None where `fd` has none, as without /proc."""
+    try:
+        folder = PROC / (PROC / "self").readlink() / "fd"
+        return folder if os.path.samestat((folder / str(fd)).stat(), info) else None
+    except OSError:
+        return None
+
+
+def _unused_name(folder: Path, name: str) -> str:
+    """A name of a file that no library has had, even if others have closed its descriptor and its number came back."""
+    prefix = f"{folder}/"
+    while prefix + name in _names:
+        prefix += "./"
+    return prefix + name
