@@ -52,7 +52,8 @@ log = logging.getLogger("pipeline.deploy")
 
 class IngressSettings(msgspec.Struct, frozen=True, kw_only=True):
     gateway: GatewaySettings = GatewaySettings()
-    """Its address, and the rules of its listener. With replicas, `gateway.max_body_bytes` should be theirs."""
+    """Its address, and the rules of its listener. With replicas, `max_body_bytes` and `request_timeout_s` should be
+    theirs."""
     limits: LimitSettings = LimitSettings()
     wait_s: float = 30.0
     """Time that a new request waits for a replica."""
@@ -87,6 +88,7 @@ class Ingress:
             resume_timeout_s=settings.resume_timeout_s,
             slow_client_s=gateway.slow_client_timeout_s,
             max_held_bytes=NUM_HELD_BODIES * gateway.max_body_bytes,
+            request_timeout_s=gateway.request_timeout_s,
         )
         self._replicas = replicas
         self._settings = settings

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
@@ -28,8 +29,8 @@ from pipeline.deploy.prompts import prompt_of
 from pipeline.deploy.replicas import NoReplica, ReplicaLease, ReplicaSet
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader
-from pipeline.http_server.body_reader import BodyReader
-from pipeline.http_server.errors import ApiError, overloaded
+from pipeline.http_server.body_reader import BodyReader, OutOfTime
+from pipeline.http_server.errors import ApiError, overloaded, timeout_error
 from pipeline.routing.policies import Prompt
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
@@ -82,9 +83,11 @@ class Relay:
         resume_timeout_s: float,
         slow_client_s: float,
         max_held_bytes: int,
+        request_timeout_s: float,
     ) -> None:
         """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
-        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies."""
+        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A body
+        has been read, and has had its turn of the parser, `request_timeout_s` after its request; 0 is unlimited."""
         self._replicas = replicas
         self._bodies = bodies
         self.slow_client_s = slow_client_s
@@ -92,6 +95,7 @@ class Relay:
         self.num_held_bytes = 0
         self._wait_s = wait_s
         self._resume_timeout_s = resume_timeout_s
+        self._request_timeout_s = request_timeout_s
         self.counts = RelayCounts()
         self.num_open = 0
         self.idle = asyncio.Event()
@@ -106,10 +110,13 @@ class Relay:
         try:
             body, prompt = b"", Prompt(1)
             if http_request.method not in BODILESS:
-                body, prompt = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S)
+                left_s = self._request_timeout_s or math.inf
+                body, prompt = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S, left_s)
             with self._hold(len(body)):
                 relayed = _Relayed(self, self._replicas, http_request, body)
                 return await relayed.run(prompt, self._wait_s, self._resume_timeout_s)
+        except OutOfTime:
+            raise timeout_error(self._request_timeout_s) from None
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:

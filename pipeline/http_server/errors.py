@@ -78,6 +78,12 @@ ENCODINGS = ("identity", "gzip", "deflate")
 """Supported values of Content-Encoding."""
 
 
+def timeout_error(timeout_s: float) -> ApiError:
+    """The error of a request whose deadline has passed, 504."""
+    message = f"the request timed out after {timeout_s:g} s, before its first token"
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
+
+
 def unsupported_encoding(encoding: str) -> ApiError:
     """415"""
     what = f"the Content-Encoding '{shown(encoding)}'" if encoding else "this Content-Encoding"

@@ -15,6 +15,7 @@ from pipeline.http_server.errors import ErrorBody as ErrorBody
 from pipeline.http_server.errors import invalid as invalid
 from pipeline.http_server.errors import overloaded as overloaded
 from pipeline.http_server.errors import shown as shown
+from pipeline.http_server.errors import timeout_error as timeout_error
 from pipeline.http_server.errors import unsupported as unsupported
 
 MAX_SEARCHED_VALUES = 100_000

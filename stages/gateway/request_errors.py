@@ -16,11 +16,6 @@ from pipeline.stages.gateway.request import PromptRequest, Request
 _PROMPT_PARAM = re.compile(r"prompt((?:\[\d+\])?)")
 
 
-def timeout_error(timeout_s: float) -> ApiError:
-    message = f"the request timed out after {timeout_s:g} s, before its first token"
-    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
-
-
 def rejection_error(prompt_request: PromptRequest, failure: m.Failure) -> ApiError:
     """A failure that ingest or schedule reported."""
     param = _client_param(prompt_request, failure.param)

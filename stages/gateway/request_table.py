@@ -27,13 +27,12 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.deadlines import Deadlines
-from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
 from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.open_bytes import bounded, form_bytes, output_cost, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
-from pipeline.stages.gateway.request_errors import timeout_error
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
 

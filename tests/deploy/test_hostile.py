@@ -14,8 +14,10 @@ from pipeline.deploy.ingress import Ingress
 from pipeline.http_server import body_reader, listener, upload_budget
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
+from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.http_server.upload_budget import NUM_BODIES
 from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.fair_gate import FairGate
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
 from tests.deploy.test_relay import BODY, tokens_of
 
@@ -24,6 +26,7 @@ RIGHT = {"Authorization": f"Bearer {KEY}"}
 INFLATED_BYTES = 64 * 1024**2
 BOMB = gzip.compress(b"[" * INFLATED_BYTES, 9)
 """62 kB, 1000 times as much when it is inflated."""
+LARGE = 2 * LARGE_BYTES
 PEAK_BYTES = 24 * 1024**2
 """Of the whole process: a body of 4 MiB, copied once, and what else there is."""
 
@@ -222,3 +225,21 @@ async def test_the_replicas_metrics_are_fetched_once_however_often_they_are_aske
 
         await asyncio.gather(*(fetch() for _ in range(20)))
         assert len(replica.seen) == 1
+
+
+@pytest.mark.parametrize("num_sent", [LARGE, 10])
+async def test_a_body_has_no_more_time_than_its_request(num_sent: int, monkeypatch: pytest.MonkeyPatch):
+    """It waits for its turn of the parser, or for the rest of it: 60 s each, but for the request's own time."""
+
+    async def endless(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FairGate, "enter", endless)
+    replica = FakeReplica()
+    async with deployed(replica, gateway={"request_timeout_s": 0.2}) as (ingress, _):
+        for _ in range(NUM_BODIES + 1):  # each returns its room
+            reader, writer = await raw(ingress, head(LARGE) + b" " * num_sent)
+            answered = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE_S)
+            writer.close()
+            assert answered.startswith(b"HTTP/1.1 504 ") and b'"code":"timeout"' in answered and b"0.2 s" in answered
+        assert not replica.seen and not ingress._bodies._uploads.num_bytes
