@@ -78,9 +78,11 @@ ENCODINGS = ("identity", "gzip", "deflate")
 """Supported values of Content-Encoding."""
 
 
-def timeout_error(timeout_s: float) -> ApiError:
-    """The error of a request whose deadline has passed, 504."""
-    message = f"the request timed out after {timeout_s:g} s, before its first token"
+def timeout_error(timeout_s: float, *, has_dropped_output: bool = False) -> ApiError:
+    """The error of a request whose deadline has passed, 504. `has_dropped_output`: it had output, which a preemption
+    has dropped."""
+    when = "while it waited to generate its output again" if has_dropped_output else "before its first token"
+    message = f"the request timed out after {timeout_s:g} s, {when}"
     return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, code="timeout")
 
 

@@ -116,6 +116,7 @@ class Preemption:
                 prompt_request.sequences, parsed.outputs or [b""] * len(prompt_request.sequences), strict=True
             ):
                 if sequence.finish == m.Finish.NONE:
+                    prompt_request.request.has_dropped_output |= bool(sequence.num_generated)
                     _start_again(sequence, received, is_resumed=bool(received) and not parsed.options.repeats_received)
                     if prompt_request.echoed:
                         sequence.pending.append(prompt_request.echoed)

@@ -307,6 +307,8 @@ class Request:
         """A delta has arrived."""
         self.timeout_s = 0.0
         """From `received_s` to its deadline; 0 if it has none."""
+        self.has_dropped_output = False
+        """It was preempted, and output of it that its client has not got was dropped; see preemption.py."""
         self.failure: ApiError | None = None
         self.is_released = False
         """Its response is over."""

@@ -358,7 +358,7 @@ class RequestTable:
             return
         for prompt_request in request.prompt_requests:
             self._stage.log.info("timed out", extra=log_fields(prompt_request, response_id=request.id))
-        request.fail(timeout_error(request.timeout_s))
+        request.fail(timeout_error(request.timeout_s, has_dropped_output=request.has_dropped_output))
 
     def _fail_late(self) -> None:
         """A stage is late for longer than its timeout: fail the requests that wait for it."""
