@@ -1,4 +1,5 @@
-"""Activations keep NaN, so that the row which has it fails."""
+"""Activations keep NaN, so that the row which has it fails. In the interpreter, each maximum does; `test_compiled.py`
+looks at those of a GPU."""
 
 import pytest
 import torch
