@@ -58,17 +58,26 @@ class WorkPool:
         return future
 
     def _work(self) -> None:
+        with self._changed:
+            self._num_idle += 1
         while True:
             with self._changed:
-                self._num_idle += 1
                 while not self._waiting:
                     self._changed.wait()
                 future, call = self._waiting.popleft()
                 self._num_idle -= 1
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
+            result: Any = None
+            error: BaseException | None = None
+            if is_wanted := future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as raised:  # noqa: BLE001 - the caller gets it
+                    error = raised
+            # Before the caller knows: else its next call could find no idle thread, and start one.
+            with self._changed:
+                self._num_idle += 1
+            if error is not None:
                 future.set_exception(error)
-            del future, call
+            elif is_wanted:
+                future.set_result(result)
+            del future, call, result, error

@@ -4,6 +4,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -52,6 +54,20 @@ def test_results_errors_and_threads() -> None:
         assert await asyncio.gather(*(pool.run(int, str(i)) for i in range(100))) == list(range(100))
 
     asyncio.run(run())
+
+
+def test_a_thread_is_idle_before_its_caller_has_the_result() -> None:
+    """Else a caller that is quick would start another thread."""
+    pool = WorkPool("work", max_threads=2)
+    num_busy: list[int] = []
+    finished = threading.Event()
+
+    def note(future: "Future[int]") -> None:
+        num_busy.append(pool.num_busy)
+        finished.set()
+
+    pool._submit(lambda: time.sleep(0.01) or 7).add_done_callback(note)
+    assert finished.wait(PATIENCE_S) and num_busy == [0]
 
 
 def test_work_that_never_ends_does_not_keep_a_process() -> None:
