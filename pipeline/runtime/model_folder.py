@@ -19,6 +19,8 @@ import msgspec
 
 CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
+NOTES = "notes.txt"
+"""Lines about what the model's files say in two ways, and which of them counts. Absent if there is nothing to say."""
 PANELS = "weights.panels"
 """Belongs to execute, see stages/execute/cpu/panel_file.py. Ranks have files whose names begin with this one. A folder
 is complete without them."""
@@ -360,6 +362,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def weight_paths(self, folder: str | Path) -> list[Path]:
         return [Path(folder) / name for name in self.weight_files]
+
+
+def notes_of(folder: Path) -> list[str]:
+    """The lines of `NOTES` in a prepared folder."""
+    path = folder / NOTES
+    return path.read_text("utf-8").splitlines() if path.is_file() else []
 
 
 def format_key(tensor: str) -> str:

@@ -68,7 +68,7 @@ def _convert(folder: Path, target: ModelConfig) -> ModelConfig:
         fields["architectures"] = [CLASSES[classes[0]]]
     files = weight_files(folder)
     config = ConfigReader(path, fields).model(folder.name, files, {})
-    tensors = find_tensors(files)
+    tensors, _ = find_tensors(files)
     prefix = PREFIX if any(name.startswith(f"{PREFIX}layers.") for name in tensors) else ""
     is_eagle3 = "d2t" in tensors or any(name.endswith(".hidden_norm.weight") for name in tensors)
     for field in ("hidden_size", "vocab_size"):

@@ -22,7 +22,7 @@ from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model_folder import CONVERTED, ModelConfig
+from pipeline.runtime.model_folder import CONVERTED, ModelConfig, notes_of
 from pipeline.stages.prepare import adapters, draft
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
@@ -33,7 +33,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 15
+FORMAT = 16
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -44,6 +44,8 @@ def run(launch: Launch) -> None:
     config = ModelConfig.load(folder)
     if (converted := folder / CONVERTED).is_file():
         progress.say(f"{config.name}: {converted.read_text('utf-8').strip()}")
+    for note in notes_of(folder):
+        progress.say(f"{config.name}: {note}")
     if launch.settings.max_model_len > config.max_position:
         raise ModelError(
             f"max_model_len is {launch.settings.max_model_len}, but {config.name} supports at most "

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model_folder import EXPERTS, Layout, ModelConfig, Piece
-from pipeline.stages.prepare.families.architecture import OTHER_PARTS, TEXT_PREFIX
+from pipeline.runtime.model_folder import EXPERTS, ModelConfig, Piece
 from pipeline.stages.prepare.files import open_regular, shown
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -274,91 +273,83 @@ def first_pieces(config: ModelConfig) -> dict[str, tuple[str, Piece]]:
     return found
 
 
-def find_tensors(paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
-    """The file and header entry of each tensor. Raises ModelError if a file is invalid, or two have the same tensor."""
-    found: dict[str, tuple[Path, TensorEntry]] = {}
+Found = dict[str, tuple[Path, TensorEntry]]
+"""The file and header entry of each tensor of a checkpoint, by its name there."""
+
+
+def find_tensors(paths: Iterable[Path], *, last_counts: bool = False) -> tuple[Found, list[str]]:
+    """All tensors of a checkpoint, and lines about those that are in several files.
+
+    With `last_counts`, the last of these files counts, as in transformers and vLLM. Raises ModelError if a file is
+    invalid, and without `last_counts` also if two have the same tensor.
+    """
+    found: Found = {}
+    again: dict[tuple[str, str, bool], list[str]] = {}
     for path in paths:
         for name, entry in read_header(path).items():
             if name in found:
-                raise ModelError(f"{path}: tensor {shown(name)} is also in {found[name][0].name}")
+                before = found[name][0]
+                if not last_counts:
+                    raise ModelError(f"{path}: tensor {shown(name)} is also in {before.name}")
+                is_same = same_bytes(found[name], (path, entry))
+                again.setdefault((before.name, path.name, is_same), []).append(name)
             found[name] = (path, entry)
-    return found
+    lines = [
+        f"{before} and {after} both have {shown(names[0])}"
+        + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+        + (", with the same values" if is_same else f", with different values: {after} counts, because it is the last")
+        for (before, after, is_same), names in again.items()
+    ]
+    return found, lines
 
 
-EXTRAS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""The last parts of the names of buffers in old checkpoints: rotary frequencies and causal masks."""
-HEADS = ("lm_head.weight", "embed_out.weight")
-PREFIX = "transformer."
+COMPARED_BYTES = 16 * 1024**2
 
 
-def is_known_extra(name: str) -> bool:
-    """Whether a tensor that no model uses is allowed: a tied head, a buffer of old checkpoints, or one for
-    images."""
-    return name.removeprefix(TEXT_PREFIX) in HEADS or name.endswith(EXTRAS) or name.startswith(OTHER_PARTS)
+def same_bytes(one: tuple[Path, TensorEntry], other: tuple[Path, TensorEntry]) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes. Reads them up to the first difference."""
+    (path, entry), (other_path, other_entry) = one, other
+    if (entry.dtype, entry.shape) != (other_entry.dtype, other_entry.shape):
+        return False
+    begin, end = entry.data_offsets
+    shift = other_entry.data_offsets[0] - begin
+    with open_regular(path) as file, open_regular(other_path) as other_file:
+        for start in range(begin, end, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, end - start)
+            file.seek(start)
+            other_file.seek(start + shift)
+            if file.read(size) != other_file.read(size):
+                return False
+    return True
 
 
-def with_prefix_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:
-    """The config with the names of the files: those of GPT-2 and BLOOM on the hub lack the prefix `transformer.`."""
-    layout = config.layout
-    if not layout.layers.startswith(PREFIX) or any(name.startswith(PREFIX) for name in find_tensors(paths)):
-        return config
-    pieces = {
-        name: msgspec.structs.replace(piece, tensor=piece.tensor.removeprefix(PREFIX))
-        for name, piece in layout.pieces.items()
-    }
-    stripped = Layout(layout.layers.removeprefix(PREFIX), pieces)
-    return msgspec.structs.replace(config, layout=stripped)
-
-
-FUSED = "mlp.experts.gate_up_proj"
-"""Gate and up of all experts, where a tensor has those of all: transformers' own form since version 5."""
-
-
-def with_experts_of(config: ModelConfig, paths: Iterable[Path]) -> ModelConfig:
-    """The config with the layout of the files, whose tensors may have all experts although those of the family have
-    one each. Tensors in MXFP4 have rows of inputs, others of gpt-oss rows of outputs."""
-    layout, experts = config.layout, config.experts
-    if experts is None:
-        return config
-    layer = next(layer for layer in range(config.num_layers) if config.has_experts(layer))
-    prefix, found = layout.layers.format(layer), find_tensors(paths)
-    if f"{prefix}{FUSED}_blocks" in found:
-        as_rows = {name: msgspec.structs.replace(piece, transposed=False) for name, piece in layout.experts.items()}
-        return msgspec.structs.replace(config, layout=Layout(layout.layers, layout.pieces, as_rows))
-    has_each = all("{}" in piece.tensor for piece in layout.experts.values())
-    if not has_each or f"{prefix}{FUSED}" not in found:
-        return config
-    inner = experts.intermediate_size
-    fused = {
-        "gate_proj": Piece(FUSED, end=inner, bare=True),
-        "up_proj": Piece(FUSED, begin=inner, bare=True),
-        "down_proj": Piece(f"{EXPERTS}down_proj", bare=True),
-    }
-    pieces = layout.pieces | {"mlp.router": Piece("mlp.gate")}
-    return msgspec.structs.replace(config, layout=Layout(layout.layers, pieces, fused))
-
-
-def check_tensors(config: ModelConfig, paths: Iterable[Path]) -> dict[str, tuple[Path, TensorEntry]]:
+def check_tensors(config: ModelConfig, found: Found) -> Found:
     """The file and header entry of each tensor of a model.
 
-    Raises ModelError, naming tensor and file, unless the files hold exactly the tensors of `config`. A tied head and
-    the rotary buffers of old checkpoints are allowed and ignored.
+    Raises ModelError, naming tensor and file, unless the files have all of them with the shapes of `config`. The files
+    may have others, see stages/prepare/unused_tensors.py.
     """
-    found = find_tensors(paths)
     expected = expected_shapes(config)
     for name, shape in expected.items():
         if name not in found:
-            hint = ": they are quantized, but config.json has no quantization_config" if _is_packed(name, found) else ""
-            raise ModelError(f"the weights have no tensor {name!r}, which config.json requires{hint}")
+            raise ModelError(
+                f"the weights have no tensor {name!r}, which config.json requires{_hint(config, name, found)}"
+            )
         path, entry = found[name]
         if entry.shape != shape:
             raise ModelError(f"{path}: tensor {name!r} has shape {shown(entry.shape)}, config.json says {shape}")
         if entry.dtype not in STORED:
             raise ModelError(f"{path}: tensor {name!r} is {entry.dtype}; weights must be one of {', '.join(STORED)}")
-    for name, (path, _) in found.items():
-        if name not in expected and not is_known_extra(name):
-            raise ModelError(f"{path}: tensor {shown(name)} is not part of the model that config.json describes")
     return {name: found[name] for name in expected}
+
+
+def _hint(config: ModelConfig, name: str, found: Container[str]) -> str:
+    """Why a tensor may be missing, for the error."""
+    if _is_packed(name, found):
+        return ": they are quantized, but config.json has no quantization_config"
+    if name == config.layout.find("lm_head.weight")[0]:
+        return " because tie_word_embeddings is false: set it to true if the LM head is the embedding"
+    return ""
 
 
 def _is_packed(name: str, found: Container[str]) -> bool:

@@ -25,7 +25,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import topology
 from pipeline.runtime.logs import open_log
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, notes_of
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.check"
@@ -51,12 +51,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         if args.fidelity:
             return _measure(args, settings)
         with _checkpoint(args, settings) as (for_prepare, for_execute):
-            model, windows, findings = _check(for_prepare, for_execute, args.tokens)
+            model, notes, windows, findings = _check(for_prepare, for_execute, args.tokens)
     except UserError as error:
         complain("pipeline check-model", error)
         return FAILED
     screen = console()
     screen.print(f"{args.checkpoint}: {model}", markup=False, soft_wrap=True)
+    for note in notes:
+        screen.print(note, markup=False, soft_wrap=True)
     for table in table_of(findings).tables(stack_width(screen)):
         screen.print(table, markup=False)
     for line in windows:
@@ -74,6 +76,8 @@ def _measure(args: argparse.Namespace, settings: Settings) -> int:
     folder, parts = fidelity.report(args, settings)
     screen = console()
     screen.print(f"{args.checkpoint}: {_summary(ModelConfig.load(folder))}", markup=False, soft_wrap=True)
+    for note in notes_of(folder):
+        screen.print(note, markup=False, soft_wrap=True)
     for part in parts:
         screen.print(part, markup=False, soft_wrap=isinstance(part, str))
     return PASSED
@@ -97,8 +101,11 @@ def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[
         yield msgspec.structs.replace(settings, cache_dir=str(Path(folder) / "cache")), settings
 
 
-def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tuple[str, list[str], list[CheckResult]]:
-    """A summary of the model, warnings about what was not checked, and the findings. Raises UserError."""
+def _check(
+    for_prepare: Settings, for_execute: Settings, num_tokens: int
+) -> tuple[str, list[str], list[str], list[CheckResult]]:
+    """A summary of the model, which rules applied where its files disagree, warnings about what was not checked, and
+    the findings. Raises UserError."""
     prepare: Any = importlib.import_module(topology.PREPARE)
     reference_module: Any = importlib.import_module(REFERENCE)
     source = reference_module.checkpoint_folder(for_prepare)
@@ -108,7 +115,7 @@ def _check(for_prepare: Settings, for_execute: Settings, num_tokens: int) -> tup
     reference = reference_module.Reference(source)
     findings = [finding for ours in sides for finding in judge(plan, ours, reference.compute(plan, ours))]
     config = ModelConfig.load(folder)
-    return _summary(config), _unseen(config, num_tokens), findings
+    return _summary(config), notes_of(folder), _unseen(config, num_tokens), findings
 
 
 def _summary(config: ModelConfig) -> str:

@@ -144,6 +144,7 @@ def _why_no_room(settings: Settings, config: ModelConfig, facts: Facts, num_byte
 def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
     """Least bytes of a model's weights on the GPU, by its files' headers. Raises UserError if a file can't be read."""
     dtype: torch.dtype = getattr(torch, settings.execute.dtype)
+    head, embedding = (config.layout.find(name)[0] for name in (HEAD, "model.embed_tokens.weight"))
     total = 0
     for path in config.weight_paths(folder):
         try:
@@ -152,7 +153,7 @@ def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
             raise UserError(f"{path} can't be read: {error}") from error
         formats = file.metadata() or {}
         for name in file.keys():  # noqa: SIM118 - the file is not a dict
-            if name == HEAD and config.tie_embeddings:
+            if name == head != embedding and config.tie_embeddings:
                 continue  # not loaded
             shape = file.get_slice(name).get_shape()
             num = prod(shape)

@@ -56,6 +56,13 @@ class HfArchitecture:
     layout: Callable[[ModelConfig], Layout] = llama_layout
     """The names and layout of its tensors in Hugging Face's checkpoints."""
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names that `architectures` may have: of the causal model, and of the model without its LM head, whose
+        tensors are those of a causal model with a tied head."""
+        base = f"{self.class_name.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
+        return self.class_name, base, *self.other_class_names
+
 
 LAYER_NORM = {"norm": "layer", "norm_bias": True}
 FOUR_TIMES: Callable[[Keys], int] = lambda keys: 4 * keys.count("hidden_size")  # noqa: E731
@@ -142,19 +149,26 @@ def renamed(**names: str) -> dict[str, Piece]:
 
 TEXT_PREFIX = "language_model."
 """Of the tensors of a text model that is a part of one for texts and images."""
+TIE = "tie_word_embeddings"
 TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
-"""Prefixes of their other tensors."""
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config.json of the text model in one for texts and images; None if it is of another kind."""
+    """The config.json of the text model in one for texts and images; None if it is of another kind. Raises ConfigFault
+    if it is missing.
+
+    transformers reads `tie_word_embeddings` of the whole model, which is true by default, and older versions that of
+    the text model. Either makes a missing head the embedding, see stages/prepare/tied_head.py.
+    """
     kind, text = config.get("model_type"), config.get("text_config")
-    if kind not in TEXT_PARTS or not isinstance(text, dict):
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         return None
-    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if key in config}
-    return {"model_type": TEXT_PARTS[kind], **shared, **text}
+    if not isinstance(text, dict):
+        raise ConfigFault(f"text_config is {shown(text)}; it must be the object that describes the text model")
+    shared = {key: config[key] for key in ("eos_token_id", "bos_token_id") if key in config}
+    ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, True), (text, False))]
+    return {"model_type": TEXT_PARTS[kind], **shared, **text, TIE: any(ties)}
 
 
 def as_part(layout: Layout) -> Layout:

@@ -82,6 +82,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "gemma3_text": HfArchitecture(
         class_name="Gemma3ForCausalLM",
+        other_class_names=("Gemma3TextModel",),
         models="Gemma 3",
         keys=ACTIVATION,
         defaults={

@@ -12,6 +12,7 @@ from pipeline.runtime.model_folder import LinearRope, Llama3Rope, LongRope, Rope
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 
+MAX_COUNT = 2**31 - 1
 BY_LAYER = ("full_attention", "sliding_attention")
 KINDS = ("default", "llama3", "linear", "yarn", "longrope")
 
@@ -65,6 +66,26 @@ def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
     if part != 1 and not keys.has_default("partial_rotary_factor"):
         raise ConfigFault(f"partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported")
     return Ropes(main_rope, sliding_rope, float(part))
+
+
+def scaled_context(ropes: Ropes, keys: Keys, max_position: int) -> tuple[int, list[str]]:
+    """The longest context, and a line if it is not `max_position_embeddings`.
+
+    As in vLLM (`_get_and_verify_max_len`): YaRN scales the original context, which instructions for it leave in
+    `max_position_embeddings`, and linear scaling multiplies that key. Gemma 3 has the product in it.
+    """
+    name = keys.name("max_position_embeddings")
+    match ropes.main.scaling:
+        case YarnRope(factor=factor, original_max_position=original) if (longer := original * factor) > max_position:
+            what = f"YaRN scales {original} positions by {factor:g}"
+        case LinearRope(factor=factor) if not keys.has_default("rope_by_layer") and factor > 1:
+            longer = max_position * factor
+            what = f"linear scaling divides positions by {factor:g}"
+        case _:
+            return max_position, []
+    if not math.isfinite(longer) or longer > MAX_COUNT:
+        raise ConfigFault(f"{name} is {max_position}, and {what}: the product must be at most {MAX_COUNT}")
+    return int(longer), [f"the context is {int(longer)} tokens, although {name} is {max_position}: {what}"]
 
 
 def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Keys) -> float:

@@ -29,7 +29,8 @@ from pipeline.stages.prepare.quantized.packing import Array
 from pipeline.stages.prepare.quantized.scheme import Scheme
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import Shape, expected_shapes, find_tensors, is_known_extra
+from pipeline.stages.prepare.tensors import Found, Shape, expected_shapes
+from pipeline.stages.prepare.unused_tensors import Rule, ignored, rules_of
 from pipeline.stages.prepare.weight_file import DTYPES, Format, Stored, stored_tensors, write_weights
 
 CHUNK_VALUES = 2 * 1024**2
@@ -40,26 +41,29 @@ DOWN = "mlp.down_proj"
 BEFORE_DOWN = ("mlp.gate_proj", "mlp.up_proj")
 
 ACTIVATIONS = (
-    *("input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale"),
-    *("input_scale_ub", "activation_scale"),
-    *("q_scale", "k_scale", "v_scale", "prob_scale", "k_zero_point", "v_zero_point"),
+    *(".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point", ".input_global_scale"),
+    *(".input_scale_ub", ".activation_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".prob_scale", ".k_zero_point", ".v_zero_point"),
 )
 """Last parts of the names of tensors for quantized activations and KV caches."""
+NO_ACTIVATIONS = "activations and KV caches have scales of their own"
 
 
 def convert(
     config: ModelConfig,
     scheme: Scheme,
-    files: list[Path],
+    found: Found,
     target: Path,
     quantization: PreparedFormat,
     progress: Progress,
-) -> None:
-    """Write the weights of a quantized checkpoint to `target`, and say what became of them.
+) -> list[str]:
+    """Write the weights of a quantized checkpoint to `target`, and say what became of them. `found` are its tensors.
+    Returns lines about those that the model does not use.
 
-    Raises ModelError, naming tensor and file, if the files don't hold the tensors of `config` as the scheme has them.
+    Raises ModelError, naming tensor and file, if the files don't hold the tensors of `config` as the scheme has them,
+    or if they hold others without a rule in stages/prepare/unused_tensors.py.
     """
-    checkpoint = Checkpoint(config, scheme, files)
+    checkpoint = Checkpoint(config, scheme, found)
     targets = checkpoint.targets(quantization)
 
     def pieces(name: str) -> Iterator[Array]:
@@ -67,26 +71,35 @@ def convert(
 
     progress.say(f"{config.name}: {scheme.title}: {checkpoint.summary(targets)}")
     with progress.measure(f"converting {config.name}") as report:
-        write_weights(target, targets, pieces, files[0].parent, report)
+        write_weights(target, targets, pieces, _folder(found), report)
+    return checkpoint.ignored
+
+
+def _folder(found: Found) -> Path:
+    """The folder of a checkpoint, for errors."""
+    return next(iter(found.values()))[0].parent
 
 
 class Checkpoint:
     """The tensors of a model in a quantized checkpoint, by their names in the unquantized one."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme, files: list[Path]) -> None:
+    def __init__(self, config: ModelConfig, scheme: Scheme, found: Found) -> None:
         self._config = config
         self._shapes = expected_shapes(config)
-        self._tensors = CheckpointTensors(find_tensors(files))
+        self._tensors = CheckpointTensors(found)
         self._scheme = scheme
         self._matrices: dict[str, QuantizedMatrix] = {}
         for name, shape in self._shapes.items():
             self._read(name, shape)
         if not self._matrices:
             raise ModelError(
-                f"{files[0].parent}: config.json has a quantization_config ({scheme.title}), but no weight of the "
+                f"{_folder(found)}: config.json has a quantization_config ({scheme.title}), but no weight of the "
                 "model is quantized that way: remove quantization_config to serve the weights as they are"
             )
-        self._refuse_others()
+        rules = [*rules_of(config), Rule(NO_ACTIVATIONS, lambda name: name.endswith(ACTIVATIONS))]
+        rules.append(Rule("biases of zeros change nothing", self._is_zero_bias))
+        self.ignored = ignored(rules, self._tensors.rest(), found)
+        """Lines about tensors that the model does not use."""
         self._orders = self._sorted(config)
 
     def _read(self, name: str, shape: Shape) -> None:
@@ -97,15 +110,6 @@ class Checkpoint:
                 self._matrices[name] = matrix
                 return
         self._tensors.float_rows(name, shape, slice(0, 0))  # checks the tensor
-
-    def _refuse_others(self) -> None:
-        """Raises ModelError if there are tensors that the model can't use."""
-        for name in self._tensors.rest():
-            if is_known_extra(name) or name.rpartition(".")[2] in ACTIVATIONS or self._is_zero_bias(name):
-                continue
-            if name.startswith("lm_head.") and "lm_head.weight" not in self._shapes:
-                continue  # tied
-            raise self._tensors.fault(name, "is not part of the model that config.json describes")
 
     def _is_zero_bias(self, name: str) -> bool:
         """Whether this is a bias that the architecture lacks and that does nothing. AutoGPTQ gave every layer one."""
@@ -123,7 +127,7 @@ class Checkpoint:
         if config.layout.pieces.keys() & {DOWN, *BEFORE_DOWN}:
             return orders  # gate and up are not tensors of their own
         for layer in range(config.num_layers):
-            before = f"model.layers.{layer}."
+            before = config.layout.layers.format(layer)
             down = self._matrices.get(f"{before}{DOWN}{WEIGHT}")
             if down is None or (order := down.sort_columns()) is None:
                 continue

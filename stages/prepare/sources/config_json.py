@@ -9,7 +9,7 @@ from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
-from pipeline.stages.prepare.families.ropes import read_ropes
+from pipeline.stages.prepare.families.ropes import read_ropes, scaled_context
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import MAX_LAYERS, as_float, check_ids, check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.source import ModelError
@@ -29,7 +29,12 @@ class ConfigReader:
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
-        text = text_part(config)
+        self.notes: list[str] = []
+        """Lines about values that follow from several keys; `model` adds them."""
+        try:
+            text = text_part(config)
+        except ConfigFault as fault:
+            raise ModelError(f"{path}: {fault}") from fault
         self._is_part = text is not None
         self._config = config if text is None else {**text, "architectures": None}
         self._keys = Keys(config, {}, {})
@@ -65,6 +70,8 @@ class ConfigReader:
             inner = kind.inner(keys)
         ropes = read_ropes(self._config, keys)
         flags = flags_of(kind, keys)
+        max_position, scaled = scaled_context(ropes, keys, keys.get("max_position_embeddings", int, 2048))
+        self.notes += scaled
         fields: dict[str, Any] = {
             "num_kv_heads": self._num_kv_heads(heads),
             "rms_norm_eps": as_float(keys.get("rms_norm_eps", (int, float), 1e-6)),
@@ -84,7 +91,7 @@ class ConfigReader:
             num_heads=heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
-            max_position=keys.get("max_position_embeddings", int, 2048),
+            max_position=max_position,
             sliding_window=window,
             sliding_layers=windowed,
             tie_embeddings=keys.get("tie_word_embeddings", bool, False),
@@ -107,7 +114,7 @@ class ConfigReader:
             raise ModelError(f"{self.path}: architectures is {shown(classes)}; it must be a list of names")
         for name, architecture in HF_ARCHITECTURES.items():
             if kind == name:
-                if classes and classes[0] not in (architecture.class_name, *architecture.other_class_names):
+                if classes and classes[0] not in architecture.class_names:
                     raise ModelError(
                         f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
                         f"{architecture.class_name} is supported"

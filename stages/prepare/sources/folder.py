@@ -7,13 +7,30 @@ import msgspec
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
-from pipeline.stages.prepare.files import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, decode_json, find, read
+from pipeline.runtime.model_folder import NOTES
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, decode_json, find, read, shown
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.config_json import ConfigReader
-from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of, weight_files
+from pipeline.stages.prepare.sources.layout import (
+    INDEX,
+    READ_SUFFIXES,
+    SINGLE,
+    TOOL_TEMPLATE,
+    index_of,
+    shards_of,
+    weight_files,
+)
 from pipeline.stages.prepare.sources.source import ModelError, is_file
 from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, write_tokenizer
-from pipeline.stages.prepare.tensors import check_tensors, with_experts_of, with_prefix_of
+from pipeline.stages.prepare.tensor_names import with_names_of
+from pipeline.stages.prepare.tensors import Found, check_tensors, find_tensors
+from pipeline.stages.prepare.tied_head import with_head_of
+from pipeline.stages.prepare.unused_tensors import ignored, rules_of
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+WEIGHTS_KEY = "transformers_weights"
+"""The key of config.json with the name of another file of weights, which transformers 5 reads."""
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
@@ -23,7 +40,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
         beside = [path.name for path in folder.iterdir() if path.suffix in READ_SUFFIXES]
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
-    named = [] if (index := find(folder, INDEX)) is None else shards_of(index)
+    named = [] if (index := index_of(folder)) is None else shards_of(index)
     for name in named:
         find(folder, name)
     stats = [
@@ -34,12 +51,29 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 def has_quantized_weights(folder: Path) -> bool:
     """Whether the weights of a folder are quantized already. Raises ModelError if its config.json is invalid."""
-    return is_quantized(_json(folder, "config.json", {}))
+    return is_quantized(_config(folder, {}))
 
 
 def is_quantized(config: dict[str, Any]) -> bool:
     """Whether a config.json describes quantized weights."""
-    return bool(config.get("quantization_config"))
+    return bool(config.get(QUANTIZATION))
+
+
+def _config(folder: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A folder's config.json, with the quantization that some models for texts and images have in `text_config`.
+
+    Raises ModelError if the weights are in a file that is not read.
+    """
+    config = _json(folder, CONFIG, default)
+    text = config.get("text_config")
+    if QUANTIZATION not in config and isinstance(text, dict) and text.get(QUANTIZATION):
+        config = {**config, QUANTIZATION: text[QUANTIZATION]}
+    if (named := config.get(WEIGHTS_KEY)) not in (None, SINGLE, INDEX):
+        raise ModelError(
+            f"{folder / CONFIG}: {WEIGHTS_KEY} is {shown(named)}; only {SINGLE} or {INDEX} are read: rename the file, "
+            "and remove the key"
+        )
+    return config
 
 
 def convert(source: Path, target: Path, name: str, quantization: PreparedFormat, progress: Progress) -> None:
@@ -49,22 +83,28 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
 
     Raises ModelError, naming file and key, if the model is incomplete or not supported.
     """
-    config_path = source / "config.json"
-    config = _json(source, "config.json")
+    config_path = source / CONFIG
+    config = _config(source)
     generation = _json(source, "generation_config.json", {})
     tokenizer_config = _json(source, "tokenizer_config.json", {})
     files = weight_files(source)
     tokenizer, first = write_tokenizer(source, target)
-    model = ConfigReader(config_path, config).model(name, files, generation)
+    reader = ConfigReader(config_path, config)
+    model = reader.model(name, files, generation)
     model = with_special_ids(model, tokenizer, first, tokenizer_config, source)
-    model = with_experts_of(with_prefix_of(model, files), files)
+    found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
+    model, tied = with_head_of(with_names_of(model, found), found)
+    notes = [*reader.notes, *doubled, *tied]
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.
         from pipeline.stages.prepare.quantized.methods import scheme_of
 
         scheme = scheme_of(config, config_path)
-    places = check_tensors(model, files) if scheme is None else {}
+    places: Found = {}
+    if scheme is None:
+        places = check_tensors(model, found)
+        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in places], found)
     templates = {
         "chat_template.jinja": _chat_template(source, tokenizer_config),
         "chat_template.tool_use.jinja": _tool_template(source, tokenizer_config),
@@ -81,7 +121,7 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
         from pipeline.stages.prepare.weight_file import WEIGHTS
 
-        convert_quantized(model, scheme, files, target, quantization, progress)
+        notes += convert_quantized(model, scheme, found, target, quantization, progress)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     elif quantization not in ("auto", "none"):
         # Imported here: most models need neither numpy's nor gguf's quantizers.
@@ -91,6 +131,8 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
             quantize(model, target, places, quantization, report)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     generation_config.save(generation, target)
+    if notes:
+        (target / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
     model.save(target)
 
 

@@ -31,10 +31,9 @@ from tqdm import tqdm
 
 from pipeline.stages.prepare.files import require_inside, shown
 from pipeline.stages.prepare.progress import Progress, Report
-from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, TOOL_TEMPLATE, shards_of
+from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, SINGLE, TOOL_TEMPLATE, shards_of
 from pipeline.stages.prepare.sources.source import COMMIT, HubSource, ModelError
 
-SINGLE = "model.safetensors"
 CONFIG = "config.json"
 
 OTHER_LAYOUTS = ("consolidated", "adapter_")
@@ -131,14 +130,14 @@ def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
 
 
 def _weights(source: HubSource, commit: str, names: list[str], top: list[str]) -> list[str]:
+    if SINGLE in top:
+        return [SINGLE]
     if INDEX in top:
         path = Path(hf_hub_download(source.repo, INDEX, revision=commit))
         shards = shards_of(path)
         if lost := [name for name in shards if name not in names]:
             raise ModelError(f"{source}: {INDEX} names {lost[0][:200]}, which the repository doesn't have")
         return shards
-    if SINGLE in top:
-        return [SINGLE]
     return sorted(name for name in top if name.endswith(".safetensors") and not name.startswith(OTHER_LAYOUTS))
 
 
@@ -180,7 +179,7 @@ def _cached_or_fail(source: HubSource, words: str) -> Snapshot:
 def _is_complete(folder: Path) -> bool:
     """Whether a snapshot has all weights and a tokenizer. Their contents are checked when they are read."""
     index = folder / INDEX
-    if index.is_file():
+    if index.is_file() and not (folder / SINGLE).is_file():
         try:
             weights = [folder / name for name in shards_of(index)]
         except ModelError:

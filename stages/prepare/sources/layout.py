@@ -1,4 +1,4 @@
-"""Names of the files in Hugging Face layout: the weights, their index, and templates."""
+"""The files of a folder in Hugging Face layout: the weights, their index, and templates."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ READ_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt
 """Suffixes of the files that prepare reads. Suffixes, not names: only transformers knows the names of the files that
 older kinds of tokenizers consist of."""
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -29,12 +30,17 @@ def shards_of(index: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
+def index_of(source: Path) -> Path | None:
+    """The index of a folder's weights; None if model.safetensors counts, which transformers takes before an index."""
+    return None if find(source, SINGLE) is not None else find(source, INDEX)
+
+
 def weight_files(source: Path) -> list[Path]:
-    """Absolute paths of the safetensors files: those in the index, else model.safetensors, else all.
+    """Absolute paths of the safetensors files: model.safetensors, else those in the index, else all.
 
     Raises ModelError if one of the index is missing, or all are.
     """
-    if (index := find(source, INDEX)) is not None:
+    if (index := index_of(source)) is not None:
         names = shards_of(index)
         paths = [find(source, name) for name in names]
         if missing := [name for name, path in zip(names, paths, strict=True) if path is None]:
@@ -42,7 +48,7 @@ def weight_files(source: Path) -> list[Path]:
                 f"{index} names {missing[0][:200]}, which is missing ({len(missing)} of {len(names)} files are missing)"
             )
         return [path.absolute() for path in paths if path is not None]
-    names = ["model.safetensors"]
+    names = [SINGLE]
     if find(source, names[0]) is None:
         names = sorted(path.name for path in source.glob("*.safetensors"))
     files = [path.absolute() for name in names if (path := find(source, name)) is not None]

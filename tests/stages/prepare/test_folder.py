@@ -360,6 +360,7 @@ def spoil(folder: Path, how: str) -> None:  # noqa: C901 - a table of faults
         case "no safetensors":
             weights.write_bytes(b"\xff" * 1000)
         case "shard missing":
+            weights.unlink()
             (folder / "model.safetensors.index.json").write_text(
                 json.dumps({"weight_map": {"a": "model-7.safetensors"}})
             )
@@ -412,12 +413,14 @@ def test_an_incomplete_folder_is_reported_with_the_missing_part(source: Path, ho
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x", {"a": 1}, {"a": None}])
 def test_an_index_without_files_is_rejected(source: Path, weight_map: Any) -> None:
+    (source / "model.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"index\.json: weight_map must be an object"):
         prepared(source)
 
 
 def test_a_shard_with_an_impossible_name_is_missing(source: Path) -> None:
+    (source / "model.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
     with pytest.raises(ModelError, match=r"names x+, which is missing"):
         prepared(source)

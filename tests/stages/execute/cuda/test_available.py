@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model_folder import format_key
+from pipeline.runtime.model_folder import Layout, Piece, format_key
 from pipeline.stages.execute.cuda.available import Facts, look, require, weight_bytes, why_not
 from tests.stages.execute import checkpoints
 
@@ -90,6 +90,8 @@ def test_quantized_weights_count_their_file_size_and_a_tied_head_nothing(tmp_pat
     formats = {format_key("a"): "q8_0"}
     assert of_files(tmp_path, codes, formats, config={"tie_embeddings": True}) == 64 * 272
     assert of_files(tmp_path, codes, formats, config={"tie_embeddings": False}) == 64 * 272 + 64 * 64 * 2
+    only_head = {"tie_embeddings": True, "layout": Layout(pieces={"model.embed_tokens": Piece("lm_head")})}
+    assert of_files(tmp_path, codes, formats, config=only_head) == 64 * 272 + 64 * 64 * 2
 
 
 def test_k_quants_count_their_size_on_the_gpu(tmp_path: Path) -> None:

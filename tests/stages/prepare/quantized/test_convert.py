@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import NOTES, ModelConfig
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.quantized import convert
 from pipeline.stages.prepare.quantized.methods import scheme_of
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.tensors import find_tensors
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.prepare import checkpoints
@@ -242,7 +243,7 @@ def test_files_are_opened_once(tmp_path: Path) -> None:
     model = ModelConfig.load(prepared(tmp_path / "tiny"))
     open_files = Path("/proc/self/fd")
     before = len(list(open_files.iterdir()))
-    checkpoint = convert.Checkpoint(model, scheme, [tmp_path / "tiny" / "model.safetensors"])
+    checkpoint = convert.Checkpoint(model, scheme, find_tensors([tmp_path / "tiny" / "model.safetensors"])[0])
     assert len(list(open_files.iterdir())) <= before + 1
     assert checkpoint.targets("auto")[DOWN].format == "q4_1"
 
@@ -291,7 +292,11 @@ def test_zero_biases_and_activation_scales_are_ignored(tmp_path: Path) -> None:
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
     }
     packers.save(tmp_path / "tiny", tiny(), CASES["gptq"].config, CASES["gptq"].pack, **extra)
-    assert "q_proj.bias" not in formats_of(prepared(tmp_path / "tiny"))
+    folder = prepared(tmp_path / "tiny")
+    assert "q_proj.bias" not in formats_of(folder)
+    notes = (folder / NOTES).read_text()
+    for reason in ("biases of zeros change nothing", "have scales of their own", "rotary frequencies are computed"):
+        assert notes.count(reason) == 1
 
 
 def test_a_quantized_head_is_served(tmp_path: Path) -> None:
@@ -305,6 +310,35 @@ def test_a_quantized_head_is_served(tmp_path: Path) -> None:
     assert formats_of(folder)["lm_head.weight"] == "q4_0"
     values = {name: each.values for name, each in {**packed, "lm_head.weight": head}.items()}
     compare_logits(folder, packers.load_values(model, values))
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["float", "quantized"])
+def test_a_tied_model_with_a_head_of_its_own_keeps_it(tmp_path: Path, is_quantized: bool) -> None:
+    """As GPTQ checkpoints of Qwen2.5 and Llama 3.2 have it: `tie_word_embeddings` stays true."""
+    case, model = CASES["gptq"], tiny()
+    values = model.state_dict()["lm_head.weight"].bfloat16().float()
+    extra, head = {}, Packed({}, values)
+    if is_quantized:
+        head = packers.gptq(4, 32)("lm_head", values)
+        extra = {f"lm_head.{part}": value.contiguous() for part, value in head.tensors.items()}
+    packed = packers.save(tmp_path / "tiny", model, case.config, case.pack, **extra)
+    if is_quantized:
+        _without(tmp_path / "tiny" / "model.safetensors", "lm_head.weight")
+    checkpoints.edit_config(tmp_path / "tiny", tie_word_embeddings=True)
+    folder = prepared(tmp_path / "tiny")
+    assert "the LM head is lm_head." in (folder / NOTES).read_text()
+    compare_logits(
+        folder, packers.load_values(model, {n: each.values for n, each in {**packed, "lm_head.weight": head}.items()})
+    )
+
+
+def test_a_tied_model_without_a_head_is_tied(tmp_path: Path) -> None:
+    case, model = CASES["gptq"], tiny(tie_word_embeddings=True)
+    packed = packers.save(tmp_path / "tiny", model, case.config, case.pack)
+    _without(tmp_path / "tiny" / "model.safetensors", "lm_head.weight")
+    folder = prepared(tmp_path / "tiny")
+    assert ModelConfig.load(folder).tie_embeddings and not (folder / NOTES).exists()
+    compare_logits(folder, packers.load_values(model, {name: each.values for name, each in packed.items()}))
 
 
 def test_some_matrices_may_be_floats(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

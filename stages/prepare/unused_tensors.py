@@ -1,0 +1,63 @@
+"""The rules for tensors of a checkpoint that a model does not use. A tensor without a rule is an error.
+
+Each rule says why the result is the same without the tensor, or what the server doesn't do with it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.tensor_names import is_part
+from pipeline.stages.prepare.tensors import Found
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Why some tensors may stay unused."""
+
+    reason: str
+    matches: Callable[[str], bool]
+    """Takes the name of a tensor that no part of the model has."""
+
+
+ROTARY = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+"""Last parts of the names of buffers in old checkpoints."""
+MASKS = {
+    "gpt2": (".attn.bias", ".attn.masked_bias"),
+    "gpt_bigcode": (".attn.bias", ".attn.masked_bias"),
+    "gpt_neox": (".attention.bias", ".attention.masked_bias"),
+}
+"""The same of causal masks, by architecture. In others, such a name is that of a bias."""
+IMAGES = ("vision_tower.", "multi_modal_projector.")
+"""Prefixes of the tensors for images, in models for texts and images."""
+
+
+def rules_of(config: ModelConfig) -> list[Rule]:
+    """The rules for a checkpoint of floats."""
+    rules = [Rule("rotary frequencies are computed from config.json", lambda name: name.endswith(ROTARY))]
+    if (masks := MASKS.get(config.architecture)) is not None:
+        rules.append(Rule("causal masks are computed", lambda name: name.endswith(masks)))
+    if is_part(config.layout):
+        rules.append(Rule("images are not served", lambda name: name.removeprefix("model.").startswith(IMAGES)))
+    if config.tie_embeddings:
+        head = config.layout.find("lm_head.weight")[0]
+        rules.append(Rule("the LM head equals the embedding, and is tied to it", lambda name: name == head))
+    return rules
+
+
+def ignored(rules: Sequence[Rule], names: Iterable[str], found: Found) -> list[str]:
+    """A line for each rule that lets some of the tensors `names` stay unused. Raises ModelError, naming the tensor, if
+    one has no rule."""
+    by_rule: dict[str, list[str]] = {}
+    for name in names:
+        rule = next((rule for rule in rules if rule.matches(name)), None)
+        if rule is None:
+            path, _ = found[name]
+            raise ModelError(f"{path}: tensor {shown(name)} is not part of the model that config.json describes")
+        by_rule.setdefault(rule.reason, []).append(name)
+    return [
+        f"ignored {shown(of_rule[0])}" + (f" and {len(of_rule) - 1} more" if of_rule[1:] else "") + f": {reason}"
+        for reason, of_rule in by_rule.items()
+    ]
