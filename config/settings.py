@@ -116,7 +116,8 @@ class Settings(Frozen, frozen=True):
         Meta(
             ge=0,
             le=MAX_TOKENS,
-            description="Maximum number of tokens in prompt plus output; 0 is the model's own limit.",
+            description="Maximum number of tokens in prompt plus output; 0 is the model's own limit, and with LongRoPE "
+            "the original context.",
         ),
     ] = 0
     quantization: Annotated[

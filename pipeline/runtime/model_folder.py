@@ -329,6 +329,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     eagle3: Eagle3 | None = None
     """Of an EAGLE-3 head; None for all other models."""
 
+    def longest_sequence(self, max_model_len: int) -> int:
+        """The longest sequence that a server takes whose setting `max_model_len` has this value, if it has the memory.
+
+        0 is the model's own limit. With LongRoPE it is the original context, as in vLLM: with more, the factors for
+        long contexts would change the results of all sequences, short ones too.
+        """
+        own = self.max_position
+        if isinstance(self.rope_scaling, LongRope):
+            own = min(own, self.rope_scaling.original_max_position)
+        return min(max_model_len or own, self.max_position)
+
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer; None if it has none."""
         if self.rotary_dim == 0 or layer in self.layers_without_rope:

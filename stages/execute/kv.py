@@ -125,7 +125,7 @@ def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
 
 def _wanted(settings: Settings, config: ModelConfig) -> int:
     """The longest sequence that model and settings allow."""
-    return min(config.max_position, settings.max_model_len or config.max_position)
+    return config.longest_sequence(settings.max_model_len)
 
 
 def _plan(

@@ -22,7 +22,7 @@ from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model_folder import CONVERTED, ModelConfig, notes_of
+from pipeline.runtime.model_folder import CONVERTED, LongRope, ModelConfig, notes_of
 from pipeline.stages.prepare import adapters, draft
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
@@ -51,6 +51,8 @@ def run(launch: Launch) -> None:
             f"max_model_len is {launch.settings.max_model_len}, but {config.name} supports at most "
             f"{config.max_position} tokens: lower max_model_len, or set it to 0 for the model's own limit"
         )
+    if (line := longrope_line(config, launch.settings.max_model_len)) is not None:
+        progress.say(f"{config.name}: {line}")
     generation_config.load(launch.settings, folder)  # an invalid one is reported here, before the stages load it
     match launch.settings.speculative.method:
         case "draft_model":
@@ -64,6 +66,23 @@ def run(launch: Launch) -> None:
     name = launch.settings.served_model_name or config.name
     digest = digest_of(folder, progress) if launch.settings.execute.launcher != "process" else ""
     report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress), digest))
+
+
+def longrope_line(config: ModelConfig, max_model_len: int) -> str | None:
+    """What `max_model_len` costs a model with LongRoPE; None for other models."""
+    scaling, longest = config.rope_scaling, config.longest_sequence(max_model_len)
+    if not isinstance(scaling, LongRope) or scaling.original_max_position >= config.max_position:
+        return None
+    original = scaling.original_max_position
+    if longest > original:
+        return (
+            f"LongRoPE for up to {longest} tokens: all sequences use the factors for long contexts, which changes the "
+            f"results of those of up to {original} tokens; set max_model_len={original} if you need no longer ones"
+        )
+    return (
+        f"LongRoPE for up to {longest} tokens, with the factors for short contexts: set "
+        f"max_model_len={config.max_position} for the longest context, which changes the results of shorter sequences and takes more memory"
+    )
 
 
 def digest_of(folder: Path, progress: Progress = SILENT) -> str:

@@ -18,7 +18,7 @@ GRAPHS_BYTES = 512 * 1024**2
 
 def reserved_bytes(settings: Settings, config: ModelConfig) -> int:
     """Bytes of GPU memory to keep free beside the KV blocks: rows, lists, staging buffers for copies, graphs."""
-    max_model_len = min(config.max_position, settings.max_model_len or config.max_position)
+    max_model_len = config.longest_sequence(settings.max_model_len)
     num_groups = len(layout_of(settings, config).groups)
     table_words = num_groups * (max_model_len // BLOCK_SIZE)
     row_words = max_model_len + table_words + NUM_FIELDS + settings.limits.max_stop_token_ids

@@ -30,7 +30,7 @@ def run(launch: m.Launch) -> None:
     with Stage(launch, m.ExecuteInbox) as stage:
         config = ModelConfig.load(stage.model_dir)
         settings = stage.settings
-        max_model_len = min(settings.max_model_len or config.max_position, config.max_position)
+        max_model_len = config.longest_sequence(settings.max_model_len)
         executor = Instant(settings.schedule.max_num_seqs, config)
         stage.log.warning("the instant executor returns made-up ids and runs no model")
         num_swap_blocks = NUM_BLOCKS if settings.execute.swap_bytes else 0

@@ -69,7 +69,9 @@ VARIANTS: dict[str, Variant] = {
         max_model_len=128,
     ),
     "phi3, long longrope": Variant(
-        "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 8, "max_position_embeddings": 512}
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 8, "max_position_embeddings": 512},
+        max_model_len=512,
     ),
     "glm": Variant("glm", {"head_dim": 16}),
     "glm4": Variant("glm4", {"head_dim": 16}),

@@ -66,6 +66,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama, tied": _variant("llama", rope_parameters=ROPE, tie_word_embeddings=True),
     "qwen2, tied": _variant("qwen2", tie_word_embeddings=True),
     "gemma2": _variant("gemma2", query_pre_attn_scalar=16, sliding_window=21),
+    "phi3, LongRoPE": lambda: tiny_architectures.make(
+        Variant(
+            "phi3",
+            {
+                "rope_parameters": tiny_architectures.LONG,
+                "original_max_position_embeddings": 128,
+                "max_position_embeddings": 512,
+            },
+        )
+    ),
     "gemma3": _gemma3,
     "mistral3": _mistral3,
     "ministral3": lambda: _mistral3(

@@ -4,14 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model_folder import notes_of
+from pipeline.runtime.model_folder import ModelConfig, notes_of
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.stage import longrope_line, prepare
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.prepare import forms
 from tests.stages.prepare.forms import INDEX, Folder, random_head
@@ -214,6 +215,23 @@ def test_a_folder_has_the_logits_of_transformers(tmp_path: Path, form: str) -> N
     np.testing.assert_allclose(logits_of(folder), theirs, rtol=0, atol=MAX_ERROR)
     notes = "\n".join(notes_of(folder))
     assert note in notes if note else not notes
+
+
+def test_longrope_has_the_short_context_unless_another_is_set(tmp_path: Path) -> None:
+    """As in vLLM. Prompts of that length have transformers' results."""
+    source = forms.write(tmp_path / "tiny", "phi3, LongRoPE")
+    folder = prepared(source)
+    config = ModelConfig.load(folder)
+    assert [config.longest_sequence(number) for number in (0, 100, 128, 300, 1000)] == [128, 100, 128, 300, 512]
+    with torch.inference_mode():
+        theirs = forms.reference(source)(torch.tensor([IDS])).logits[0, -1].numpy()
+    np.testing.assert_allclose(logits_of(folder), theirs, rtol=0, atol=MAX_ERROR)
+    short, long = longrope_line(config, 0), longrope_line(config, 300)
+    assert short is not None and short.startswith("LongRoPE for up to 128 tokens") and "max_model_len=512 for" in short
+    assert long is not None and "up to 300 tokens: all sequences use the factors for long contexts" in long
+    assert "set max_model_len=128" in long
+    unscaled = msgspec.structs.replace(config, rope_scaling=None)
+    assert unscaled.longest_sequence(0) == 512 and longrope_line(unscaled, 0) is None
 
 
 REFUSED: dict[str, tuple[str, list[Change], str]] = {

@@ -320,7 +320,7 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     path = save(tmp_path / "tiny.gguf", model, case, has_expert_tensors="each expert" in name)
     folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
     assert ModelConfig.load(folder).architecture == variant.kind
-    driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2))
+    driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2, max_model_len=variant.max_model_len))
     driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, driver.take_blocks(len(IDS)))])
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
