@@ -30,6 +30,20 @@ class Metadata:
             raise ModelError(f"{self.path}: the key {key} is missing")
         return value
 
+    def of_all_layers(self, key: str, num_layers: int) -> int | None:
+        """An integer that a file may have once for each layer; None if it is absent. Raises ModelError if layers
+        differ."""
+        value = self.get(key, (int, list))
+        if not isinstance(value, list):
+            return None if value is None else int(value)
+        numbers = self.list_of(key, int)
+        assert numbers is not None
+        if len(numbers) != num_layers or any(isinstance(number, bool) for number in numbers):
+            raise ModelError(f"{self.path}: {key} is {shown(value)}; it must be an integer, or one for each layer")
+        if len(set(numbers)) > 1:
+            raise ModelError(f"{self.path}: {key} is {shown(value)}: layers of different sizes are not supported")
+        return int(numbers[0])
+
     def list_of(self, key: str, kind: type, length: int | None = None) -> "list[Any] | None":
         """The list under a key, None if absent. Raises ModelError unless it is `length` values of `kind`."""
         values: list[Any] | None = self.get(key, list)

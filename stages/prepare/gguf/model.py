@@ -100,6 +100,9 @@ def keys_of(architecture: str, eps: str) -> dict[str, str]:
     return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
 
 
+SIZES_OF_LAYERS = ("num_heads", "num_kv_heads", "intermediate_size")
+"""Fields whose keys may have a list with one number for each layer, as in llama.cpp (`get_key_or_arr`)."""
+
 TEMPLATES = {
     "chat_template.jinja": ("tokenizer.chat_template", "tokenizer.chat_template.default"),
     "chat_template.tool_use.jinja": ("tokenizer.chat_template.tool_use",),
@@ -189,7 +192,11 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     ):
         raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
     metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
-    heads, hidden = metadata.need(keys["num_heads"], int), metadata.need(keys["hidden_size"], int)
+    num_layers, hidden = (metadata.need(keys[field], int) for field in ("num_layers", "hidden_size"))
+    sizes = {field: metadata.of_all_layers(keys[field], num_layers) for field in SIZES_OF_LAYERS}
+    heads, inner = (sizes[field] for field in ("num_heads", "intermediate_size"))
+    if heads is None or inner is None:
+        raise ModelError(f"{path}: the key {keys['num_heads' if heads is None else 'intermediate_size']} is missing")
     head_dim = metadata.get(keys["head_dim"], int)
     if head_dim is None:
         head_dim = derived_head_dim(hidden, heads, path, keys)
@@ -217,11 +224,11 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         name=name_of(path),
         # llama.cpp uses one name for both; only a Mistral has a window.
         architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),  # type: ignore[arg-type]
-        num_layers=metadata.need(keys["num_layers"], int),
+        num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=metadata.need(keys["intermediate_size"], int),
+        intermediate_size=inner,
         num_heads=heads,
-        num_kv_heads=metadata.get(keys["num_kv_heads"], int, heads),
+        num_kv_heads=heads if sizes["num_kv_heads"] is None else sizes["num_kv_heads"],
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position=metadata.need(keys["max_position"], int),

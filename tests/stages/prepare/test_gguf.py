@@ -34,6 +34,18 @@ def prepared(path: Path) -> Path:
     return prepare(Settings(model=str(path), cache_dir=str(path.parent / "cache")))
 
 
+SIZES_BY_LAYER = {
+    "llama.attention.head_count": [4, 4],
+    "llama.attention.head_count_kv": [2, 2],
+    "llama.feed_forward_length": [96, 96],
+}
+
+
+def test_sizes_may_be_given_for_each_layer(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    config = ModelConfig.load(prepared(checkpoints.save_gguf(tmp_path / "a.gguf", model, metadata=SIZES_BY_LAYER)))
+    assert (config.num_heads, config.num_kv_heads, config.intermediate_size) == (4, 2, 96)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_and_order_of_hugging_face(tmp_path: Path, bias: bool, tied: bool) -> None:
@@ -156,6 +168,9 @@ def test_another_rope_scaling_is_rejected(tmp_path: Path, model: LlamaForCausalL
             {"tokenizer.ggml.unknown_token_id": 608},
             r"tokenizer\.ggml\.unknown_token_id is 608; it must be an id of the vocabulary",
         ),
+        ({"llama.attention.head_count_kv": [2, 4]}, r"head_count_kv is \[2, 4\]: layers of different sizes"),
+        ({"llama.attention.head_count": [4]}, r"head_count is \[4\]; it must be an integer, or one for each layer"),
+        ({"llama.feed_forward_length": ["a", "b"]}, r"feed_forward_length has values that are not of type"),
         ({"tokenizer.ggml.token_type": [1, 2]}, r"tokenizer\.ggml\.token_type has 2 values; \S+tokens has 608"),
         ({"tokenizer.ggml.tokens": ["a"] * 609}, r"tokenizer\.ggml\.tokens has 609 tokens, but \S+ has 608 rows"),
         ({"tokenizer.ggml.merges": ["xyzzy plugh"]}, r"tokenizer\.ggml\.merges does not fit"),
