@@ -23,6 +23,8 @@ MAX_COUNT = 2**31 - 1
 MAX_LAYERS = 10_000
 """Rejects absurd configs before every layer's tensors are looked up by name."""
 
+HALVES = ": one for each pair of the head_dim * partial_rotary_factor dimensions"
+
 MAX_EXPERTS = 200_000
 """Experts of all layers: each has three tensors with names of their own."""
 
@@ -119,7 +121,7 @@ def _check_scaling(rope: RopeScaling, theta: float, dim: int, require: Require) 
             require(theta > 1, "rope_theta", theta, "above 1")
         case LongRope():
             for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
-                require(len(factors) == dim // 2, name, list(factors), f"a list of {dim // 2} numbers")
+                require(len(factors) == dim // 2, name, list(factors), f"a list of {dim // 2} numbers{HALVES}")
                 require(
                     all(math.isfinite(factor) and factor > 0 for factor in factors), name, list(factors), "positive"
                 )

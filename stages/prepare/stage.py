@@ -81,8 +81,8 @@ def longrope_line(config: ModelConfig, max_model_len: int) -> str | None:
         )
     return (
         f"LongRoPE for up to {longest} tokens, with the factors for short contexts: set "
-        f"max_model_len={config.max_position} for the longest context, which changes the results of shorter sequences and "
-        "takes more memory"
+        f"max_model_len={config.max_position} for the longest context, which changes the results of shorter "
+        "sequences and takes more memory"
     )
 
 

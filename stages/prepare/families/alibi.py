@@ -147,6 +147,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         class_name="MptForCausalLM",
         other_class_names=("MPTForCausalLM",),
         models="MPT",
+        aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
         keys={
             "hidden_size": "d_model",
             "num_hidden_layers": "n_layers",

@@ -117,7 +117,6 @@ def _gpt_oss_layout(model: ModelConfig) -> Layout:
 
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,

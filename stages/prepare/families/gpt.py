@@ -25,6 +25,10 @@ GPT2_KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     "hidden_act": "activation_function",
 }
+GPT2_ALIASES = {
+    name: GPT2_KEYS[name]
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+}
 GPT2_DEFAULTS = {
     "hidden_act": "gelu_new",
     "max_position_embeddings": 1024,
@@ -122,6 +126,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "gpt2": HfArchitecture(
         class_name="GPT2LMHeadModel",
         models="GPT-2",
+        aliases=GPT2_ALIASES,
         keys=GPT2_KEYS,
         defaults=GPT2_DEFAULTS,
         always={**LAYER_NORM, **BIASES, "gated": False, "rotary_dim": 0},
@@ -132,6 +137,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "gpt_bigcode": HfArchitecture(
         class_name="GPTBigCodeForCausalLM",
         models="StarCoder, SantaCoder",
+        aliases=GPT2_ALIASES,
         keys=GPT2_KEYS,
         defaults={**GPT2_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
         always={**LAYER_NORM, **BIASES, "gated": False, "rotary_dim": 0},

@@ -38,6 +38,14 @@ class Keys:
         """Whether the architecture has a default for a key."""
         return key in self._defaults
 
+    def has(self, key: str) -> bool:
+        """Whether the file has a key, null or not."""
+        return self.name(key) in self._config
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file has a key whose value is null."""
+        return self.has(key) and self._config[self.name(key)] is None
+
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         value = self._config.get(self.name(key))
         if value is None:
@@ -60,8 +68,7 @@ class Keys:
 
     def optional_number(self, key: str) -> float | None:
         """None if the key is null; the default if it is absent."""
-        is_null = self.name(key) in self._config and self._config[self.name(key)] is None
-        return None if is_null or self.get(key, (int, float)) is None else self.number(key, 0.0)
+        return None if self.is_null(key) or self.get(key, (int, float)) is None else self.number(key, 0.0)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         """An integer of at least `least`; required without a default."""

@@ -6,7 +6,9 @@ from typing import Any
 from pipeline.runtime.model_folder import Architecture, ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, Window, windows_by_pattern
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
+from pipeline.stages.prepare.families.ropes import original_context, rope_of
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.shape import as_float
 
 
 def windows_everywhere(config: Mapping[str, Any], num_layers: int) -> Window:
@@ -87,16 +89,13 @@ def _granite(keys: Keys, model: ModelConfig) -> dict[str, Any]:
 
 
 def _ministral3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    rope = keys.get("rope_scaling", dict) or keys.get("rope_parameters", dict) or {}
-    beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    key, rope = rope_of(keys)
+    beta = rope.get("llama_4_scaling_beta")
     if beta is None:
         return {}
-    if not isinstance(beta, int | float) or not isinstance(period, int) or period < 1:
-        raise ConfigFault(
-            f"rope_parameters has llama_4_scaling_beta {shown(beta)} and original_max_position_embeddings "
-            f"{shown(period)}; they must be a number and a positive integer"
-        )
-    return {"query_growth": float(beta), "query_growth_period": period}
+    if not isinstance(beta, int | float) or isinstance(beta, bool):
+        raise ConfigFault(f"{key} has llama_4_scaling_beta {shown(beta)}; it must be a number")
+    return {"query_growth": as_float(beta), "query_growth_period": original_context(rope, key, keys)}
 
 
 MINISTRAL3_ROPE = {
@@ -167,7 +166,6 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
             "max_position_embeddings": 262144,
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
             "rope_parameters": MINISTRAL3_ROPE,
         },
         always=NO_BIASES,

@@ -55,7 +55,12 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "phi3": HfArchitecture(
         class_name="Phi3ForCausalLM",
         models="Phi-3, Phi-3.5, Phi-4",
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+        },
         always={"qkv_bias": False, "out_bias": False, "mlp_bias": False},
         windows=window_everywhere,
         layout=_phi3_layout,

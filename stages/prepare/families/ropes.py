@@ -11,8 +11,9 @@ import msgspec
 from pipeline.runtime.model_folder import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
+from pipeline.stages.prepare.shape import MAX_COUNT, as_float
 
-MAX_COUNT = 2**31 - 1
+PART = "partial_rotary_factor"
 BY_LAYER = ("full_attention", "sliding_attention")
 KINDS = ("default", "llama3", "linear", "yarn", "longrope")
 
@@ -32,13 +33,10 @@ class Ropes:
         return None if self.part == 1 else int(head_dim * self.part)
 
 
-def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
+def read_ropes(keys: Keys) -> Ropes:
     """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`, which take precedence as they do in
     transformers. Raises ConfigFault for scalings that are not supported."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or keys.get("rope_parameters", dict) or {}
-    if not isinstance(rope, dict):
-        raise ConfigFault(f"{key} is {shown(rope)}, not an object")
+    key, rope = rope_of(keys)
     local = keys.get("rope_local_base_freq", (int, float))
     if keys.has_default("rope_by_layer") and any(isinstance(rope.get(kind), dict) for kind in BY_LAYER):
         main, sliding = (rope.get(kind) or {} for kind in BY_LAYER)
@@ -51,18 +49,14 @@ def read_ropes(config: Mapping[str, Any], keys: Keys) -> Ropes:
         main = rope
         # In old files of models with two kinds of layers, the scaling is that of full attention.
         sliding = {} if keys.has_default("rope_by_layer") else rope
-    theta = _theta(main, config, keys)
-    if local is not None:
-        local_theta = sliding.get("rope_theta", local)
-    else:
-        local_theta = sliding.get("rope_theta", theta)
-    main_rope = Rope(theta, _scaling(main, key, config, keys, theta))
-    sliding_rope = Rope(_number(local_theta, "rope_theta"), _scaling(sliding, key, config, keys, theta))
-    part = main.get("partial_rotary_factor", keys.get("partial_rotary_factor", (int, float), 1.0))
+    main_rope = Rope(_theta(main, key, keys), _scaling(main, key, keys))
+    local_theta = _theta(sliding, key, keys) if local is None or "rope_theta" in sliding else as_float(local)
+    sliding_rope = Rope(local_theta, _scaling(sliding, key, keys))
+    part, name = keys.get(PART, (int, float), 1.0), keys.name(PART)
+    if PART in main:
+        part, name = main[PART], f"{key}.{PART}"
     if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
-        raise ConfigFault(
-            f"{keys.name('partial_rotary_factor')} is {shown(part)}; it must be a number above 0, up to 1"
-        )
+        raise ConfigFault(f"{name} is {shown(part)}; it must be a number above 0, up to 1")
     if part != 1 and not keys.has_default("partial_rotary_factor"):
         raise ConfigFault(f"partial_rotary_factor is {shown(part)}: partial rotary embedding is not supported")
     return Ropes(main_rope, sliding_rope, float(part))
@@ -88,23 +82,28 @@ def scaled_context(ropes: Ropes, keys: Keys, max_position: int) -> tuple[int, li
     return int(longer), [f"the context is {int(longer)} tokens, although {name} is {max_position}: {what}"]
 
 
-def _theta(rope: Mapping[str, Any], config: Mapping[str, Any], keys: Keys) -> float:
-    default = keys.get("rope_theta", (int, float), 10000.0)
-    return _number(rope.get("rope_theta", default), keys.name("rope_theta"))
+def rope_of(keys: Keys) -> tuple[str, dict[str, Any]]:
+    """The key with the parameters of the rotary embedding, and its value or the architecture's default. Raises
+    ConfigFault if it is not an object."""
+    old = keys.get("rope_scaling", dict)
+    return ("rope_scaling", old) if old else ("rope_parameters", keys.get("rope_parameters", dict) or {})
+
+
+def _theta(rope: Mapping[str, Any], key: str, keys: Keys) -> float:
+    if "rope_theta" in rope:
+        return _number(rope["rope_theta"], f"{key}.rope_theta")
+    if keys.is_null("rope_theta"):
+        raise keys.fault("rope_theta", "a number, or absent for the architecture's default")
+    return keys.number("rope_theta", 10000.0)
 
 
 def _number(value: Any, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigFault(f"{name} is {shown(value)}, not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return as_float(value)
 
 
-def _scaling(
-    rope: Mapping[str, Any], key: str, config: Mapping[str, Any], keys: Keys, theta: float
-) -> RopeScaling | None:
+def _scaling(rope: Mapping[str, Any], key: str, keys: Keys) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "short_factor" in rope and kind in ("su", "yarn"):  # names that Phi-3 had for it
         kind = "longrope"
@@ -112,25 +111,26 @@ def _scaling(
         case "default":
             return None
         case "llama3":
-            return _llama3(rope, key, config)
+            return _llama3(rope, key, keys)
         case "linear":
             return LinearRope(_positive(rope, key, "factor"))
         case "yarn":
-            return _yarn(rope, key, config)
+            return _yarn(rope, key, keys)
         case "longrope":
-            return _longrope(rope, key, config)
+            return _longrope(rope, key, keys)
     raise ConfigFault(f"{key} has rope_type {shown(kind)}; supported are {', '.join(map(repr, KINDS))}")
 
 
-def _llama3(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> Llama3Rope:
+def _llama3(rope: Mapping[str, Any], key: str, keys: Keys) -> Llama3Rope:
     names = {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
         "original_max_position": "original_max_position_embeddings",
     }
-    if "original_max_position_embeddings" in config:  # takes precedence in transformers
-        rope = {**rope, "original_max_position_embeddings": config["original_max_position_embeddings"]}
+    if keys.has("original_max_position_embeddings"):  # takes precedence in transformers
+        original = keys.get("original_max_position_embeddings", int)
+        rope = {**rope, "original_max_position_embeddings": original}
     missing = [theirs for theirs in names.values() if theirs not in rope]
     if missing:
         raise ConfigFault(f"{key} of type 'llama3' lacks {missing[0]!r}")
@@ -141,9 +141,9 @@ def _llama3(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> Lla
         raise ConfigFault(f"{key}: {error}") from error
 
 
-def _yarn(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> YarnRope:
-    original = _original(rope, key, config)
-    factor = _factor(rope, key, config, original)
+def _yarn(rope: Mapping[str, Any], key: str, keys: Keys) -> YarnRope:
+    original = original_context(rope, key, keys)
+    factor = _factor(rope, key, keys, original)
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         scale, scale_all = (_number(rope.get(name) or 0, name) for name in ("mscale", "mscale_all_dim"))
@@ -163,9 +163,9 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> LongRope:
-    original = _original(rope, key, config)
-    factor = _factor(rope, key, config, original)
+def _longrope(rope: Mapping[str, Any], key: str, keys: Keys) -> LongRope:
+    original = original_context(rope, key, keys)
+    factor = _factor(rope, key, keys, original)
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -183,20 +183,22 @@ def _longrope(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> L
     )
 
 
-def _original(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> int:
-    """The context that a model was trained with before its rotary embedding was scaled."""
+def original_context(rope: Mapping[str, Any], key: str, keys: Keys) -> int:
+    """The context that a model was trained with before its rotary embedding was scaled: beside `rope`, where it takes
+    precedence in transformers, in it, or the whole context."""
     name = "original_max_position_embeddings"
-    value = config.get(name, rope.get(name, config.get("max_position_embeddings")))
+    outer = keys.get(name, int)
+    value = outer if outer is not None else rope.get(name, keys.get("max_position_embeddings", int))
     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
         raise ConfigFault(f"{key} has {name} {shown(value)}; it must be an integer above 1")
     return value
 
 
-def _factor(rope: Mapping[str, Any], key: str, config: Mapping[str, Any], original: int) -> float:
+def _factor(rope: Mapping[str, Any], key: str, keys: Keys, original: int) -> float:
     """`factor`; if absent, that of the context."""
     if rope.get("factor") is not None:
         return _positive(rope, key, "factor")
-    return _number(config.get("max_position_embeddings", original), "max_position_embeddings") / original
+    return as_float(keys.get("max_position_embeddings", int, original)) / original
 
 
 def _positive(rope: Mapping[str, Any], key: str, name: str) -> float:

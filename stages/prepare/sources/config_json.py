@@ -23,6 +23,10 @@ KEYS = {
 }
 """Keys of config.json that differ from the field names of ModelConfig."""
 
+UNCHANGED = ("hidden_size", "intermediate_size", "rms_norm_eps", "num_experts", "num_experts_per_tok")
+"""Fields with the name of Llama's key."""
+SOFTCAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+
 
 class ConfigReader:
     """Reads a Hugging Face config.json. Absent keys have transformers' defaults for the architecture."""
@@ -48,17 +52,20 @@ class ConfigReader:
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self._architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
-        given = {key: self._config[alias] for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
-        self._config = {**self._config, **given}
-        keys = self._keys = Keys(self._config, kind.keys, kind.defaults)
+        given = {key: alias for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
+        self._config = {**self._config, **{key: self._config[alias] for key, alias in given.items()}}
+        llama_keys = {key: llama_key for llama_key, key in kind.keys.items()}
+        written = {llama_keys.get(key, key): alias for key, alias in given.items()}
+        keys = self._keys = Keys(self._config, {**kind.keys, **written}, kind.defaults)
         activation = keys.get("hidden_act", str, "silu")
         if activation not in ACTIVATIONS:
             known = ", ".join(map(repr, ACTIVATIONS))
             raise ConfigFault(f"{keys.name('hidden_act')} is {shown(activation)}; supported are {known}")
         heads, hidden, vocab_size = (self._need(key) for key in ("num_attention_heads", "hidden_size", "vocab_size"))
         names = {field: keys.name(key) for field, key in KEYS.items()}
-        names |= {field: keys.name(field) for field in ("hidden_size", "intermediate_size", "rms_norm_eps")}
-        head_dim = keys.get("head_dim", int)
+        names |= SOFTCAPS | {field: keys.name(field) for field in UNCHANGED}
+        # Null means the same for all architectures; absent, some have another default.
+        head_dim = None if keys.is_null("head_dim") else keys.get("head_dim", int)
         if head_dim is None:
             head_dim = derived_head_dim(hidden, heads, self.path, names)
         eos_ids = _token_ids("eos_token_id", self._config, vocab_size, self.path)
@@ -68,7 +75,7 @@ class ConfigReader:
         inner = keys.get("intermediate_size", int)
         if inner is None and kind.inner is not None:
             inner = kind.inner(keys)
-        ropes = read_ropes(self._config, keys)
+        ropes = read_ropes(keys)
         flags = flags_of(kind, keys)
         max_position, scaled = scaled_context(ropes, keys, keys.get("max_position_embeddings", int, 2048))
         self.notes += scaled
