@@ -3,13 +3,16 @@
 It keeps the architecture and its special keys, and is small enough to run in a second.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.stages.prepare.files import MAX_JSON_BYTES, read
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, read, shown
+from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.source import ModelError
 
 MAX_LAYERS = 4
@@ -26,6 +29,10 @@ MAX_EXPERTS = 8
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
 NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+MAX_WORDS, MAX_KEYS = 300, 10
+"""Of an error message."""
+MAY_BE_NULL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "rope_scaling", "sliding_window")
+"""Keys of config.json that are null in most files."""
 BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 320
 
 
@@ -33,7 +40,6 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     """Write a checkpoint and a tokenizer into `folder`. Raises ModelError if transformers can't make a causal model of
     the config."""
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -50,14 +56,16 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     try:
         full = AutoConfig.for_model(kind, **config)
-    except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(f"{config_path}: transformers does not take this config: {_first_line(error)}") from error
+    except Exception as error:  # transformers documents no exceptions
+        _check_keys(config_path, data)
+        raise ModelError(f"{config_path}: transformers does not take this config: {why(error, config)}") from error
     try:
         shrunk = AutoConfig.for_model(kind, **{**config, **shrink(full)})
         model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
+    except Exception as error:
+        _check_keys(config_path, data)
         raise ModelError(
-            f"{config_path}: cannot make a tiny model of model_type {kind!r} ({_first_line(error)}): use a checkpoint "
+            f"{config_path}: cannot make a tiny model of model_type {kind!r} ({why(error, config)}): use a checkpoint "
             "with weights"
         ) from error
     with torch.no_grad():
@@ -165,8 +173,19 @@ def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     return {**rope, **changes}
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+def _check_keys(config_path: Path, data: bytes) -> None:
+    """Raises ModelError if prepare knows which key of a config.json is wrong. transformers often does not say it."""
+    config = msgspec.json.decode(data, type=dict[str, Any])
+    if config.get("model_type") in HF_ARCHITECTURES:
+        ConfigReader(config_path, config).model("tiny", [], {})
+
+
+def why(error: Exception, config: Mapping[str, Any]) -> str:
+    """transformers' reason not to take a config.json, in one line, with the keys that may be the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = f"{type(error).__name__}: {' '.join(lines)[:MAX_WORDS]}" if lines else type(error).__name__
+    nulls = [key for key, value in config.items() if value is None and key not in MAY_BE_NULL]
+    return f"{words}; its null keys are {', '.join(map(shown, nulls[:MAX_KEYS]))}" if nulls else words
 
 
 def _fewer(kinds: list[str], num: int) -> list[str]:

@@ -12,8 +12,10 @@ from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits,
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
-from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json
+from pipeline.stages.prepare.families.architecture import TEXT_PARTS
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.random_checkpoint import why
 from pipeline.stages.prepare.sources.folder import has_quantized_weights
 from pipeline.stages.prepare.sources.source import FolderSource, HubSource, ModelError, parse
 
@@ -121,17 +123,24 @@ class Reference:
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     how: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
-    if decode_json(folder / "config.json", MAX_JSON_BYTES, dict[str, Any]).get("attn_logit_softcapping"):
+    config = decode_json(folder / "config.json", MAX_JSON_BYTES, dict[str, Any])
+    if config.get("attn_logit_softcapping"):
         how["attn_implementation"] = "eager"  # the default ignores softcaps
+    loader: Any = AutoModelForImageTextToText if config.get("model_type") in TEXT_PARTS else AutoModelForCausalLM
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"transformers can't load {folder}: {error}") from error
+        model, info = loader.from_pretrained(folder, **how, output_loading_info=True)
+    except Exception as error:  # transformers documents no exceptions
+        raise ModelError(f"transformers can't load {folder}: {why(error, config)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{folder}: transformers finds no weights for {shown(missing[0])} and makes up {len(missing)} tensors, so "
+            "there is nothing to compare with"
+        )
     return model.eval()
 
 

@@ -16,7 +16,9 @@ from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_attention import NativeAttention
 from pipeline.stages.prepare import random_checkpoint
-from tests.stages.prepare import checkpoints
+from pipeline.stages.prepare.reference import Reference
+from pipeline.stages.prepare.sources.source import ModelError
+from tests.stages.prepare import checkpoints, forms
 
 pytestmark = pytest.mark.usefixtures("check_model_state")
 
@@ -250,7 +252,12 @@ def test_a_window_longer_than_every_prompt_is_reported_as_unchecked(
         ({"model_type": "mamba"}, "cannot make a tiny model of model_type 'mamba'"),
         ({"model_type": "persimmon"}, "model_type is 'persimmon'; supported are 'llama'"),
         ({"model_type": "klingon"}, "transformers does not take this config"),
-        ({"model_type": "llama", "hidden_size": "wide"}, "transformers does not take this config"),
+        ({"model_type": "klingon", "rope_theta": None}, "its null keys are 'rope_theta'"),
+        ({**CONFIGS["SmolLM2"], "hidden_size": "wide"}, "config.json: hidden_size is 'wide'; it must be of type int"),
+        ({**CONFIGS["SmolLM2"], "rope_theta": None}, "config.json: rope_theta is None; it must be a number"),
+        ({**CONFIGS["SmolLM2"], "rms_norm_eps": None}, "'rms_norm_eps'"),
+        ({**CONFIGS["Qwen3"], "head_dim": None}, "its null keys are 'head_dim'"),
+        ({**CONFIGS["Phi-4-mini"], "rope_scaling": [1]}, "rope_scaling is [1]; it must be of type dict"),
         ({"model_type": 7}, "model_type is 7; it must name an architecture"),
         ({}, "model_type is None; it must name an architecture"),
     ],
@@ -261,6 +268,39 @@ def test_an_unsupported_model_is_an_error_of_one_line(
     code, out, err = check(config_file(tmp_path, config), capsys=capsys)
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("pipeline check-model: error: ") and words in err
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "head_dim", "use_cache"])
+def test_a_folder_that_transformers_cannot_load_is_an_error_that_names_the_key(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints.save_folder(tmp_path / "tiny", checkpoints.tiny("qwen3", num_hidden_layers=1, head_dim=16))
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": theta, key: None}))
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(folder), *where, capsys=capsys)
+    assert (code, out) == (1, ""), err
+    line = err.splitlines()[-1]
+    assert line.startswith("pipeline check-model: error: ") and key in line and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mistral3"])
+def test_it_says_which_rules_applied(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = forms.write(
+        tmp_path / "tiny", name, lambda folder: folder.save({**folder.tensors, "lm_head.weight": forms.random_head()})
+    )
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(folder), *where, capsys=capsys)
+    assert code == 0, out + err
+    assert "the LM head is lm_head.weight, which differs from" in out
+    assert ("images are not served" in out) == (name == "mistral3")
+
+
+def test_there_is_no_comparison_with_weights_that_transformers_makes_up(tmp_path: Path) -> None:
+    folder = forms.write(tmp_path / "tiny", "llama", lambda folder: folder.rename(lambda name: f"x.{name}"))
+    with pytest.raises(ModelError, match=r"finds no weights for 'lm_head\.weight' and makes up \d+ tensors"):
+        Reference(folder)
 
 
 @pytest.mark.parametrize(
