@@ -3,7 +3,7 @@
 import ipaddress
 import os
 
-from pipeline.config import browsers, core_list, port_range, zmq_setting
+from pipeline.config import browsers, core_list, hf_overrides, port_range, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
@@ -24,6 +24,7 @@ def contradictions(settings: Settings) -> list[str]:
                 f"{name}: needs at least {longest_bytes} to hold the ids of one prompt of "
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
+    problems += hf_overrides.problems_of(settings.hf_overrides)
     gateway = settings.gateway
     if gateway.replicas > gateway.max_open_sequences:
         problems.append(

@@ -138,6 +138,14 @@ class Settings(Frozen, frozen=True):
             "output up to the context; or a folder with another generation_config.json.",
         ),
     ] = "auto"
+    hf_overrides: Annotated[
+        str,
+        Meta(
+            description="Keys of the model's config.json that have other values, as a JSON object, for example "
+            '{"max_position_embeddings": 131072}. Keys of text_config are replaced one by one, other objects as a '
+            "whole. Only for models in Hugging Face layout."
+        ),
+    ] = ""
     cache_dir: Annotated[
         str, Meta(description="Folder of prepared models; empty is ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""

@@ -1,6 +1,7 @@
 """vLLM's names of settings: of the options of `vllm serve`, and of the arguments of its `LLM`. Those that set one of
 our settings, and those that are refused with the reason."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ AS_SETTINGS = {
     "--enable-per-request-metrics": "gateway.per_request_metrics=true",
     "--enable-prefix-caching": "schedule.prefix_caching=true",
     "--generation-config": "generation_config=FOLDER",
+    "--hf-overrides": "hf_overrides=JSON",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",
     "--kv-cache-dtype": "execute.kv_dtype=NAME",
     "--kv-cache-memory-bytes": "execute.kv_cache_bytes=BYTES",
@@ -87,6 +89,8 @@ REFUSED = {
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
     "--override-generation-config": Refused("set the sampling parameters in each request"),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
+    "--rope-scaling": Refused("""use --hf-overrides '{"rope_scaling": {...}}'"""),
+    "--rope-theta": Refused("""use --hf-overrides '{"rope_theta": NUMBER}'"""),
     "--root-path": Refused("let the proxy remove the prefix from the path"),
     "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
     "--speculative-config": Refused(
@@ -140,7 +144,9 @@ def from_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         is_known = flag in AS_SETTINGS or flag in REFUSED or flag == ENABLE_LORA
-        if name in Settings.__struct_fields__ or not is_known:
+        if name == "hf_overrides" and isinstance(value, Mapping):
+            own[name] = json.dumps(value)
+        elif name in Settings.__struct_fields__ or not is_known:
             own[name] = value
         elif value is None or flag == ENABLE_LORA:
             continue

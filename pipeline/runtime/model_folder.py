@@ -4,6 +4,7 @@ model.json            `ModelConfig`, below
 tokenizer.json        for the `tokenizers` package
 chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
+notes.txt             lines about what the model's files say in two ways; missing if there are none
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
 weights.panels        the matrices as the CPU library reads them; execute writes it after the first start
 

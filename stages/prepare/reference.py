@@ -1,6 +1,6 @@
 """The transformers side of `check-model`: a checkpoint's folder, prompts for it, its logits and greedy texts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, Ours, Theirs
+from pipeline.config import hf_overrides
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
@@ -83,9 +84,10 @@ def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
 class Reference:
     """The checkpoint in transformers, float32. Raises ModelError if transformers can't load it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._model = _load(folder, torch.float32)
+    def __init__(self, folder: Path, overrides: str = "") -> None:
+        """`overrides` is the setting `hf_overrides`."""
+        self._folder, self._overrides = folder, hf_overrides.parse(overrides)
+        self._model = _load(folder, torch.float32, self._overrides)
 
     def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
         """The greedy texts of the plan's prompts, and logits for every sequence that `ours` has logits for.
@@ -98,7 +100,7 @@ class Reference:
             return Theirs(_logits(self._model, wanted), self._greedy_texts(plan))
         self._round()
         exact, texts = _logits(self._model, wanted), self._greedy_texts(plan)
-        return Theirs(exact, texts, _logits(_load(self._folder, torch.bfloat16), wanted))
+        return Theirs(exact, texts, _logits(_load(self._folder, torch.bfloat16, self._overrides), wanted))
 
     def _greedy_texts(self, plan: CheckPlan) -> list[list[int]]:
         return [self._greedy(prompt) for prompt in plan.prompts]
@@ -121,9 +123,9 @@ class Reference:
                 parameter.copy_(parameter.bfloat16())
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
     """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -133,6 +135,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         how["attn_implementation"] = "eager"  # the default ignores softcaps
     loader: Any = AutoModelForImageTextToText if config.get("model_type") in TEXT_PARTS else AutoModelForCausalLM
     try:
+        if overrides:
+            config = hf_overrides.applied(config, overrides)
+            keys = {key: value for key, value in config.items() if key != "model_type"}
+            how["config"] = AutoConfig.for_model(config["model_type"], **keys)
         model, info = loader.from_pretrained(folder, **how, output_loading_info=True)
     except Exception as error:  # transformers documents no exceptions
         raise ModelError(f"transformers can't load {folder}: {why(error, config)}") from error

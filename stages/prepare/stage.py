@@ -17,6 +17,7 @@ from typing import assert_never
 
 import msgspec
 
+from pipeline.config import hf_overrides
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
@@ -159,6 +160,8 @@ def _stored_as(settings: Settings) -> PreparedFormat:
 
 def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
     """`paths` are the parts of the model, `identity` identifies their content."""
+    if settings.hf_overrides:
+        raise ModelError(f"hf_overrides: {paths[0].name} has no config.json, so there is nothing to override")
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
@@ -192,10 +195,11 @@ def _converted_folder(
         quantization = "none"  # which keeps floats, too
 
     def fill(folder: Path) -> None:
-        folder_module.convert(path, folder, name, quantization, progress)
+        folder_module.convert(path, folder, name, quantization, progress, hf_overrides.parse(settings.hf_overrides))
         add_reply_ends(folder, settings.supervisor.start_timeout_s)
 
-    key = _key(name, f"{identity or f'{path}|{folder_module.state(path)}'}|{quantization}")
+    identity = identity or f"{path}|{folder_module.state(path)}"
+    key = _key(name, f"{identity}|{quantization}" + (f"|{settings.hf_overrides}" if settings.hf_overrides else ""))
     return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 

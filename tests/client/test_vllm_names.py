@@ -1,5 +1,6 @@
 """`LLM(tensor_parallel_size=…)` and other arguments by vLLM's names."""
 
+import json
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ def test_arguments_of_vllm_are_settings() -> None:
         enable_lora=True,
         max_loras=3,
         device="cpu",
+        hf_overrides={"rope_theta": 1e6},
         schedule={"max_num_batched_tokens": 64},
     )
+    assert json.loads(found.hf_overrides) == {"rope_theta": 1e6}
     execute, schedule = found.execute, found.schedule
     assert (execute.tensor_parallel, execute.gpu_memory_utilization) == (2, 0.7)
     assert (execute.kv_dtype, execute.swap_bytes, execute.dtype, execute.device) == ("int8", 2**29, "bfloat16", "cpu")

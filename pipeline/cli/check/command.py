@@ -112,7 +112,7 @@ def _check(
     folder = prepare.prepare(for_prepare, importlib.import_module(PREPARE_PROGRESS).for_stream())
     plan = reference_module.plan_of(folder, num_tokens)
     sides = list(importlib.import_module(EXECUTE).compute(for_execute, folder, plan))
-    reference = reference_module.Reference(source)
+    reference = reference_module.Reference(source, for_prepare.hf_overrides)
     findings = [finding for ours in sides for finding in judge(plan, ours, reference.compute(plan, ours))]
     config = ModelConfig.load(folder)
     return _summary(config), notes_of(folder), _unseen(config, num_tokens), findings

@@ -1,10 +1,12 @@
 """Converts a folder in Hugging Face layout. Weights are read in place unless they are quantized."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.config import hf_overrides
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
 from pipeline.runtime.model_folder import NOTES
@@ -76,15 +78,23 @@ def _config(folder: Path, default: dict[str, Any] | None = None) -> dict[str, An
     return config
 
 
-def convert(source: Path, target: Path, name: str, quantization: PreparedFormat, progress: Progress) -> None:
-    """Write the prepared model of folder `source` to `target`; `name` is its name for clients.
+def convert(
+    source: Path,
+    target: Path,
+    name: str,
+    quantization: PreparedFormat,
+    progress: Progress,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the prepared model of folder `source` to `target`; `name` is its name for clients. `overrides` are the
+    setting `hf_overrides`.
 
     Weights that are floats are read in place with `quantization` "auto" or "none".
 
     Raises ModelError, naming file and key, if the model is incomplete or not supported.
     """
     config_path = source / CONFIG
-    config = _config(source)
+    config = hf_overrides.applied(_config(source), overrides or {})
     generation = _json(source, "generation_config.json", {})
     tokenizer_config = _json(source, "tokenizer_config.json", {})
     files = weight_files(source)
@@ -94,7 +104,8 @@ def convert(source: Path, target: Path, name: str, quantization: PreparedFormat,
     model = with_special_ids(model, tokenizer, first, tokenizer_config, source)
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
     model, tied = with_head_of(with_names_of(model, found), found)
-    notes = [*reader.notes, *doubled, *tied]
+    named = ", ".join(map(shown, overrides or {}))
+    notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.

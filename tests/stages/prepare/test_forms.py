@@ -1,5 +1,10 @@
-"""A folder has the logits that transformers computes from it, whatever form it has, or is refused by name."""
+"""A folder has the logits that transformers computes from it, whatever form it has, or is refused by name.
 
+PIPELINE_ALL_CASES=1 pytest tests/stages/prepare/test_forms.py      all forms, in ten seconds
+"""
+
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from pipeline.runtime.model_folder import ModelConfig, notes_of
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import longrope_line, prepare
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.prepare import forms
+from tests.stages.prepare import checkpoints, forms
 from tests.stages.prepare.forms import INDEX, Folder, random_head
 
 MAX_ERROR = 1e-4
@@ -202,9 +207,18 @@ CONFIGS: dict[str, tuple[str, list[Change], str]] = {
 }  # fmt: skip
 
 ALL = {**HEADS, **NAMES, **FILES, **CONFIGS}
+LIKE_OTHERS = (
+    *("tied, another head in another dtype", "gpt2, another head", "gpt2, only the head", "not tied, the same head"),
+    *("gemma3, neither key", "gemma3, outer false, another head", "gemma3, inner false", "mistral3, the same head"),
+    *("mistral3, both false, another head", "without model., another head", "model. twice", "gpt_neox, lm_head"),
+    *("bloom as on the hub", "gemma3 without its head", "gemma3, both", "gemma3, shards", "other shards"),
+    *("no key of a default", "no architectures", "torch_dtype", "tied by default, another head"),
+)
+"""Forms that take the same path as another one: `make test` leaves them out."""
+FORMS = [form for form in ALL if os.environ.get("PIPELINE_ALL_CASES") or form not in LIKE_OTHERS]
 
 
-@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_folder_has_the_logits_of_transformers(tmp_path: Path, form: str) -> None:
     name, changes, note = ALL[form]
     source = forms.write(tmp_path / "tiny", name, *changes)
@@ -215,6 +229,38 @@ def test_a_folder_has_the_logits_of_transformers(tmp_path: Path, form: str) -> N
     np.testing.assert_allclose(logits_of(folder), theirs, rtol=0, atol=MAX_ERROR)
     notes = "\n".join(notes_of(folder))
     assert note in notes if note else not notes
+
+
+def test_keys_of_the_config_may_be_overridden(tmp_path: Path) -> None:
+    """As vLLM's --hf-overrides: the folder stays as it is, and the model is that of the other config.json."""
+    yarn = {"rope_scaling": {**YARN, "rope_theta": 7000.0}, "max_position_embeddings": 128}
+    source = forms.write(tmp_path / "tiny", "llama")
+    edited = forms.write(tmp_path / "edited", "llama", config(**yarn))
+    both = Settings(cache_dir=str(tmp_path / "cache"))
+    plain, overridden, same = (
+        prepare(msgspec.structs.replace(both, model=str(path), hf_overrides=text))
+        for path, text in ((source, ""), (source, json.dumps(yarn)), (edited, ""))
+    )
+    configs = [ModelConfig.load(folder) for folder in (plain, overridden, same)]
+    assert [one.max_position for one in configs] == [256, 256, 256]
+    assert configs[1].rope_scaling == configs[2].rope_scaling != configs[0].rope_scaling
+    assert notes_of(overridden) == ["hf_overrides replaces 'rope_scaling', 'max_position_embeddings'", *notes_of(same)]
+    np.testing.assert_array_equal(logits_of(overridden), logits_of(same))
+
+
+def test_overrides_of_a_text_config_are_merged(tmp_path: Path) -> None:
+    source = forms.write(tmp_path / "tiny", "mistral3")
+    overrides = json.dumps({"text_config": {"sliding_window": 8}})
+    settings = Settings(model=str(source), cache_dir=str(tmp_path / "cache"), hf_overrides=overrides)
+    changed, plain = ModelConfig.load(prepare(settings)), ModelConfig.load(prepared(source))
+    assert (plain.sliding_window, changed.sliding_window) == (4096, 8)
+    assert msgspec.structs.replace(changed, sliding_window=4096) == plain
+
+
+def test_a_gguf_file_has_no_keys_to_override(tmp_path: Path) -> None:
+    path = checkpoints.save_gguf(tmp_path / "a.gguf", checkpoints.tiny_llama())
+    with pytest.raises(ModelError, match=r"hf_overrides: a\.gguf has no config\.json"):
+        prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache"), hf_overrides="{}"))
 
 
 def test_longrope_has_the_short_context_unless_another_is_set(tmp_path: Path) -> None:
