@@ -30,12 +30,12 @@ class Metadata:
             raise ModelError(f"{self.path}: the key {key} is missing")
         return value
 
-    def of_all_layers(self, key: str, num_layers: int) -> int | None:
-        """An integer that a file may have once for each layer; None if it is absent. Raises ModelError if layers
-        differ."""
-        value = self.get(key, (int, list))
+    def of_all_layers(self, key: str, num_layers: int, default: int | None = None) -> int:
+        """An integer that a file may have once for each layer, as in llama.cpp (`get_key_or_arr`). Raises ModelError
+        if layers differ, or if it is absent and has no default."""
+        value = self.get(key, (int, list), default)
         if not isinstance(value, list):
-            return None if value is None else int(value)
+            return int(self.need(key, int) if value is None else value)
         numbers = self.list_of(key, int)
         assert numbers is not None
         if len(numbers) != num_layers or any(isinstance(number, bool) for number in numbers):

@@ -100,9 +100,6 @@ def keys_of(architecture: str, eps: str) -> dict[str, str]:
     return {field: f"{architecture}.{key}" for field, key in keys.items()} | {"vocab_size": "token_embd.weight"}
 
 
-SIZES_OF_LAYERS = ("num_heads", "num_kv_heads", "intermediate_size")
-"""Fields whose keys may have a list with one number for each layer, as in llama.cpp (`get_key_or_arr`)."""
-
 TEMPLATES = {
     "chat_template.jinja": ("tokenizer.chat_template", "tokenizer.chat_template.default"),
     "chat_template.tool_use.jinja": ("tokenizer.chat_template.tool_use",),
@@ -193,10 +190,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
     metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
     num_layers, hidden = (metadata.need(keys[field], int) for field in ("num_layers", "hidden_size"))
-    sizes = {field: metadata.of_all_layers(keys[field], num_layers) for field in SIZES_OF_LAYERS}
-    heads, inner = (sizes[field] for field in ("num_heads", "intermediate_size"))
-    if heads is None or inner is None:
-        raise ModelError(f"{path}: the key {keys['num_heads' if heads is None else 'intermediate_size']} is missing")
+    heads = metadata.of_all_layers(keys["num_heads"], num_layers)
     head_dim = metadata.get(keys["head_dim"], int)
     if head_dim is None:
         head_dim = derived_head_dim(hidden, heads, path, keys)
@@ -226,9 +220,9 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),  # type: ignore[arg-type]
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers),
         num_heads=heads,
-        num_kv_heads=heads if sizes["num_kv_heads"] is None else sizes["num_kv_heads"],
+        num_kv_heads=metadata.of_all_layers(keys["num_kv_heads"], num_layers, heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_position=metadata.need(keys["max_position"], int),

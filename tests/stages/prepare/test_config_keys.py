@@ -97,7 +97,7 @@ def test_keys_mean_what_they_mean_in_transformers(name: str) -> None:
     num = 0
     for config in configs_of(name):
         names = getattr(type(AutoConfig.for_model(VARIANTS[name].kind)), "attribute_map", {})
-        forms = {("as it is",): config}
+        forms: dict[Path_, Config] = {("as it is",): config}
         for path in paths_in(config):
             if path[-1] not in TOKENS:
                 forms["null", *path] = changed(config, path, None)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.sources.source import HubSource
 from tests.stages.prepare import checkpoints, preparing
 from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, Repo
 from tests.stages.prepare.test_architectures import IDS, expected, logits
@@ -115,6 +116,15 @@ def test_a_hub_model_is_fetched_once_and_served_from_the_hubs_cache(
     assert machine.prepare("org/tiny") == folder
     assert not any(method == "GET" and "/blobs/" in path for method, path in hub.requests)
     assert "fetching" not in machine.log
+
+
+def test_one_file_of_weights_is_fetched_rather_than_the_shards_beside_it() -> None:
+    """As transformers does."""
+    from pipeline.stages.prepare.sources import hub  # imports huggingface_hub, which the other tests do elsewhere
+
+    names = ["config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"]
+    found = hub._wanted(HubSource("org/tiny", "main"), COMMIT, names)
+    assert [name for name in found if name.endswith(".safetensors")] == ["model.safetensors"]
 
 
 def test_a_moved_branch_is_followed_and_entries_are_kept_by_commit(

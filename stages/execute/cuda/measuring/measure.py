@@ -53,7 +53,7 @@ def measure(
             log.warning("kernels run in Triton's interpreter on the CPU: their times mean nothing for a GPU")
         probe = Probe(device)
         log.info("loading %s for %s", config.name, device.name)
-        runner = stack.enter_context(closing(CudaRunner(_room(settings, cases), folder, None, device, weights)))
+        runner = stack.enter_context(closing(CudaRunner(_room(settings, config, cases), folder, None, device, weights)))
         turns = InterleavedCases(runner, config, cases)
         gc.collect()
         gc.freeze()
@@ -86,7 +86,7 @@ def measure(
         )
 
 
-def _room(settings: Settings, cases: Sequence[Case]) -> Settings:
+def _room(settings: Settings, config: ModelConfig, cases: Sequence[Case]) -> Settings:
     """The server's settings, with limits raised to fit the cases. Padding depends on these limits."""
     schedule = settings.schedule
     schedule = msgspec.structs.replace(
@@ -95,7 +95,8 @@ def _room(settings: Settings, cases: Sequence[Case]) -> Settings:
         max_num_batched_tokens=max(schedule.max_num_batched_tokens, *(case.num_tokens for case in cases)),
     )
     execute = msgspec.structs.replace(settings.execute, kv_groups=False)
-    return msgspec.structs.replace(settings, schedule=schedule, execute=execute)
+    longest = max(config.longest_sequence(settings.max_model_len), *(case.context + 1 for case in cases))
+    return msgspec.structs.replace(settings, schedule=schedule, execute=execute, max_model_len=longest)
 
 
 # -------------------------------------------------------------------------------------------------------- measuring

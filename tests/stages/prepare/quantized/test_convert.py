@@ -1,5 +1,6 @@
 """Quantized checkpoints become our formats with the values that their own libraries give them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.tensors import find_tensors
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.prepare import checkpoints
+from tests.stages.prepare import checkpoints, forms
 from tests.stages.prepare.checkpoints import formats_of, weights_of
 from tests.stages.prepare.quantized import packers
 from tests.stages.prepare.quantized.packers import Packed
@@ -330,6 +331,19 @@ def test_a_tied_model_with_a_head_of_its_own_keeps_it(tmp_path: Path, is_quantiz
     compare_logits(
         folder, packers.load_values(model, {n: each.values for n, each in {**packed, "lm_head.weight": head}.items()})
     )
+
+
+def test_the_text_part_of_a_model_may_be_quantized_and_have_the_config_of_it(tmp_path: Path) -> None:
+    """Some exporters write quantization_config into text_config, where vLLM looks too."""
+    case, model = CASES["gptq"], forms.MODELS["mistral3"]().eval()
+    packed = packers.save(tmp_path / "tiny", model, case.config, case.pack)
+    path = tmp_path / "tiny" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    folder = prepared(tmp_path / "tiny")
+    assert "images are not served" in (folder / NOTES).read_text()
+    compare_logits(folder, packers.load_values(model, {name: each.values for name, each in packed.items()}))
 
 
 def test_a_tied_model_without_a_head_is_tied(tmp_path: Path) -> None:
