@@ -14,6 +14,7 @@ EAGLE-3 heads have one layer, `midlayer` or `layers.0`, whose queries, keys and 
 """
 
 import hashlib
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -28,9 +29,10 @@ from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.folder import state
 from pipeline.stages.prepare.sources.layout import weight_files
 from pipeline.stages.prepare.sources.source import FolderSource, ModelError, parse
-from pipeline.stages.prepare.tensors import TensorEntry, find_tensors
+from pipeline.stages.prepare.tensors import Found, TensorEntry, find_tensors, model_shapes
+from pipeline.stages.prepare.unused_tensors import ROTARY, Rule, ignored
 
-FORMAT = 2
+FORMAT = 3
 KEY = "speculative.draft"
 PREFIX = "model."
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -39,8 +41,21 @@ NAMES = ("EagleLlamaForCausalLM", "EAGLEModel", "LlamaForCausalLMEagle3", "Eagle
 CLASSES = dict.fromkeys(NAMES, "LlamaForCausalLM")
 """Names that exporters of heads use in config.json, for the layers' own."""
 
-Found = tuple[Path, TensorEntry]
-"""Where a tensor is."""
+TENSORS = ("fc.weight", "fc.bias")
+EAGLE3_TENSORS = (
+    *TENSORS,
+    *("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight"),
+    *("embed_tokens.weight", "d2t"),
+)
+"""Tensors outside of the layers that a head computes with."""
+BUFFERS = Rule("rotary frequencies are computed from config.json", lambda name: name.endswith(ROTARY))
+RULES = (
+    BUFFERS,
+    Rule("the head uses the model's own embedding", lambda name: name.removeprefix(PREFIX) == "embed_tokens.weight"),
+    Rule("the head uses the model's own LM head", lambda name: name == "lm_head.weight"),
+)
+EAGLE3_RULES = (BUFFERS, Rule("it says the same as d2t", lambda name: name == "t2d"))
+"""Why tensors of a head may stay unused."""
 
 
 def prepare_head(settings: Settings, model: Path, progress: Progress) -> Path:
@@ -55,12 +70,16 @@ def prepare_head(settings: Settings, model: Path, progress: Progress) -> Path:
     key = f"eagle-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
     def fill(prepared: Path) -> None:
-        _convert(folder, target).save(prepared)
+        config, notes = _convert(folder, target)
+        for note in notes:
+            progress.say(f"{config.name}: {note}")
+        config.save(prepared)
 
     return Cache.of(settings).ensure(key, str(folder), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
-def _convert(folder: Path, target: ModelConfig) -> ModelConfig:
+def _convert(folder: Path, target: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """The configuration of a head, and lines about tensors that are not used."""
     path = folder / "config.json"
     fields = decode_json(path, MAX_JSON_BYTES, dict[str, object])
     classes = fields.get("architectures")
@@ -85,15 +104,24 @@ def _convert(folder: Path, target: ModelConfig) -> ModelConfig:
     if "fc.weight" not in tensors:
         raise ModelError(f"{KEY}: {folder} lacks the tensor fc.weight of an EAGLE head")
     if is_eagle3:
-        return _convert_eagle3(folder, fields, config, tensors, target)
+        config = _convert_eagle3(folder, fields, config, tensors, target)
+        return config, ignored(EAGLE3_RULES, _unused(config, tensors, EAGLE3_TENSORS), tensors)
     if f"{prefix}layers.0.input_layernorm.weight" in tensors:
         raise ModelError(f"{KEY}: {folder} has a norm before its first layer, which EAGLE heads have not")
     layout = config.layout if prefix else Layout("layers.{}.", config.layout.pieces, config.layout.experts)
-    return msgspec.structs.replace(config, layout=layout, tie_embeddings=True)
+    config = msgspec.structs.replace(config, layout=layout, tie_embeddings=True)
+    return config, ignored(RULES, _unused(config, tensors, TENSORS), tensors)
+
+
+def _unused(config: ModelConfig, tensors: Found, others: Container[str]) -> list[str]:
+    """The tensors of a head that are neither in its layers nor among `others`."""
+    names = [name for name in model_shapes(config) if name.startswith("model.layers.")]
+    used = {config.layout.find(name)[0] for name in names}
+    return [name for name in tensors if name not in used and name not in others]
 
 
 def _convert_eagle3(
-    folder: Path, fields: dict[str, object], config: ModelConfig, tensors: dict[str, Found], target: ModelConfig
+    folder: Path, fields: dict[str, object], config: ModelConfig, tensors: Found, target: ModelConfig
 ) -> ModelConfig:
     """The configuration of an EAGLE-3 head, whose tensors are checked."""
     hidden = config.hidden_size
@@ -148,7 +176,7 @@ def _layers_of(folder: Path, fields: dict[str, object], target: ModelConfig) -> 
     return layers
 
 
-def _check_ids(found: Found, num_ids: int, vocab_size: int) -> None:
+def _check_ids(found: tuple[Path, TensorEntry], num_ids: int, vocab_size: int) -> None:
     """Raise ModelError if the head's ids are not all ids of the model."""
     path, entry = found
     if entry.dtype != "I64":

@@ -1,5 +1,6 @@
 """An EAGLE head proposes what its formula says, and changes no text. The heads are random: none can be had here."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.prepare import draft
 from pipeline.stages.prepare.eagle import prepare_head
+from pipeline.stages.prepare.progress import Lines
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import SILENT
 from tests.stages.execute import checkpoints
@@ -195,4 +197,23 @@ def test_heads_that_do_not_fit_are_refused(
     speculative = SpeculativeSettings(method="eagle", draft=str(head))
     settings = Settings(model=str(folder), cache_dir=str(tmp_path), speculative=speculative)
     with pytest.raises(ModelError, match=message):
+        prepare_head(settings, folder, SILENT)
+
+
+def test_tensors_of_a_head_stay_unused_only_by_a_rule(folder: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    settings = Settings(
+        model=str(folder),
+        cache_dir=str(tmp_path),
+        speculative=SpeculativeSettings(method="eagle", draft=str(head)),
+    )
+    said = io.StringIO()
+    both = {name: torch.ones(4, 48) for name in ("embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors | both, head / "model.safetensors")
+    prepare_head(settings, folder, Lines(said))
+    for part in ("embed_tokens.weight': the head uses the model's own embedding", "lm_head.weight': the head uses the"):
+        assert f"ignored '{part}" in said.getvalue()
+    save_file(tensors | {"layers.0.self_attn.q_proj.bias": torch.ones(48)}, head / "model.safetensors")
+    with pytest.raises(ModelError, match=r"'layers\.0\.self_attn\.q_proj\.bias' is not part of the model"):
         prepare_head(settings, folder, SILENT)

@@ -229,6 +229,7 @@ def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
         ({}, lambda found: found | {"d2t": found["d2t"] + 1000}, "d2t .* names ids from .* to .*, of"),
         ({}, lambda found: found | {"d2t": found["d2t"].int()}, "d2t .* is I32, not I64"),
         ({}, lambda found: found | {"fc.weight": found["fc.weight"][:, 1:].contiguous()}, r"fc\.weight .* not \[48"),
+        ({}, lambda found: found | {"midlayer.gate": found["d2t"].clone()}, "'midlayer.gate' is not part of the model"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, without(), "three of them, in rising order"),
         ({"eagle_aux_hidden_state_layer_ids": None}, without(), "the default of eagle_aux_hidden_state_layer_ids"),
         ({"num_hidden_layers": 2}, without(), "EAGLE-3 heads have 1"),
