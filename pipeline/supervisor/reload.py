@@ -58,6 +58,7 @@ NEW_SERVER = {
     "model": "another model",
     "max_model_len": "all stages and the KV cache are made for it",
     "quantization": "another model",
+    "hf_overrides": "another model",
     "cache_dir": "the prepared model is in it",
     "gateway.host": "the listening sockets are fixed",
     "gateway.port": "the listening sockets are fixed",
