@@ -295,9 +295,13 @@ def find_tensors(paths: Iterable[Path], *, last_counts: bool = False) -> tuple[F
                 again.setdefault((before.name, path.name, is_same), []).append(name)
             found[name] = (path, entry)
     lines = [
-        f"{before} and {after} both have {shown(names[0])}"
+        f"{shown(before)} and {shown(after)} both have {shown(names[0])}"
         + (f" and {len(names) - 1} more tensors" if names[1:] else "")
-        + (", with the same values" if is_same else f", with different values: {after} counts, because it is the last")
+        + (
+            ", with the same values"
+            if is_same
+            else f", with different values: {shown(after)} counts, because it is the last"
+        )
         for (before, after, is_same), names in again.items()
     ]
     return found, lines

@@ -185,7 +185,11 @@ FILES: dict[str, tuple[str, list[Change], str]] = {
     "shards": ("llama", [sharded], ""),
     "gemma3, shards": ("gemma3", [sharded], "images are not served"),
     "a tensor in two shards": ("llama", [twice(lambda value: value)], "with the same values"),
-    "two tensors in two shards": ("llama", [twice(lambda value: value + 1)], "model-00002-of-00002.safetensors counts"),
+    "two tensors in two shards": (
+        "llama",
+        [twice(lambda value: value + 1)],
+        "'model-00002-of-00002.safetensors' counts",
+    ),
     "a stale index": ("llama", [stale_index], ""),
     "other shards": ("llama", [other_shards], ""),
 }
