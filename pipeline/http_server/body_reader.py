@@ -27,6 +27,22 @@ TURN_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 
+class MuchWork(Exception):
+    """A parser in the event loop has found that a small body makes much work, such as a large body of `num_bytes`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def leave_loop(num_bytes: int) -> None:
+    """Call it in a parser before much work. In the event loop it raises MuchWork, and the parser is called again in
+    the thread, where this does nothing."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise MuchWork(num_bytes)
+
+
 class BodyTimeout(ApiError):
     """408"""
 
@@ -62,8 +78,9 @@ class BodyReader:
         left_s: float = math.inf,
     ) -> T:
         """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
-        Reading it, and the wait until it is parsed, end when the request's own time has passed, in `left_s`. Raises
-        BodyTimeout, OutOfTime, or another ApiError."""
+        Reading it, and the wait until it is parsed, end when the request's own time has passed, in `left_s`. `parser`
+        may raise MuchWork (`leave_loop`) to be called again in the thread of large bodies. Raises BodyTimeout,
+        OutOfTime, or another ApiError."""
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + left_s
         if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
@@ -76,12 +93,16 @@ class BodyReader:
             async with deadline:
                 body = await self._read(http_request, upload)
             upload.complete()
-            if len(body) <= LARGE_BYTES:
-                return self._parsed(body, parser)
+            size = len(body)
+            if size <= LARGE_BYTES:
+                try:
+                    return self._parsed(body, parser)
+                except MuchWork as found:
+                    size = found.num_bytes
             async with AsyncExitStack() as stack:
                 async with turn:
                     turn.reschedule(turn_end_s := min(now_s() + TURN_TIMEOUT_S, end_s))
-                    await stack.enter_async_context(self._large_body_lock.hold(len(body), scope))
+                    await stack.enter_async_context(self._large_body_lock.hold(size, scope))
                 return await self._in_thread(lambda: self._parsed(body, parser))
         except TimeoutError:
             if upload.why_given_up == "slow":

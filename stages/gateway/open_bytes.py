@@ -23,8 +23,6 @@ from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 
-_encoder = msgspec.json.Encoder()
-
 REQUEST_BYTES = 12 * 1024
 """A prompt request without its prompt, options and sequences: structs of all stages, its task and its response."""
 SEQUENCE_BYTES = 6 * 1024
@@ -125,6 +123,7 @@ def form_bytes(parsed: ParsedRequest) -> int:
             text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
         )
     if (form := parsed.response) is not None:
+        size += form.conversation_bytes
         for text in (form.instructions, form.text, form.tool_choice, form.tools, form.user, form.prompt_cache_key):
             size += text_bytes(text)
         size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
@@ -254,11 +253,6 @@ def bounded(parsed: ParsedRequest, max_bytes: int, hidden_size: int | None, max_
     if size + id_bytes * max_tokens > max_bytes:
         raise _too_much(parsed, size, int(size + id_bytes * max_tokens), max_bytes)
     return parsed
-
-
-def items_bytes(items: Sequence[object]) -> int:
-    """The conversation of a response that will be stored."""
-    return sum(2 * len(_encoder.encode(item)) + MESSAGE_BYTES for item in items)
 
 
 def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) -> ApiError:

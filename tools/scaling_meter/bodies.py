@@ -66,6 +66,9 @@ class _Nothing:
     def item(self, param: str, item_id: str) -> Any:
         raise ApiError(404, item_id[:10], param)
 
+    def check_size(self, param: str, num_bytes: int) -> None:
+        pass
+
 
 def _of_response(body: bytes, limits: RequestLimits) -> object:
     return parse_response(body, limits, _Nothing(), "seed")

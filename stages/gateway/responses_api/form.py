@@ -28,3 +28,5 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     truncation: str = "disabled"
     user: str | None = None
+    conversation_bytes: int = 0
+    """Size of the items of its conversation, which are kept until the response is stored; 0 if it is not."""

@@ -1,8 +1,9 @@
 """The handlers of the routes below /v1/responses, and the tasks of background responses."""
 
 import asyncio
+import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -10,32 +11,35 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.body_reader import leave_loop
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
-from pipeline.stages.gateway.open_bytes import items_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api import reply
 from pipeline.stages.gateway.responses_api.event_log import EventLog
-from pipeline.stages.gateway.responses_api.items import Item
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.sizes import SizedItem
 from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.responses_api.types import (
     DEFAULT_LIMIT,
     MAX_LIMIT,
     MAX_NUMBER_DIGITS,
+    MAX_PAGE_BYTES,
     ItemList,
     ResponseDeleted,
     ResponseObject,
 )
 
 Parser = Callable[[bytes, RequestLimits], ParsedRequest]
+LOOP_BYTES = 1024 * 1024
+"""A request that takes more than this from stored responses is parsed in the thread of large bodies."""
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
 Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
@@ -70,8 +74,9 @@ class ResponsesApi:
     async def create_response(self, http_request: web.Request) -> web.StreamResponse:
         """Open a request and send its response. Unless it is in the background, it is aborted if the client
         disconnects."""
-        stored = _Stored(self._store, self._why_off, current_scope())
-        items: list[Item] = []
+        max_bytes = min(self._store.max_bytes, self._requests.admission.max_request_bytes)
+        stored = _Stored(self._store, self._why_off, current_scope(), max_bytes)
+        items: list[SizedItem] = []
 
         def parse(body: bytes, limits: RequestLimits) -> ParsedRequest:
             parsed = parse_response(body, limits, stored, secrets.token_hex(16))
@@ -85,9 +90,7 @@ class ResponsesApi:
         log = EventLog() if form.background and request.parsed.stream else None
         if not form.store:
             items.clear()
-        else:  # the conversation is kept until the response is stored
-            num_bytes = request.num_bytes + items_bytes(items)
-            self._requests.keep(request, num_bytes, num_bytes)
+        else:  # `open` has counted the conversation, which is kept until the response is stored
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
         if form.background:
             queued = self._start(request, items, log)
@@ -148,11 +151,11 @@ class ResponsesApi:
         if not (text.isascii() and text.isdecimal() and len(text) <= 3 and 1 <= int(text) <= MAX_LIMIT):
             raise invalid("limit", f"'limit' must be an integer from 1 to {MAX_LIMIT}", "invalid_value")
         if (after := query.get("after")) is not None:
-            places = [place for place, item in enumerate(items) if item.id == after]
+            places = [place for place, one in enumerate(items) if one.item.id == after]
             if not places:
                 raise invalid("after", f"'after' is '{shown(after)}', which is not an input item", "invalid_value")
             items = items[places[0] + 1 :]
-        page = items[: int(text)]
+        page = [one.item for one in items[: _num_of_page(items, int(text))]]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
         return _json(ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items)))
 
@@ -164,7 +167,7 @@ class ResponsesApi:
 
     # ---------------------------------------------------------------------------------------------------- background
 
-    def _start(self, request: Request, items: list[Item], log: EventLog | None) -> ResponseObject:
+    def _start(self, request: Request, items: list[SizedItem], log: EventLog | None) -> ResponseObject:
         """Run a request in the background, with its events in `log` if it is streamed. Returns its response now."""
         response = reply.response_of(request, "queued", [])
         self._store.put(StoredResponse(request.parsed.scope, response, items, request, log))
@@ -238,13 +241,15 @@ class ResponsesApi:
 class _Stored:
     """What a client may refer to."""
 
-    def __init__(self, store: ResponseStore, why_off: str, scope: str) -> None:
+    def __init__(self, store: ResponseStore, why_off: str, scope: str, max_bytes: int) -> None:
+        """`max_bytes`: what a request may take from it."""
         self._store = store
+        self._max_bytes = max_bytes
         self.is_on = not why_off
         self.why_off = why_off
         self._scope = scope
 
-    def conversation(self, response_id: str) -> list[Item]:
+    def conversation(self, response_id: str) -> list[SizedItem]:
         try:
             stored = self._store.get(response_id, self._scope)
         except ApiError:
@@ -257,10 +262,21 @@ class _Stored:
             raise invalid("previous_response_id", message, "invalid_value")
         return stored.conversation
 
-    def item(self, param: str, item_id: str) -> Item:
+    def item(self, param: str, item_id: str) -> SizedItem:
         if not self.is_on:
             raise unsupported(param, self.why_off)
         return self._store.item(param, item_id, self._scope)
+
+    def check_size(self, param: str, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            message = (
+                f"'{param}': the stored items that this request refers to, each as often as it does, have {num_bytes} "
+                f"bytes in memory up to this one, and the limit is {self._max_bytes}, the smaller of "
+                "gateway.max_stored_response_bytes and three quarters of gateway.max_open_bytes"
+            )
+            raise invalid(param, message, "request_too_large")
+        if num_bytes > LOOP_BYTES:
+            leave_loop(num_bytes)
 
 
 def _first_event(query: Mapping[str, str]) -> int | None:
@@ -275,6 +291,12 @@ def _first_event(query: Mapping[str, str]) -> int | None:
     if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
         raise invalid("starting_after", "'starting_after' must be the sequence_number of an event", "invalid_value")
     return int(after) + 1
+
+
+def _num_of_page(items: Sequence[SizedItem], limit: int) -> int:
+    """How many of the items a page has: `limit`, or fewer if they are large."""
+    sums = itertools.accumulate(one.num_bytes for one in items[:limit])
+    return max(1, sum(num_bytes <= MAX_PAGE_BYTES for num_bytes in sums))
 
 
 def _now(stored: StoredResponse) -> ResponseObject:

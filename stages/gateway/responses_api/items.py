@@ -5,7 +5,6 @@ write in several ways; `item_of` checks it and converts it.
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -126,12 +125,9 @@ class InputItem(msgspec.Struct):
     status: str | None = None
 
 
-Find = Callable[[str, str], Item]
-"""Returns the stored item with an id; the first argument is the field that names it. Raises ApiError."""
-
-
-def item_of(place: int, item: InputItem, seed: str, find: Find) -> Item:
-    """Check an entry of `input`. `seed` is for the id of an item without one. Raises ApiError."""
+def item_of(place: int, item: InputItem, seed: str) -> Item | None:
+    """Check an entry of `input`. Returns None if it refers to a stored item. `seed` is for the id of an item without
+    one. Raises ApiError."""
     at = f"input[{place}]"
     match _type_of(at, item):
         case "message":
@@ -154,7 +150,7 @@ def item_of(place: int, item: InputItem, seed: str, find: Find) -> Item:
         case "item_reference":
             if item.id is None:
                 raise _required(f"{at}.id")
-            return find(f"{at}.id", item.id)
+            return None
         case other:
             what = f"'{shown(other)}' is not one of message, function_call, function_call_output, reasoning"
             raise unsupported(f"{at}.type", f"{what} and item_reference")

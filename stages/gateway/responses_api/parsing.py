@@ -27,9 +27,10 @@ from pipeline.stages.gateway.responses_api.body import (
     TextConfig,
 )
 from pipeline.stages.gateway.responses_api.form import ResponseForm
-from pipeline.stages.gateway.responses_api.items import InputItem, InputText, Item, MessageItem, item_id, item_of
+from pipeline.stages.gateway.responses_api.items import InputText, MessageItem, item_id, item_of
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
+from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
 
 _bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
 FORMATS = ("text", "json_object", "json_schema")
@@ -43,16 +44,20 @@ class Stored(Protocol):
     is_on: bool
     why_off: str
 
-    def conversation(self, response_id: str) -> list[Item]:
+    def conversation(self, response_id: str) -> list[SizedItem]:
         """The items before and of a response. Raises ApiError."""
 
-    def item(self, param: str, item_id: str) -> Item:
+    def item(self, param: str, item_id: str) -> SizedItem:
         """An item. Raises ApiError."""
+
+    def check_size(self, param: str, num_bytes: int) -> None:
+        """Raises ApiError if one request may not refer to items of this size together. `param` is the field that
+        refers to the last one."""
 
 
 class ParsedResponse(NamedTuple):
     request: ParsedRequest
-    items: list[Item]
+    items: list[SizedItem]
     """The conversation, to which the output will be added."""
 
 
@@ -63,7 +68,7 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
     is_stored = _is_stored(response, stored)
     with _renamed_errors():
         items, num_stored = _items(response, limits, stored, seed)
-    messages = messages_of(response.instructions, items, num_stored)
+    messages = messages_of(response.instructions, [one.item for one in items], num_stored)
     chat = _chat(response)
 
     def prompts() -> list[m.Prompt]:
@@ -83,10 +88,9 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
             details=details,
         )
         parsed = with_reply(parsed, limits)
+    form = _form(response, is_stored, sum_of(items) if is_stored else 0)
     return ParsedResponse(
-        msgspec.structs.replace(
-            parsed, options=_renamed_grammar(parsed.options), response=_form(response, is_stored), prompt_param="input"
-        ),
+        msgspec.structs.replace(parsed, options=_renamed_grammar(parsed.options), response=form, prompt_param="input"),
         items,
     )
 
@@ -141,25 +145,30 @@ def _is_stored(response: ResponsesBody, stored: Stored) -> bool:
     return response.store is not False
 
 
-def _items(response: ResponsesBody, limits: RequestLimits, stored: Stored, seed: str) -> tuple[list[Item], int]:
+def _items(response: ResponsesBody, limits: RequestLimits, stored: Stored, seed: str) -> tuple[list[SizedItem], int]:
     """The conversation, and how many of its items come from the previous response."""
     items = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
-    num_stored = len(items)
+    num_stored, num_bytes = len(items), sum_of(items)
+    stored.check_size("previous_response_id", num_bytes)
     match response.input:
         case None:
             raise invalid("input", "'input' is required")
         case str(text):
-            new: list[Item] = [MessageItem(item_id(MessageItem, f"{seed} 0"), "user", "completed", [InputText(text)])]
+            found = MessageItem(item_id(MessageItem, f"{seed} 0"), "user", "completed", [InputText(text)])
+            items.append(sized(found))
         case []:
             raise invalid("input", "'input' must not be an empty array", "invalid_value")
         case given:
             check_num_messages(num_stored + len(given), limits)
-            new = [_item(place, one, seed, stored) for place, one in enumerate(given)]
-    return items + new, num_stored
-
-
-def _item(place: int, item: InputItem, seed: str, stored: Stored) -> Item:
-    return item_of(place, item, f"{seed} {place}", stored.item)
+            for place, one in enumerate(given):
+                if (item_of_body := item_of(place, one, f"{seed} {place}")) is not None:
+                    items.append(sized(item_of_body))
+                    continue
+                param = f"input[{place}].id"
+                items.append(referred := stored.item(param, one.id or ""))
+                num_bytes += referred.num_bytes
+                stored.check_size(param, num_bytes)
+    return items, num_stored
 
 
 def _chat(response: ResponsesBody) -> ChatBody:
@@ -253,7 +262,7 @@ def _num_top(response: ResponsesBody, limits: RequestLimits) -> int | None:
     return check_num_top("top_logprobs", response.top_logprobs or 0, limits.caps)
 
 
-def _form(response: ResponsesBody, is_stored: bool) -> ResponseForm:
+def _form(response: ResponsesBody, is_stored: bool, conversation_bytes: int) -> ResponseForm:
     tools = [_ReplyTool(tool.name or "", *_optional(tool), type="function") for tool in response.tools or ()]
     text_format: dict[str, Any] = {"type": "text"}
     if response.text is not None and response.text.format is not None:
@@ -286,6 +295,7 @@ def _form(response: ResponsesBody, is_stored: bool) -> ResponseForm:
         top_logprobs=response.top_logprobs or 0,
         truncation=response.truncation or "disabled",
         user=response.user,
+        conversation_bytes=conversation_bytes,
     )
 
 

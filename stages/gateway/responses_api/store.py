@@ -16,10 +16,8 @@ import msgspec
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
-from pipeline.stages.gateway.responses_api.items import Item
+from pipeline.stages.gateway.responses_api.sizes import SizedItem, response_bytes, sized, sum_of
 from pipeline.stages.gateway.responses_api.types import ResponseObject
-
-_encoder = msgspec.json.Encoder()
 
 
 class StoredResponse(msgspec.Struct, eq=False):
@@ -28,21 +26,33 @@ class StoredResponse(msgspec.Struct, eq=False):
     scope: str
     """Of the client's API key"""
     response: ResponseObject
-    items: list[Item]
+    items: list[SizedItem]
     """The conversation before the output."""
     request: Request | None = None
     """The open request of a background response."""
     events: EventLog | None = None
     """Of a background response that is streamed."""
+    output: list[SizedItem] = []
+    """Of `response`."""
     num_bytes: int = 0
+    """What the store counts for it."""
+
+    def __post_init__(self) -> None:
+        self.output = [*map(sized, self.response.output)]
+
+    def count(self) -> None:
+        """Set `num_bytes`."""
+        self.num_bytes = response_bytes(self.response) + sum_of(self.items) + sum_of(self.output)
+        if self.events is not None:
+            self.num_bytes += self.events.num_bytes
 
     @property
     def is_running(self) -> bool:
         return self.request is not None
 
     @property
-    def conversation(self) -> list[Item]:
-        return [*self.items, *self.response.output]
+    def conversation(self) -> list[SizedItem]:
+        return [*self.items, *self.output]
 
 
 class ScopeResponses:
@@ -59,15 +69,15 @@ class ResponseStore:
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.num_bytes = 0
-        """Size of all complete responses, their conversations as JSON, and their events but the last. Items that
-        several conversations share count for each."""
+        """Size of all complete responses, their conversations, and their events but the last. Items that several
+        conversations share, or one has several times, count each time."""
         self._num_complete = 0
         self._responses: dict[str, StoredResponse] = {}
         self._scopes: dict[str, ScopeResponses] = {}
         """By scope: those that have a complete response."""
-        self._items: dict[tuple[str, str], tuple[int, Item]] = {}
+        self._items: dict[tuple[str, str], tuple[int, SizedItem]] = {}
         """Items by scope and id, with the number of conversations that have them."""
         self._lock = threading.Lock()
 
@@ -79,17 +89,15 @@ class ResponseStore:
         with self._lock:
             self._remove(stored.response.id)
             if not stored.is_running:
-                stored.num_bytes = sum(len(_encoder.encode(one)) for one in (stored.response, stored.items))
-                if stored.events is not None:
-                    stored.num_bytes += stored.events.num_bytes
+                stored.count()
                 self._add(stored)
             self._responses[stored.response.id] = stored
-            for item in stored.conversation:
-                num, _ = self._items.get(key := (stored.scope, item.id), (0, item))
-                self._items[key] = num + 1, item
+            for one in stored.conversation:
+                num, _ = self._items.get(key := (stored.scope, one.item.id), (0, one))
+                self._items[key] = num + 1, one
             while self._num_complete > self._max_responses:
                 self._evict(lambda one: len(one.ids))
-            while self.num_bytes > self._max_bytes:
+            while self.num_bytes > self.max_bytes:
                 self._evict(lambda one: one.num_bytes)
 
     def get(self, response_id: str, scope: str) -> StoredResponse:
@@ -101,7 +109,7 @@ class ResponseStore:
             raise ApiError(HTTPStatus.NOT_FOUND, message, "response_id", code="response_not_found")
         return found
 
-    def item(self, param: str, item_id: str, scope: str) -> Item:
+    def item(self, param: str, item_id: str, scope: str) -> SizedItem:
         """An item of a stored response. Raises ApiError; `param` is the field that names the item."""
         with self._lock:
             found = self._items.get((scope, item_id))
@@ -141,8 +149,8 @@ class ResponseStore:
             self._num_complete -= 1
             if not scope.ids:
                 del self._scopes[stored.scope]
-        for item in stored.conversation:
-            num, kept = self._items[key := (stored.scope, item.id)]
+        for one in stored.conversation:
+            num, kept = self._items[key := (stored.scope, one.item.id)]
             if num > 1:
                 self._items[key] = num - 1, kept
             else:

@@ -11,6 +11,8 @@ from pipeline.stages.gateway.responses_api.items import Item, OutputText, Reason
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100
 """Items in a list"""
+MAX_PAGE_BYTES = 1024 * 1024
+"""Of the items in a list, as they are in memory; one item may have more."""
 MAX_NUMBER_DIGITS = 9
 """Of a `sequence_number` in a query"""
 

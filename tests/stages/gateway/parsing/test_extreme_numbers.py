@@ -28,7 +28,9 @@ EXTREME = [
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 PROMPT = {"model": "tiny", "prompt": "x"}
 
-NOTHING_STORED: Any = SimpleNamespace(is_on=True, why_off="", conversation=lambda _: [], item=lambda *_: None)
+NOTHING_STORED: Any = SimpleNamespace(
+    is_on=True, why_off="", conversation=lambda _: [], item=lambda *_: None, check_size=lambda *_: None
+)
 
 Parser = Callable[[bytes, RequestLimits], Any]
 BODIES: dict[str, tuple[Parser, Any, dict[str, Any], str]] = {

@@ -365,10 +365,10 @@ def test_no_response_is_stored_if_the_setting_is_zero(tmp_path: Path) -> None:
 
 
 def test_max_stored_response_bytes_bounds_the_store(tmp_path: Path) -> None:
-    with Gate(tmp_path, max_stored_response_bytes=4096) as gate:
+    with Gate(tmp_path, max_stored_response_bytes=8192) as gate:
         first = reply(gate, BODY)
         assert gate.client.get(f"{PATH}/{first['id']}").status_code == 200
-        second = reply(gate, BODY, "x" * 5000)
+        second = reply(gate, BODY, "x" * 9000)
         for found in (first, second):
             assert gate.client.get(f"{PATH}/{found['id']}").status_code == 404
 

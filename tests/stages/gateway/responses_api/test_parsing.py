@@ -12,8 +12,9 @@ from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.responses_api.body import RESPONSES_NEUTRAL, ResponsesBody
 from pipeline.stages.gateway.responses_api.form import ResponseForm
-from pipeline.stages.gateway.responses_api.items import FunctionCallItem, InputText, Item, MessageItem, OutputText
+from pipeline.stages.gateway.responses_api.items import FunctionCallItem, InputText, MessageItem, OutputText
 from pipeline.stages.gateway.responses_api.parsing import ParsedResponse, parse_response
+from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
 from pipeline.text.formats.chat_formats import ChatFormats
 
 LIMITS = RequestLimits(
@@ -27,6 +28,7 @@ NOW = {"type": "function", "name": "now"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
 WHY_OFF = "it is off"
+THERE = sized(MessageItem("msg_9", "assistant", "completed", [OutputText("There.")]))
 
 
 class Stored:
@@ -35,17 +37,21 @@ class Stored:
     def __init__(self, *, is_on: bool = True) -> None:
         self.is_on = is_on
         self.why_off = WHY_OFF
+        self.checked: list[tuple[str, int]] = []
 
-    def conversation(self, response_id: str) -> list[Item]:
+    def conversation(self, response_id: str) -> list[SizedItem]:
         if response_id != "resp_1":
             raise invalid("previous_response_id", "not found")
         call = FunctionCallItem("fc_1", "c1", "find", "{}", "completed")
-        return [MessageItem("msg_1", "user", "completed", [InputText("Where?")]), call]
+        return [sized(MessageItem("msg_1", "user", "completed", [InputText("Where?")])), sized(call)]
 
-    def item(self, param: str, item_id: str) -> Item:
+    def item(self, param: str, item_id: str) -> SizedItem:
         if item_id != "msg_9":
             raise invalid(param, "not found")
-        return MessageItem("msg_9", "assistant", "completed", [OutputText("There.")])
+        return THERE
+
+    def check_size(self, param: str, num_bytes: int) -> None:
+        self.checked.append((param, num_bytes))
 
 
 def parsed(*, is_on: bool = True, **fields: Any) -> ParsedResponse:
@@ -139,11 +145,26 @@ def test_a_previous_response_and_references_are_resolved() -> None:
     ]
 
 
+def test_what_is_stored_is_counted_with_the_items_of_the_body() -> None:
+    fields = {"previous_response_id": "resp_1", "input": [{"id": "msg_9"}, {"role": "user", "content": "a" * 500}] * 2}
+    found = parsed(**fields)
+    assert found.request.response is not None
+    assert found.request.response.conversation_bytes == sum_of(found.items) > 2 * 500
+    assert found.items.count(THERE) == 2
+    assert form(**fields, store=False).conversation_bytes == 0, "only the prompt is kept"
+    checked = Stored()
+    parse_response(json.dumps(fields).encode(), LIMITS, checked, "seed")
+    before = sum_of(checked.conversation("resp_1"))
+    there = THERE.num_bytes
+    sizes = [("previous_response_id", before), ("input[0].id", before + there), ("input[2].id", before + 2 * there)]
+    assert checked.checked == sizes
+
+
 def test_items_get_unique_ids_and_keep_their_own() -> None:
     items = parsed(
         input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, CALL | {"id": "fc_7"}]
     ).items
-    first, second, third = (item.id for item in items)
+    first, second, third = (one.item.id for one in items)
     assert first != second and first.startswith("msg_")
     assert third == "fc_7"
 
