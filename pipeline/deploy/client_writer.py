@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from pipeline.http_server.slow_clients import UnreadReplies
+
 HIGH_BYTES = 64 * 1024
 """Bytes buffered for a client, from which on nothing more is read from its replica."""
 
@@ -14,9 +16,10 @@ class ClientWriter:
     """`write` passes bytes on at once, from callbacks of the event loop. If it can't, because the headers are not sent
     or the client reads slowly, it sets `wake`, and the request's task calls `flush`."""
 
-    def __init__(self, http_request: web.Request, slow_client_s: float) -> None:
-        """A client that takes nothing for `slow_client_s` is disconnected."""
+    def __init__(self, http_request: web.Request, slow_client_s: float, unread: UnreadReplies) -> None:
+        """A client that takes nothing for `slow_client_s` is disconnected. `unread` counts what it has not taken."""
         self._slow_client_s = slow_client_s
+        self._unread = unread
         self._http_request = http_request
         self.wake = asyncio.Event()
         self.pause: Callable[[], None] = lambda: None
@@ -65,6 +68,10 @@ class ClientWriter:
 
     async def _drain(self) -> None:
         """Wait until the client has taken most of what was written. Raises ConnectionError."""
+        with self._unread.counted(self._http_request):
+            await self._drained()
+
+    async def _drained(self) -> None:
         request, num_left = self._http_request, -1
         while (transport := request.transport) is not None:
             num_before, num_left = num_left, transport.get_write_buffer_size()

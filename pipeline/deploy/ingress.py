@@ -35,6 +35,7 @@ from pipeline.http_server.listener import BACKLOG, HttpListener
 from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
+from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.logs import LogFormat
 from pipeline.runtime.tls import server_context
@@ -81,6 +82,7 @@ class Ingress:
         """`keys` are those that clients need; the replicas must have the same ones."""
         gateway = settings.gateway
         self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
+        self._unread = UnreadReplies(lambda: max_unread_bytes(gateway.max_open_bytes), gateway.slow_client_timeout_s)
         self.relay = Relay(
             replicas,
             self._bodies,
@@ -89,6 +91,7 @@ class Ingress:
             slow_client_s=gateway.slow_client_timeout_s,
             max_held_bytes=NUM_HELD_BODIES * gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
+            unread=self._unread,
         )
         self._replicas = replicas
         self._settings = settings
@@ -134,6 +137,7 @@ class Ingress:
             max_header_bytes=self._settings.limits.max_header_bytes,
             tls=tls,
             connections=self._connections(),
+            unread=self._unread,
         )
         await self._listener.start()
         self._flush = asyncio.create_task(self._flush_log())

@@ -31,6 +31,7 @@ from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.errors import ApiError, overloaded, timeout_error
+from pipeline.http_server.slow_clients import UnreadReplies
 from pipeline.routing.policies import Prompt
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
@@ -84,13 +85,16 @@ class Relay:
         slow_client_s: float,
         max_held_bytes: int,
         request_timeout_s: float,
+        unread: UnreadReplies,
     ) -> None:
         """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
         nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A body
-        has been read, and has had its turn of the parser, `request_timeout_s` after its request; 0 is unlimited."""
+        has been read, and has had its turn of the parser, `request_timeout_s` after its request; 0 is unlimited.
+        `unread` counts what clients have not taken."""
         self._replicas = replicas
         self._bodies = bodies
         self.slow_client_s = slow_client_s
+        self.unread = unread
         self._max_held_bytes = max_held_bytes
         self.num_held_bytes = 0
         self._wait_s = wait_s
@@ -187,7 +191,7 @@ class _Relayed:
         self._replicas = replicas
         self._http_request = http_request
         self._body = body
-        self._client = ClientWriter(http_request, relay.slow_client_s)
+        self._client = ClientWriter(http_request, relay.slow_client_s, relay.unread)
         self._stream: PointedStream | None = None
         """If the response is a stream with points."""
         self._kind = ""

@@ -20,6 +20,7 @@ from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
+from pipeline.http_server.slow_clients import UnreadReplies
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
@@ -168,12 +169,15 @@ class HttpListener:
         max_header_bytes: int,
         tls: ssl.SSLContext | None = None,
         connections: HttpConnections,
+        unread: UnreadReplies,
     ) -> None:
-        """`max_header_bytes` bounds each line of a request's head. Listeners of one process may share `connections`."""
+        """`max_header_bytes` bounds each line of a request's head. Listeners of one process may share `connections`
+        and `unread`."""
         self._rules = rules
         self._listener = listener
         self._tls = tls
         self._connections = connections
+        self._unread = unread
         self._options: dict[str, Any] = {
             "access_log": None,
             "logger": _http_log(),
@@ -191,7 +195,7 @@ class HttpListener:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        server.request_handler = self._rules.wrap(server.request_handler)
+        server.request_handler = self._unread.wrap(self._rules.wrap(server.request_handler))
         self._site = _Site(self._runner, self._listener, self._connection, self._tls)
         await self._site.start()
 

@@ -54,7 +54,8 @@ class GatewayMetrics:
         """All sequences of a prompt have ended; the longest has `num_output` ids."""
         self._longest.observe(num_output)
 
-    def counts(self, num_open: int, admission: Admission) -> GatewayCounts:
+    def counts(self, num_open: int, admission: Admission, num_unread_bytes: int = 0) -> GatewayCounts:
+        """`num_unread_bytes`: of replies that clients have not taken, besides those of open requests."""
         return GatewayCounts(
             num_open=num_open,
             num_opened=self._num_opened,
@@ -75,7 +76,7 @@ class GatewayMetrics:
             num_open_sequences=admission.num_sequences,
             max_open_sequences=admission.max_sequences,
             num_timed_out=self.num_timed_out,
-            num_open_bytes=admission.num_bytes,
+            num_open_bytes=admission.num_bytes + num_unread_bytes,
             max_open_bytes=admission.max_bytes,
             num_preempted=admission.num_preempted,
             num_preemptions=self.num_preemptions,

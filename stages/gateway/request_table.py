@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.api_keys import scope_id, scoped_salt
@@ -68,6 +69,11 @@ class RequestTable:
             topology.max_open_tokens_of_one(stage.settings),
             topology.max_open_bytes_of_one(stage.settings),
         )
+        self.unread = UnreadReplies(
+            lambda: max_unread_bytes(topology.max_open_bytes_of_one(stage.settings)),
+            stage.settings.gateway.slow_client_timeout_s,
+        )
+        """Replies that clients have not taken, besides those of open requests."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a request is settled while others wait for its bytes."""
         self.hidden_size: int | None = None
@@ -88,7 +94,9 @@ class RequestTable:
         self._trace = stage.trace
         self.metrics = GatewayMetrics()
         self.recent = RecentRequests()
-        stage.control_requests.own_counts = lambda: self.metrics.counts(self.num_open, self.admission)
+        stage.control_requests.own_counts = lambda: self.metrics.counts(
+            self.num_open, self.admission, self.unread.num_bytes
+        )
         stage.control_requests.find_request = self.recent.find
 
     @property

@@ -9,7 +9,7 @@ import contextlib
 import socket
 import time
 from http import HTTPStatus
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 import uvloop
@@ -169,14 +169,17 @@ class GatewayStage:
         sock = socket.socket(fileno=launch.listen_fd)
         self._http_port = sock.getsockname()[1]
         app = self._api.app(has_admin_routes=not has_admin)
-        connections = HttpConnections(limit_of(self._limits.max_sequences, max_zmq_connections()))
-        max_bytes = settings.limits.max_header_bytes
-        self._http.append(HttpListener(app, sock, rules, max_header_bytes=max_bytes, tls=tls, connections=connections))
+        shared: dict[str, Any] = {
+            "max_header_bytes": settings.limits.max_header_bytes,
+            "connections": HttpConnections(limit_of(self._limits.max_sequences, max_zmq_connections())),
+            "unread": self._requests.unread,
+        }
+        self._http.append(HttpListener(app, sock, rules, tls=tls, **shared))
         if has_admin:
             sock = socket.socket(fileno=launch.admin_fd)
             rules = ListenerRules.admin(gateway, self._refusal_log)
             admin = self._api.admin_app()
-            self._http.append(HttpListener(admin, sock, rules, max_header_bytes=max_bytes, connections=connections))
+            self._http.append(HttpListener(admin, sock, rules, **shared))
         return self._http
 
     def _zmq_addresses(self) -> list[str]:

@@ -65,7 +65,9 @@ class ServerLoad(msgspec.Struct):
     max_open_sequences: int
     open_tokens: Annotated[int, Meta(description="Of their prompts.")]
     max_open_tokens: int
-    open_bytes: Annotated[int, Meta(description="What these requests keep in all processes.")]
+    open_bytes: Annotated[
+        int, Meta(description="What these requests, and replies that clients have not read yet, keep in all processes.")
+    ]
     max_open_bytes: int
 
 

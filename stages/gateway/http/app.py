@@ -369,7 +369,7 @@ class Api:
                 max_open_sequences=admission.max_sequences,
                 open_tokens=admission.num_tokens,
                 max_open_tokens=admission.max_tokens,
-                open_bytes=admission.num_bytes,
+                open_bytes=admission.num_bytes + self._requests.unread.num_bytes,
                 max_open_bytes=admission.max_bytes,
             )
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
-from pipeline.runtime import suspension
+from pipeline.http_server.slow_clients import SlowClientTimeout, UnreadReplies, flushed
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError
@@ -26,8 +26,6 @@ from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePo
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
 
-HIGH_BYTES = 16 * 1024
-"""Bytes buffered in the transport of a slow client, besides one event."""
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
 error gets its own HTTP status; after that the client, and proxies, see that the request is alive."""
@@ -41,10 +39,10 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 async def send(http_request: web.Request, response: web.StreamResponse, timeout_s: float) -> web.StreamResponse:
     """Send a complete response. Raises ConnectionError if the client disconnects, or is disconnected because it reads
     nothing for `timeout_s`."""
-    with _SlowClientTimeout(http_request, timeout_s):
+    with SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         await response.write_eof()
-        await _flushed(http_request)
+        await flushed(http_request)
     return response
 
 
@@ -102,7 +100,7 @@ async def send_stream(
             _write(http_request, response, data)
         return not (events.has_more or events.are_over)
 
-    with _SlowClientTimeout(http_request, timeout_s):
+    with SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
         data = due(b"" if is_continued else events.first())
@@ -123,32 +121,40 @@ async def send_stream(
             else:
                 data += events.last()
         await response.write_eof(data)
-        await _flushed(http_request)
+        await flushed(http_request)
     return response
 
 
 async def send_log(
-    http_request: web.Request, log: EventLog, first: int, request_id: str, timeout_s: float, keep_alive_s: float
+    http_request: web.Request,
+    log: EventLog,
+    first: int,
+    request_id: str,
+    timeout_s: float,
+    keep_alive_s: float,
+    unread: UnreadReplies,
 ) -> web.StreamResponse:
     """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
-    `send_stream`; only the headers if the method is HEAD. Raises ConnectionError as `send`."""
+    `send_stream`; only the headers if the method is HEAD. What the client does not take counts in `unread`: an event
+    may repeat the whole response. Raises ConnectionError as `send`."""
     headers = {"Content-Type": shapes.EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
     if http_request.method == "HEAD":
         return await send(http_request, response, timeout_s)
-    with _SlowClientTimeout(http_request, timeout_s):
+    with SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
         with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)):
             while first < len(log) or not log.is_over:
                 data, first = log.read(first)
                 if data:
-                    await response.write(data)
-                    await http_request.writer.drain()
+                    with unread.counted(http_request, len(data)):
+                        await response.write(data)
+                        await http_request.writer.drain()
                 else:
                     await log.more(first)
         await response.write_eof()
-        await _flushed(http_request)
+        await flushed(http_request)
     return response
 
 
@@ -170,45 +176,6 @@ async def _begun(request: Request) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):
             await request.until(lambda: request.has_begun or request.is_finished)
-
-
-async def _flushed(http_request: web.Request) -> None:
-    """Wait until the kernel has all written bytes."""
-    if http_request.transport is not None:
-        http_request.transport.set_write_buffer_limits(high=0)
-    await http_request.writer.drain()
-
-
-class _SlowClientTimeout:
-    """Bounds the transport's buffer while a response is written, and disconnects a client that reads nothing: between
-    two checks some bytes must be sent, unless the buffer is empty. A client that reads slowly is not disconnected.
-
-    Aborting the connection cancels the task that writes to it, as if the client had disconnected.
-    """
-
-    def __init__(self, http_request: web.Request, timeout_s: float) -> None:
-        if http_request.transport is None:
-            raise ConnectionResetError("the client has disconnected")
-        self._transport = http_request.transport
-        self._transport.set_write_buffer_limits(high=HIGH_BYTES, low=0)
-        self._writer = http_request.writer
-        self._timeout_s = timeout_s
-        self._num_sent = -1
-
-    def __enter__(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        num_buffered = self._transport.get_write_buffer_size()
-        num_sent = self._writer.output_size - num_buffered
-        if num_buffered and num_sent == self._num_sent and not suspension.missed(self._timer.when()):
-            self._transport.abort()
-            return
-        self._num_sent = num_sent
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -219,7 +219,13 @@ class ResponsesApi:
         """Send the events of a background response from the position `first` on. It goes on without the client."""
         try:
             return await response_writer.send_log(
-                http_request, log, first, response_id, self._slow_client_timeout_s, self._sse_keep_alive_s
+                http_request,
+                log,
+                first,
+                response_id,
+                self._slow_client_timeout_s,
+                self._sse_keep_alive_s,
+                self._requests.unread,
             )
         except ConnectionError:
             return web.Response()  # the client has disconnected

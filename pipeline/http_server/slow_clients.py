@@ -1,0 +1,171 @@
+"""Clients that don't read their replies: they are disconnected after a time, or earlier if they keep much memory.
+
+    handler ──response──► transport ──► kernel ──► client
+                            └─ what is left here counts until the client has taken it
+
+Every listener sends through `UnreadReplies.wrap` what its handlers return, so no reply is without a deadline, and a
+connection that pipelines its requests has one reply at a time. Handlers that send themselves have a deadline of their
+own: `SlowClientTimeout` while they write, or `UnreadReplies.counted` besides it.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.http_server.guard import Handle, current_scope
+from pipeline.runtime import suspension
+
+HIGH_BYTES = 16 * 1024
+"""Bytes buffered in the transport of a slow client, besides one event."""
+UNREAD_PART = 4
+"""Complete replies that clients have not taken may have a quarter of the bytes of open requests, on top of these."""
+MIN_UNREAD_BYTES = 16 * 1024**2
+"""But at least this much, so that small servers can send their largest pages to a few slow clients."""
+
+
+def max_unread_bytes(max_open_bytes: int) -> int:
+    """The limit of `UnreadReplies`."""
+    return max(max_open_bytes // UNREAD_PART, MIN_UNREAD_BYTES)
+
+
+class SlowClientTimeout:
+    """Bounds the transport's buffer while a response is written, and disconnects a client that reads nothing: between
+    two checks some bytes must be sent, unless the buffer is empty. A client that reads slowly is not disconnected.
+
+    Aborting the connection cancels the task that writes to it, as if the client had disconnected.
+    """
+
+    def __init__(self, http_request: web.BaseRequest, timeout_s: float) -> None:
+        if http_request.transport is None:
+            raise ConnectionResetError("the client has disconnected")
+        self._transport = http_request.transport
+        self._transport.set_write_buffer_limits(high=HIGH_BYTES, low=0)
+        self._writer = http_request.writer
+        self._timeout_s = timeout_s
+        self._num_sent = -1
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        num_buffered = self._transport.get_write_buffer_size()
+        num_sent = self._writer.output_size - num_buffered
+        if num_buffered and num_sent == self._num_sent and not suspension.missed(self._timer.when()):
+            self._transport.abort()
+            return
+        self._num_sent = num_sent
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
+
+
+async def flushed(http_request: web.BaseRequest) -> None:
+    """Wait until the kernel has all written bytes."""
+    if http_request.transport is not None:
+        http_request.transport.set_write_buffer_limits(high=0)
+    await http_request.writer.drain()
+
+
+class _Unread:
+    """What one client has not taken."""
+
+    def __init__(self, transport: Any, num_bytes: int, client: str, begin_s: float) -> None:
+        self.transport = transport
+        self.num_bytes = num_bytes
+        self.client = client
+        self._begin_s = begin_s
+
+    def rate(self, now_s: float) -> tuple[float, float]:
+        """Orders by what the client takes in a second, then by age."""
+        num_taken = self.num_bytes - self.transport.get_write_buffer_size()
+        return num_taken / (now_s - self._begin_s + 1.0), self._begin_s
+
+
+class UnreadReplies:
+    """Replies that are built, and that clients have not taken yet, of one process. If they are too large together, the
+    API key (without keys: the address) that has the most of them loses the connections that take the least."""
+
+    def __init__(self, max_bytes: Callable[[], int], slow_client_timeout_s: float) -> None:
+        """`max_bytes` is asked each time. A client that takes nothing for `slow_client_timeout_s`, or at most twice
+        that, is disconnected."""
+        self._max_bytes = max_bytes
+        self._timeout_s = slow_client_timeout_s
+        self._unread: dict[_Unread, None] = {}
+        self.num_bytes = 0
+        """As they were when their clients began to take them."""
+
+    def wrap(self, handle: Handle) -> Handle:
+        """Wrap `handle`, which is outside of all routes and checks: send what it returns."""
+
+        async def sent(request: web.BaseRequest) -> web.StreamResponse:
+            response = await handle(request)
+            with (
+                contextlib.suppress(ConnectionError),  # aiohttp finds that too, and ends the connection
+                self.counted(request, _body_bytes(response)),
+                SlowClientTimeout(request, self._timeout_s),
+            ):
+                await response.prepare(request)
+                await response.write_eof()
+                if request.transport is not None and request.transport.get_write_buffer_size():
+                    await flushed(request)
+            return response
+
+        return sent
+
+    @contextlib.contextmanager
+    def counted(self, request: web.BaseRequest, num_more: int = 0) -> Iterator[None]:
+        """Count what is left of a reply to this request, and `num_more` bytes that will be written now, while the
+        client takes it. Another client may be disconnected for it."""
+        transport = request.transport
+        if transport is None or not (num_bytes := transport.get_write_buffer_size() + num_more):
+            yield
+            return
+        unread = _Unread(transport, num_bytes, _client(request), asyncio.get_running_loop().time())
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes():
+            self._make_room()
+        self._unread[unread] = None  # now, so that it is not disconnected at once
+        try:
+            yield
+        finally:
+            self._remove(unread)
+
+    def _make_room(self) -> None:
+        """Disconnect clients until a part is free again, so that this is not done for each reply."""
+        now_s, most = asyncio.get_running_loop().time(), self._max_bytes()
+        of_client: dict[str, list[_Unread]] = {}
+        for one in self._unread:
+            of_client.setdefault(one.client, []).append(one)
+        for each in of_client.values():
+            each.sort(key=lambda one: one.rate(now_s), reverse=True)
+        sums = Counter({client: sum(one.num_bytes for one in each) for client, each in of_client.items()})
+        while self.num_bytes > most - most // 8 and any(of_client.values()):
+            client = max(sums, key=lambda one: sums[one])
+            victim = of_client[client].pop()
+            sums[client] -= victim.num_bytes
+            self._remove(victim)
+            victim.transport.abort()
+
+    def _remove(self, unread: _Unread) -> None:
+        """Idempotent."""
+        if unread in self._unread:
+            del self._unread[unread]
+            self.num_bytes -= unread.num_bytes
+
+
+def _body_bytes(response: web.StreamResponse) -> int:
+    """What will be written of a response."""
+    body = response.body if isinstance(response, web.Response) and not response.prepared else None
+    return len(body) if isinstance(body, bytes) else 0
+
+
+def _client(request: web.BaseRequest) -> str:
+    if scope := current_scope():
+        return scope
+    peer = request.transport and request.transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
