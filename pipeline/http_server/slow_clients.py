@@ -21,6 +21,8 @@ from pipeline.runtime import suspension
 
 HIGH_BYTES = 16 * 1024
 """Bytes buffered in the transport of a slow client, besides one event."""
+PIECE_BYTES = 64 * 1024
+"""Written to a TLS transport at once."""
 UNREAD_PART = 4
 """Complete replies that clients have not taken may have a quarter of the bytes of open requests, on top of these."""
 MIN_UNREAD_BYTES = 16 * 1024**2
@@ -65,10 +67,40 @@ class SlowClientTimeout:
 
 
 async def flushed(http_request: web.BaseRequest) -> None:
-    """Wait until the kernel has all written bytes."""
+    """Wait until the kernel has all written bytes; over TLS, all but PIECE_BYTES and what its transport begins with."""
     if http_request.transport is not None:
-        http_request.transport.set_write_buffer_limits(high=0)
+        # With high = 0, a TLS transport stops an empty buffer, and starts it only when the client sends something.
+        http_request.transport.set_write_buffer_limits(high=1 if _is_tls(http_request) else 0, low=0)
     await http_request.writer.drain()
+
+
+async def write(http_request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
+    """Write a part of a body, and wait while the client is slow. Over TLS in pieces: what a TLS transport has encrypted
+    is in the buffer of the transport below it, whose size it doesn't tell, and the first write goes there as a
+    whole."""
+    if len(data) > PIECE_BYTES and _is_tls(http_request):
+        view = memoryview(data)
+        for begin in range(0, len(data), PIECE_BYTES):
+            await response.write(view[begin : begin + PIECE_BYTES])
+            await http_request.writer.drain()
+        return
+    await response.write(data)
+    await http_request.writer.drain()
+
+
+async def send_body(http_request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Prepare a response and write what it has not written yet, and its end."""
+    body = response.body if isinstance(response, web.Response) and not response.prepared else None
+    await response.prepare(http_request)
+    if isinstance(body, bytes) and len(body) > PIECE_BYTES and http_request.method != "HEAD" and _is_tls(http_request):
+        await write(http_request, response, body)
+        await web.StreamResponse.write_eof(response)
+    else:
+        await response.write_eof()
+
+
+def _is_tls(http_request: web.BaseRequest) -> bool:
+    return http_request.transport is not None and http_request.transport.get_extra_info("sslcontext") is not None
 
 
 class _Unread:
@@ -109,8 +141,7 @@ class UnreadReplies:
                 self.counted(request, _body_bytes(response)),
                 SlowClientTimeout(request, self._timeout_s),
             ):
-                await response.prepare(request)
-                await response.write_eof()
+                await send_body(request, response)
                 if request.transport is not None and request.transport.get_write_buffer_size():
                     await flushed(request)
             return response

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
-from pipeline.http_server.slow_clients import SlowClientTimeout, UnreadReplies, flushed
+from pipeline.http_server.slow_clients import HIGH_BYTES, SlowClientTimeout, UnreadReplies, flushed, send_body, write
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError
@@ -40,8 +40,7 @@ async def send(http_request: web.Request, response: web.StreamResponse, timeout_
     """Send a complete response. Raises ConnectionError if the client disconnects, or is disconnected because it reads
     nothing for `timeout_s`."""
     with SlowClientTimeout(http_request, timeout_s):
-        await response.prepare(http_request)
-        await response.write_eof()
+        await send_body(http_request, response)
         await flushed(http_request)
     return response
 
@@ -107,8 +106,7 @@ async def send_stream(
         with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))):
             while not events.are_over:
                 if data:
-                    await response.write(data)
-                    await http_request.writer.drain()
+                    await write(http_request, response, data)
                 try:
                     if events.has_more:
                         await asyncio.sleep(0)
@@ -120,6 +118,9 @@ async def send_stream(
                 data = due()
             else:
                 data += events.last()
+        if len(data) > HIGH_BYTES:
+            await write(http_request, response, data)
+            data = b""
         await response.write_eof(data)
         await flushed(http_request)
     return response
@@ -149,8 +150,7 @@ async def send_log(
                 data, first = log.read(first)
                 if data:
                     with unread.counted(http_request, len(data)):
-                        await response.write(data)
-                        await http_request.writer.drain()
+                        await write(http_request, response, data)
                 else:
                     await log.more(first)
         await response.write_eof()

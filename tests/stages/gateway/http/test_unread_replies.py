@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from pipeline.http_server import slow_clients
 from pipeline.stages.gateway.http.app import Api
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.gate import MODEL, Gate, read_until
+from tests.runtime.test_tls import CA
+from tests.stages.gateway.gate import CHAT, END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
+from tests.stages.gateway.http.test_tls import FILES, client_of
 from tests.stages.gateway.responses_api.test_handlers import PATH
 from tests.stages.gateway.test_preemption import until
 
@@ -94,7 +97,7 @@ def read_all(connection: socket.socket) -> bytes:
     try:
         while more := connection.recv(1 << 20):
             data += more
-    except ConnectionError:
+    except (ConnectionError, ssl.SSLError):
         pass
     return data
 
@@ -172,3 +175,75 @@ def test_a_reply_alone_is_sent_whatever_its_size(tmp_path: Path, monkeypatch: py
         while len(data) < size:
             data += connection.recv(1 << 20)
         connection.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- TLS
+
+
+def secure(gate: Gate, path: str, body: Any = None) -> ssl.SSLSocket:
+    """A connection over TLS that has sent a request, and reads nothing."""
+    context = ssl.create_default_context(cafile=CA)
+    context.check_hostname = False
+    connection = context.wrap_socket(connection_to(gate.address))
+    content = b"" if body is None else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
+    connection.sendall(
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    )
+    connection.sendall(content)
+    return connection
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_over_tls_a_request_ends_when_its_client_has_the_reply(tmp_path: Path, is_stream: bool) -> None:
+    """Not only when the client sends something else: idle connections would keep the room of their requests."""
+    body = CHAT | {"stream": is_stream}
+    with (
+        Gate(tmp_path, **FILES) as gate,
+        client_of(gate) as client,
+        secure(gate, "/v1/chat/completions", body) as connection,
+    ):
+        gate.serve("Hello")
+        read_until(connection, END if is_stream else b"usage")
+        end = time.monotonic() + PATIENCE_S
+        while (found := client.get("/load").json())["open_sequences"]:
+            assert time.monotonic() < end, found
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
+def test_over_tls_a_client_that_does_not_read_is_disconnected(tmp_path: Path, path: str) -> None:
+    settings: dict[str, Any] = {"slow_client_timeout_s": TIMEOUT_S, "send_buffer_bytes": BUFFER_BYTES}
+    with Gate(tmp_path, **settings, **FILES) as gate, client_of(gate) as client:
+        whole = client.get(path).content
+        with secure(gate, path) as connection:
+            end = time.monotonic() + PATIENCE_S
+            while not client.get("/load").json()["open_bytes"]:
+                assert time.monotonic() < end
+            while client.get("/load").json()["open_bytes"]:
+                assert time.monotonic() < end
+            assert len(read_all(connection)) < len(whole)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_over_tls_a_client_that_does_not_read_its_output_is_disconnected(tmp_path: Path, is_stream: bool) -> None:
+    settings: dict[str, Any] = {"slow_client_timeout_s": TIMEOUT_S, "send_buffer_bytes": BUFFER_BYTES}
+    text, body = "x" * 2_000_000, CHAT | {"stream": is_stream}
+    with (
+        Gate(tmp_path, **settings, **FILES) as gate,
+        secure(gate, "/v1/chat/completions", body) as connection,
+    ):
+        gate.serve(text)
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+        assert len(read_all(connection)) < len(text)
+
+
+def test_over_tls_a_client_that_reads_gets_everything(tmp_path: Path) -> None:
+    text = "é" * 1_000_000
+    with Gate(tmp_path, send_buffer_bytes=BUFFER_BYTES, **FILES) as gate, client_of(gate) as client:
+        for _ in range(2):  # on one connection
+            reply = gate.do(client.post, "/v1/chat/completions", json=CHAT)
+            gate.serve(text)
+            assert reply.result().json()["choices"][0]["message"]["content"] == text
+            assert client.get("/openapi.json").json()["openapi"]
+            head = client.head("/openapi.json")
+            assert int(head.headers["Content-Length"]) > 100_000 and not head.content
