@@ -47,7 +47,8 @@ def sized(item: Item) -> SizedItem:
         case FunctionCallOutputItem():
             size += text_bytes(item.call_id) + text_bytes(item.output)
         case ReasoningItem():
-            size += sum(PART_BYTES + text_bytes(part.text) for part in (*item.summary, *item.content))
+            size += sum(PART_BYTES + text_bytes(one.text) for one in item.summary)
+            size += sum(PART_BYTES + text_bytes(one.text) for one in item.content)
     return SizedItem(item, size)
 
 

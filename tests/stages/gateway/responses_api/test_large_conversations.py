@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.stages.gateway.responses_api import parsing, store
+from pipeline.stages.gateway.responses_api import messages, parsing, store
 from pipeline.stages.gateway.responses_api.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -185,7 +185,7 @@ def test_a_request_takes_no_more_than_the_store_may_have(tmp_path: Path) -> None
 
 def test_large_conversations_are_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    whole = parsing.messages_of
+    whole = messages.messages_of
 
     def messages_of(*args: Any) -> Any:
         threads.append(threading.current_thread().name)

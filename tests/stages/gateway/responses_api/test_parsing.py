@@ -146,7 +146,10 @@ def test_a_previous_response_and_references_are_resolved() -> None:
 
 
 def test_what_is_stored_is_counted_with_the_items_of_the_body() -> None:
-    fields = {"previous_response_id": "resp_1", "input": [{"id": "msg_9"}, {"role": "user", "content": "a" * 500}] * 2}
+    fields: Any = {
+        "previous_response_id": "resp_1",
+        "input": [{"id": "msg_9"}, {"role": "user", "content": "a" * 500}] * 2,
+    }
     found = parsed(**fields)
     assert found.request.response is not None
     assert found.request.response.conversation_bytes == sum_of(found.items) > 2 * 500
