@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import socket
 import tracemalloc
 from typing import Any
 
@@ -243,3 +244,31 @@ async def test_a_body_has_no_more_time_than_its_request(num_sent: int, monkeypat
             writer.close()
             assert answered.startswith(b"HTTP/1.1 504 ") and b'"code":"timeout"' in answered and b"0.2 s" in answered
         assert not replica.seen and not ingress._bodies._uploads.num_bytes
+
+
+async def test_a_client_that_reads_no_replies_gets_one_at_a_time_and_is_disconnected():
+    """A pipeline of small requests would collect replies without end."""
+    num = 20_000
+    async with deployed(FakeReplica(), gateway={"slow_client_timeout_s": 0.5}) as (ingress, client):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, ("127.0.0.1", int(ingress.url.rsplit(":")[-1])))
+        request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        sending = asyncio.create_task(loop.sock_sendall(connection, request * num))
+        sizes: list[int] = []
+        async with asyncio.timeout(PATIENCE_S):
+            # Replies are counted for a moment while they are written: wait until one is there for longer.
+            while not (sizes and sizes[-5:] == [max(sizes)] * 5):
+                await asyncio.sleep(0.01)
+                if ingress._unread.num_bytes:
+                    sizes.append(ingress._unread.num_bytes)
+            while ingress._unread.num_bytes:
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ConnectionError):  # the ingress has ended the connection
+                await sending
+        async with client.get("/metrics") as response:
+            size = len(await response.read())
+        assert max(sizes) <= 2 * size
+        connection.close()
