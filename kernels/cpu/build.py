@@ -216,6 +216,14 @@ def _key(source: Path, isa: Isa, compiler: Compiler, options: tuple[str, ...]) -
     return f"{source.stem}-{isa}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 
 
+def code_of(isa: Isa, source: Path = PROGRAM) -> str:
+    """A digest of what decides the numbers of a library: its sources and options. Compilers round alike (`FLAGS`), so
+    they don't count, and neither do CPUs."""
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [[[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files], FLAGS, ISA_FLAGS[isa]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
 def _own_folder(root: Path, say: Callable[[str], None]) -> Path:
     """The folder of libraries in the cache. Loading one runs its code, so no other user but root may be able to write
     there: where one is, as in a cache that several users share, this user has a folder of its own beside it; or in the

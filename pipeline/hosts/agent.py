@@ -59,6 +59,7 @@ class HostAgent:
         for name in orders.processes:
             self._listeners[name] = curve.listen(host, orders.ports, "transport.ports")
         self._death_read, self._death_write = os.pipe()
+        self._library_fds: dict[str, int] = {}
         self._ranks = (0, -1)
         """The memory that ranks share: its group, and its descriptor."""
         self._children: dict[str, Child] = {}
@@ -153,6 +154,7 @@ class HostAgent:
             tcp=tcp,
             address=launch.address if tcp is None or not tcp.address else tcp.address,
             ranks_fd=self._ranks_of(order) if launch.stage == "execute" else -1,
+            library_fd=self._library_fd(launch.name) if launch.stage == "execute" else -1,
             black_box=self._black_boxes(launch.settings).create(launch.name, launch.incarnation),
         )
         child = Child(launch, order.num_threads or len(os.sched_getaffinity(0)))
@@ -169,6 +171,12 @@ class HostAgent:
                 os.close(fd)
             self._ranks = order.group, segment.create_sparse("ranks", 0)
         return self._ranks[1]
+
+    def _library_fd(self, name: str) -> int:
+        """Memory for the kernels' library of an executor."""
+        if name not in self._library_fds:
+            self._library_fds[name] = segment.create_sparse(f"library-{name}", 0)
+        return self._library_fds[name]
 
     def _black_boxes(self, settings: Settings) -> BlackBoxes:
         if self._boxes is None:
@@ -204,6 +212,8 @@ class HostAgent:
             self._boxes.close()
         if self._model is not None:
             self._model.close()
+        for fd in self._library_fds.values():
+            os.close(fd)
         if self._ranks[1] >= 0:
             os.close(self._ranks[1])
         os.close(self._death_read)

@@ -32,7 +32,7 @@ STATES = ("starting", "ready", "late", "recovering", "joining", "leaving", "stop
 
 def server_metrics(stats: ServerStats) -> Iterator[Metric]:
     info = {"version": stats.version, "model_name": stats.model, "server": stats.server, "state": stats.state}
-    info["quantization"] = stats.quantization
+    info |= {"quantization": stats.quantization, "backend": stats.backend}
     yield gauge("pipeline_server_info", "This server; the value is 1.", info, 1)
     yield gauge("pipeline_uptime_seconds", "Time since the supervisor started.", {}, stats.uptime_s)
     yield gauge("pipeline_max_model_len", "Longest prompt plus output, in tokens.", {}, stats.max_model_len)

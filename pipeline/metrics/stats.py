@@ -298,6 +298,8 @@ class ServerStats(Part, frozen=True):
     """The type of the KV cache, such as `int8`; empty before the executor is ready."""
     adapters: dict[str, str] = {}
     """LoRA adapters that clients may use: ids by name."""
+    backend: str = ""
+    """What the executor computes with (`Backend`), as in /health; empty before it is ready."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -157,6 +157,7 @@ class SupervisorLoop:
             self._inbox.replaced(name, self._resources.incarnations[name])
         self._health_checks.clear()
         self.facts = self.first_health = None
+        self._resources.backends.clear()
         self.reasons.clear()
 
     def close(self) -> None:
@@ -325,7 +326,10 @@ class SupervisorLoop:
                     self._scaling.ready(sender)
                     return
                 is_successor, child.state = child.state == "recovering", "ready"
-                self.facts = facts or self.facts
+                if facts is not None:
+                    backends = self._resources.backends
+                    backends[sender] = facts.backend
+                    self.facts = msgspec.structs.replace(facts, backend=m.Backend.of_ranks(backends.values()))
                 if is_successor:
                     assert self.facts is not None
                     self._restarts.ready(child, self.facts)

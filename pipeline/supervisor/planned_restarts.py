@@ -234,9 +234,10 @@ class PlannedRestarts:
 
 
 def launch_of(name: str, resources: SharedResources, model_dir: str, facts: m.ExecuteFacts) -> m.Launch:
-    """Of the successor of a process, with the newest channels and settings."""
+    """Of the successor of a process, with the newest channels and settings. A rank has its own back end."""
     stage, _, replica = name.partition(".")
     row = topology.row(stage)
     peers = topology.peers_of(row, resources.addresses, resources.settings, int(replica))
     launch = resources.launch(stage, row.entry, peers, int(replica))
+    facts = msgspec.structs.replace(facts, backend=resources.backends.get(name, facts.backend))
     return msgspec.structs.replace(launch, model_dir=model_dir, facts=facts, wire_version=wire_version())

@@ -73,6 +73,8 @@ NEW_SERVER = {
     "schedule.block_size": "the KV cache is made of such blocks",
     "execute.device": "another executor",
     "execute.dtype": "another model",
+    "execute.kernels": "open streams would continue with other numbers",
+    "execute.activations": "open streams would continue with other numbers",
     "execute.kv_dtype": "the number of KV blocks is fixed",
     "execute.kv_groups": "the number of KV blocks is fixed",
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",

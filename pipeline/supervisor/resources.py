@@ -88,6 +88,10 @@ class SharedResources:
         self._rank_fds: list[int] = []
         """Memory that ranks of the executor share, which choose its size: for each stage of the pipeline that of its
         ranks, then that of all stages."""
+        self._library_fds: dict[str, int] = {}
+        """Memory for the kernels' library of each executor on this host."""
+        self.backends: dict[str, m.Backend] = {}
+        """What each executor computes with."""
         self._death_read, self._death_write = os.pipe()
 
     @property
@@ -342,7 +346,13 @@ class SharedResources:
             ranks_fd=self._rank_fds[replica // self.settings.execute.tensor_parallel] if has_ranks else -1,
             stages_fd=self._rank_fds[-1] if has_ranks else -1,
             tcp=self.tcp.of_process(name),
+            library_fd=self._library_fd(name) if stage == "execute" and not is_remote else -1,
         )
+
+    def _library_fd(self, name: str) -> int:
+        if name not in self._library_fds:
+            self._library_fds[name] = segment.create_sparse(f"library-{name}", 0)
+        return self._library_fds[name]
 
     def _incarnations_for(self, name: str) -> dict[str, int]:
         """Those of the other processes. Late messages of processes that are gone count as old (Inbox.removed)."""
@@ -381,7 +391,7 @@ class SharedResources:
         for fds in self._rings.values():
             for fd in fds:
                 os.close(fd)
-        for fd in self._rank_fds:
+        for fd in (*self._rank_fds, *self._library_fds.values()):
             os.close(fd)
         if self._keys_fd >= 0:
             os.close(self._keys_fd)

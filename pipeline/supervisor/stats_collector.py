@@ -94,6 +94,7 @@ class StatsCollector:
             quantization=facts.execute.quantization if facts.execute else "",
             kv_dtype=facts.execute.kv_dtype if facts.execute else "",
             adapters=facts.adapters,
+            backend=str(facts.execute.backend) if facts.execute else "",
         )
 
 

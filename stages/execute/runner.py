@@ -59,6 +59,9 @@ class Runner(Protocol):
     """None if LoRA adapters are off."""
     weight_formats: str
     """Formats of the matrices, such as `q8_0+q4_1`."""
+    kernels: str
+    """As in `Backend`; so is `code`."""
+    code: str
 
     @property
     def name(self) -> str:

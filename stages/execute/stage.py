@@ -45,7 +45,9 @@ def run(launch: m.Launch) -> None:
     _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
-        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
+        # A replay computes with what is here, and compares.
+        before = launch.facts if launch.replay is None else None
+        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)), before)
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
@@ -67,7 +69,7 @@ def run(launch: m.Launch) -> None:
                 "continues after a crash or at another replica may get other ids from there on"
             )
         runner.preload_adapters([one.id for one in launch.adapters])
-        stage.ready(_facts_of(runner, weights, launch.facts))
+        stage.ready(_facts_of(runner, weights, launch.settings, before))
         try:
             serve(stage)
         finally:
@@ -76,10 +78,15 @@ def run(launch: m.Launch) -> None:
         stage.close()
 
 
-def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> m.ExecuteFacts:
-    """What the other stages must know. An executor that replaces another one has the same number of blocks. Raises
-    UserError if it can't."""
-    facts = msgspec.structs.replace(runner.facts, weight_formats=weights)
+def _facts_of(runner: "Runner", weights: str, settings: Settings, before: m.ExecuteFacts | None) -> m.ExecuteFacts:
+    """What the other stages must know. An executor that replaces another one has the same number of blocks, and
+    computes with the same back end: what it had not, its streams would continue with other ids, and nobody would
+    know. Raises UserError if it can't."""
+    backend = m.Backend(
+        *(runner.kernels, runner.code, settings.execute.dtype, "+".join(sorted(weights.split("+")))),
+        *(settings.execute.activations, runner.facts.kv_dtype),
+    )
+    facts = msgspec.structs.replace(runner.facts, weight_formats=weights, backend=backend)
     if before is None:
         return facts
     if facts.num_blocks < before.num_blocks:
@@ -90,6 +97,11 @@ def _facts_of(runner: "Runner", weights: str, before: m.ExecuteFacts | None) -> 
     if facts.kv_groups != before.kv_groups:
         raise UserError(
             f"the layers are in other KV groups than before ({described(before.kv_groups)}): start a new server"
+        )
+    if backend != before.backend:
+        raise UserError(
+            f"it would compute with another back end ({backend}) than the executor before ({before.backend}), and open "
+            "streams would continue with other numbers: start a new server"
         )
     return before
 
@@ -162,7 +174,7 @@ def _set_num_threads(settings: Settings) -> int:
     return num_threads
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+def _load(launch: m.Launch, swap: memoryview | None, before: m.ExecuteFacts | None) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
     settings = launch.settings
     num_threads = _set_num_threads(settings)
@@ -196,9 +208,11 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
             ) from error
         serve = partial(loop.serve, runner=cuda_runner)
     else:
+        from pipeline.stages.execute.cpu.kept_library import KeptLibrary
         from pipeline.stages.execute.cpu.runner import CpuRunner
 
-        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap, _place(launch))
+        kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
+        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap, _place(launch), kept=kept)
         serve = partial(_serve, runner=cpu_runner)
     heap.freeze()
     return runner, serve

@@ -83,7 +83,21 @@ def gateway(num_stopped: int, first_s: float) -> Any:
 
 def server(*stages: StageStats) -> ServerStats:
     return ServerStats(
-        "1-ab", 1, "0.1", MODEL, "http://x", "serving", 5.0, 6.0, list(stages), 10, 16, 2048, "q4_1", "int8"
+        "1-ab",
+        1,
+        "0.1",
+        MODEL,
+        "http://x",
+        "serving",
+        5.0,
+        6.0,
+        list(stages),
+        10,
+        16,
+        2048,
+        "q4_1",
+        "int8",
+        backend="kernels=avx2",
     )
 
 
@@ -111,6 +125,7 @@ def test_the_cache_s_configuration_has_its_type() -> None:
 
 def test_the_server_s_info_has_its_quantization() -> None:
     labels = {"version": "0.1", "server": "1-ab", "state": "serving", "quantization": "q4_1"}
+    labels["backend"] = "kernels=avx2"
     assert value(read(server()), "pipeline_server_info", **labels) == 1
 
 

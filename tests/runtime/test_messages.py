@@ -137,6 +137,11 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "start": m.Start(m.ExecuteFacts(100, 16, 2048, 49152)),
     "start with formats": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, weight_formats="q4_1+q8_0", kv_dtype="int8")),
     "start with groups": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, kv_groups=[KVGroup(0, 3), KVGroup(512, 3)])),
+    "start with a back end": m.Start(
+        m.ExecuteFacts(
+            100, 16, 2048, 49152, backend=m.Backend("avx2", "0123456789ab", "bfloat16", "q8_0", "int12", "int8")
+        )
+    ),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),

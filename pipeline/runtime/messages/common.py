@@ -1,5 +1,6 @@
 """The envelope, the messages that several stages receive, and the parts that several messages share."""
 
+from collections.abc import Collection
 from enum import IntEnum
 
 import msgspec
@@ -122,6 +123,32 @@ class Release(Message, frozen=True, tag="release"):
 FLOAT_FORMATS = ("bf16", "f32", "")
 
 
+class Backend(msgspec.Struct, array_like=True, frozen=True):
+    """What decides the bits of an executor's logits, besides the model. A stream continues exactly only at an executor
+    with an equal one, and only if both are batch-invariant."""
+
+    kernels: str = ""
+    """An instruction set of the CPU library, `torch`, or `cuda`. Those of several ranks that differ are joined by +."""
+    code: str = ""
+    """A digest of the kernels: sources of the CPU library; for torch, its version and the kind of CPU or GPU."""
+    dtype: str = ""
+    weights: str = ""
+    """Formats of the weight matrices, such as `q4_1+q8_0`."""
+    activations: str = ""
+    kv_dtype: str = ""
+
+    def __str__(self) -> str:
+        """One line for people and for comparisons; empty if nothing is known."""
+        values = msgspec.structs.asdict(self)
+        return " ".join(f"{name}={value}" for name, value in values.items()) if any(values.values()) else ""
+
+    @classmethod
+    def of_ranks(cls, ranks: Collection["Backend"]) -> "Backend":
+        """That of an executor with these ranks."""
+        found = [msgspec.structs.astuple(one) for one in ranks]
+        return cls(*("+".join(sorted(set(values) - {""})) for values in zip(*found, strict=True)))
+
+
 class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Facts that the executor finds out while it starts."""
 
@@ -153,6 +180,8 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     is_batch_invariant: bool = True
     """Whether ids and logprobs are the same in any batch and any chunks. If not, a stream that continues after a crash
     may get other ids from there on than it would have had."""
+    backend: Backend = Backend()
+    """What computes. That of a successor is the same."""
 
     @property
     def quantization(self) -> str:

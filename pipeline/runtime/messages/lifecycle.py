@@ -167,6 +167,9 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """None if all peers are on this host."""
     host_orders: list[HostOrders] = []
     """For the process that finds hosts: one for each host."""
+    library_fd: int = -1
+    """For an executor: memory that outlives it, in which it leaves the library of its kernels to its successor. Empty
+    at first; -1: there is none."""
 
     @property
     def name(self) -> str:

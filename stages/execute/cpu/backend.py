@@ -1,20 +1,25 @@
 """Chooses the CPU's back end when the executor starts."""
 
+import hashlib
 import logging
+import platform
 from ctypes import CDLL
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
-from pipeline.kernels.cpu.isa import Isa, available
+from pipeline.kernels.cpu.isa import Isa, available, cpuinfo, identity
 from pipeline.kernels.cpu.native import KVType
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
+from pipeline.runtime.messages import Backend
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import LoraPlan
+from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
@@ -24,8 +29,15 @@ from pipeline.stages.execute.cpu.share import share_of, unevenness
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layer_split import Part
 
-Library = tuple[Isa, CDLL]
-"""An instruction set, and the native library for it."""
+
+class Library(NamedTuple):
+    """The native library for an instruction set."""
+
+    isa: Isa
+    loaded: CDLL
+    code: str
+    """A digest of its sources, as `build.code_of`."""
+
 
 AMX_PREFILL_TOKENS = 384
 """Tokens of a step of prompts alone, for float weights on AMX: it computes them 26 % faster than steps of 96. Other
@@ -34,7 +46,7 @@ kernels gain nothing from longer chunks."""
 
 def max_num_prefill_tokens(settings: ScheduleSettings, library: Library | None, are_quantized: bool) -> int:
     """The most tokens of a step in which no row decodes: the setting, or what suits the kernels."""
-    suits_amx = library is not None and library[0] == "amx" and not are_quantized
+    suits_amx = library is not None and library.isa == "amx" and not are_quantized
     chosen = settings.max_num_prefill_tokens or (AMX_PREFILL_TOKENS if suits_amx else 0)
     return max(settings.max_num_batched_tokens, chosen)
 
@@ -66,10 +78,9 @@ def make_program(
 
         torch.set_num_threads(num_threads)
         return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
-    isa, loaded = library
     return NativeProgram(
-        loaded,
-        isa,
+        library.loaded,
+        library.isa,
         num_threads,
         config,
         inputs,
@@ -97,7 +108,7 @@ def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: 
             f"execute.pipeline_parallel: {place.num_stages} stages need the CPU library, but torch computes this "
             "model here"
         )
-    return PipelineLink(library[1], place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
+    return PipelineLink(library.loaded, place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
 
 
 def join(library: Library | None, settings: Settings, config: ModelConfig, place: RankPlace) -> RankGroup:
@@ -115,16 +126,21 @@ def join(library: Library | None, settings: Settings, config: ModelConfig, place
         raise UserError(
             f"execute.tensor_parallel: {place.num_ranks} ranks need the CPU library, but torch computes this model here"
         )
-    return RankGroup(library[1], place, share)
+    return RankGroup(library.loaded, place, share)
 
 
-def choose_library(settings: Settings, config: ModelConfig) -> Library | None:
-    """The library of the back end in `execute.kernels`, by default the fastest of this machine; None for torch.
+def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = NOTHING_KEPT) -> Library | None:
+    """The library of the back end in `execute.kernels`, by default the fastest of this machine; None for torch. An
+    executor that replaces another one takes the same back end, and the library that was kept for it.
 
     Raises UserError if that back end can't compute this model here.
     """
     log = logging.getLogger("pipeline")
-    wanted = settings.execute.kernels
+    wanted: str = settings.execute.kernels
+    named = f"execute.kernels is {wanted!r}"
+    if kept.before is not None:
+        wanted = kept.before.kernels
+        named = f"the executor before computed with {wanted!r}"
     if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
         return None
     try:
@@ -132,16 +148,19 @@ def choose_library(settings: Settings, config: ModelConfig) -> Library | None:
     except ValueError as error:
         raise UserError(str(error)) from error
     if wanted != "auto" and wanted not in isas:
-        raise UserError(f"execute.kernels is {wanted!r}, but this CPU supports {', '.join(isas)} and torch")
+        raise UserError(f"{named}, but this CPU supports {', '.join(isas)} and torch")
     problem = unsupported(config)
     if settings.execute.dtype != "bfloat16":
         problem = f"these kernels compute with bfloat16, but execute.dtype is {settings.execute.dtype!r}"
-    root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
     # An older compiler or system may lack just the newest instructions.
-    candidates = isas[:2] if wanted == "auto" else [wanted]
+    candidates = isas[:2] if wanted == "auto" else [isa for isa in isas if isa == wanted]
+    if kept.before is not None and not problem and (library := _kept(kept, kept.before, candidates[0], log)):
+        return library
+    root = Path(settings.cache_dir).expanduser() if settings.cache_dir else None
     for isa in [] if problem else candidates:
         try:
-            return isa, native.load(build.build(isa, log.info, cache_root=root))
+            path = build.build(isa, log.info, cache_root=root)
+            library = Library(isa, native.load(path), build.code_of(isa))
         except (build.CompileError, native.RefusedError) as error:
             problem = str(error)
             if isa != candidates[-1]:
@@ -149,7 +168,46 @@ def choose_library(settings: Settings, config: ModelConfig) -> Library | None:
         except build.BuildError as error:
             problem = str(error)
             break
+        else:
+            _keep(kept, path, log)
+            return library
     if wanted == "auto":
         log.warning("computing with torch, which is several times slower: %s", problem)
         return None
-    raise UserError(f"execute.kernels is {wanted!r}, but {problem}")
+    raise UserError(f"{named}, but {problem}")
+
+
+def _kept(kept: KeptLibrary, before: Backend, isa: Isa, log: logging.Logger) -> Library | None:
+    """The predecessor's library; None if it can't be used. Then one that computes the same may be compiled."""
+    try:
+        loaded = kept.load()
+    except (OSError, native.RefusedError) as error:
+        log.warning("not computing with the library of the executor before: %s", error)
+        return None
+    if loaded is None:
+        return None
+    if before.code != build.code_of(isa):
+        log.warning("computing with the kernels of this server's start; a new server uses those of the new version")
+    return Library(isa, loaded, before.code)
+
+
+def _keep(kept: KeptLibrary, path: Path, log: logging.Logger) -> None:
+    try:
+        kept.keep(path)
+    except OSError as error:
+        log.warning("the kernels are not kept for a successor of this executor, which compiles them again: %s", error)
+
+
+def code_of_torch() -> str:
+    """A digest of what decides the numbers of the torch program: torch's version, and the kind of CPU, by which its
+    libraries choose kernels."""
+    import torch  # which computes: it is loaded already
+
+    kind = f"{torch.backends.cpu.get_cpu_capability()}\n{identity(platform.machine(), cpuinfo())}"
+    return hashlib.sha256(f"{torch.__version__}\n{kind}".encode()).hexdigest()[:12]
+
+
+def library_of_draft(settings: Settings, config: ModelConfig, library: Library | None) -> Library | None:
+    """The library for what proposes ids beside a model that computes with `library`. Its numbers decide which ids are
+    proposed, not which are sampled, so it needs no back end of its own."""
+    return library if library is not None and unsupported(config) is None else choose_library(settings, config)

@@ -12,7 +12,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime import model_folder
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.backend import choose_library, make_program
+from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.eagle3 import Eagle3Head
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
@@ -27,14 +27,16 @@ from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 class CpuDraftModel(DraftModel):
     """`kv` is the plan of the model's KV cache."""
 
-    def __init__(self, settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, folder: Path) -> None:
-        """Raises UserError if the draft model can't run here."""
+    def __init__(
+        self, settings: Settings, table: RowTable, kv: KVPlan, num_threads: int, folder: Path, of_model: Library | None
+    ) -> None:
+        """`of_model` is the model's library. Raises UserError if the draft model can't run here."""
         self._hold = model_folder.hold(folder)
         config = ModelConfig.load(folder)
         super().__init__(table, min(kv.max_model_len, config.max_position), min(config.vocab_size, table.vocab_size))
         self._has_other_vocab = config.vocab_size != table.vocab_size
         max_num_seqs = settings.schedule.max_num_seqs
-        library = choose_library(settings, config)
+        library = library_of_draft(settings, config, of_model)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         panels = PanelPlace.of(folder, weights.files) if library and settings.execute.keep_packed_weights else None
         self._inputs = StepInputs(MAX_CATCH_UP + max_num_seqs, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
@@ -79,4 +81,4 @@ def load_proposer(settings: Settings, table: RowTable, kv: KVPlan, num_threads: 
     if settings.speculative.method == "eagle":
         kind = EagleHead if ModelConfig.load(folder).eagle3 is None else Eagle3Head
         return kind(settings, table, kv, num_threads, folder, target)
-    return CpuDraftModel(settings, table, kv, num_threads, folder)
+    return CpuDraftModel(settings, table, kv, num_threads, folder, target.library)

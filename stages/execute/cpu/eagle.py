@@ -15,7 +15,7 @@ from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime import model_folder
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.backend import choose_library, make_program
+from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.program import AnyMatrix, Head, Norm, Program
 from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
@@ -35,6 +35,7 @@ class Target:
     config: ModelConfig
     weights: Weights
     program: Program
+    library: Library | None
 
 
 class EagleHead(EagleProposer[FloatArray]):
@@ -52,7 +53,7 @@ class EagleHead(EagleProposer[FloatArray]):
         hidden, vocab_size = model.hidden_size, model.vocab_size
         super().__init__(table, min(kv.max_model_len, config.max_position), PIECE)
         max_num_seqs = settings.schedule.max_num_seqs
-        library = choose_library(settings, config)
+        library = library_of_draft(settings, config, target.library)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         self._embedding = self._embedding_of(weights, target)
         self._fc = _floats(weights.matrix("fc.weight", hidden, self.num_states * hidden)).T.copy()

@@ -18,7 +18,15 @@ from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cores import threads_of
-from pipeline.stages.execute.cpu.backend import choose_library, join, link, make_program, max_num_prefill_tokens
+from pipeline.stages.execute.cpu.backend import (
+    choose_library,
+    code_of_torch,
+    join,
+    link,
+    make_program,
+    max_num_prefill_tokens,
+)
+from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
@@ -43,8 +51,8 @@ Clock = Callable[[], float]
 
 class CpuRunner:
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
-    program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. Raises
-    UserError if the model can't run with these settings."""
+    program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. `kept` is
+    what the executor before has left. Raises UserError if the model can't run with these settings."""
 
     def __init__(
         self,
@@ -53,10 +61,12 @@ class CpuRunner:
         swap: memoryview | None = None,
         place: RankPlace = ALONE,
         make: Callable[..., Program] = make_program,
+        kept: KeptLibrary = NOTHING_KEPT,
     ) -> None:
         self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
-        library = choose_library(settings, config)
+        library = choose_library(settings, config, kept)
+        self._library = library
         num_ranks = place.num_ranks
         self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, place)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
@@ -122,6 +132,8 @@ class CpuRunner:
             self.masks.forces = True
             proposer = self._proposer_of(settings, kv, num_threads, weights)
             self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
+        self.kernels = "torch" if library is None else library.isa
+        self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
         """For example `q8_0+q4_1`."""
         self._pool = self._pool_of(config)
@@ -148,7 +160,9 @@ class CpuRunner:
         from pipeline.stages.execute.cpu.draft_model import load_proposer
         from pipeline.stages.execute.cpu.eagle import Target
 
-        return load_proposer(settings, self.rows, kv, num_threads, Target(self._config, weights, self.program))
+        return load_proposer(
+            settings, self.rows, kv, num_threads, Target(self._config, weights, self.program, self._library)
+        )
 
     def _drop_drafts(self, rows: IntArray) -> None:
         if self._proposer is not None:

@@ -9,6 +9,7 @@ Speculative decoding needs them too: before ids are proposed for a step, all ste
 verifies what such a step samples, and sends the kept ids to the rows with the next step.
 """
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -114,6 +115,10 @@ class CudaRunner:
         else:
             build_program(ranks.whole, weights, ranks.cut(self.model, quantization))
         self.weight_formats = "+".join(weights.taken)
+        self.kernels, self.code = (
+            "cuda",
+            hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12],
+        )
         draft = DraftWeights.of(settings, device, config.vocab_size)
         head = HeadWeights.of(settings, device, self.model, config)
         memory = device.memory(reserved_bytes(settings, config))

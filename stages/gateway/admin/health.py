@@ -35,6 +35,9 @@ class HealthBody(msgspec.Struct):
     time); null if there are none"""
     batch_invariant: bool | None = None
     """whether ids are the same in any batch, and so continued streams exact; null until the executor is ready"""
+    backend: str | None = None
+    """what computes: kernels with a digest of their code, dtypes and formats. A stream continues exactly at servers with
+    the same one; null until the executor is ready"""
 
 
 class HealthQuery:
@@ -63,11 +66,14 @@ class HealthQuery:
 
 
 def body_of(
-    health: m.Health | None, status: str, reason: str | None, num_open: int, batch_invariant: bool | None = None
+    health: m.Health | None, status: str, reason: str | None, num_open: int, facts: m.ExecuteFacts | None = None
 ) -> HealthBody:
-    """The body of /health. `status` is the gateway's own; if that is ok, the worst status of the stages is reported."""
+    """The body of /health. `status` is the gateway's own; if that is ok, the worst status of the stages is reported.
+    `facts` are the executor's."""
+    batch_invariant = None if facts is None else facts.is_batch_invariant
+    backend = None if facts is None else str(facts.backend)
     if health is None:
-        return HealthBody(status, reason, open_requests=num_open, batch_invariant=batch_invariant)
+        return HealthBody(status, reason, open_requests=num_open, batch_invariant=batch_invariant, backend=backend)
     body = HealthBody(
         health.status if status == "ok" else status,
         reason,
@@ -77,6 +83,7 @@ def body_of(
         ],
         open_requests=num_open + health.num_open_elsewhere,
         batch_invariant=batch_invariant,
+        backend=backend,
     )
     if health.num_nan:
         body.nan_logits = {"sequences": health.num_nan, "last": int(health.last_nan_s)}

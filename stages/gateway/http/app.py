@@ -318,9 +318,7 @@ class Api:
         reason = self._readiness.failure
         if status == "ok" and answer is None:
             status, reason = "late", "Timed out waiting for the supervisor"
-        facts = self._readiness.facts
-        is_batch_invariant = None if facts is None else facts.is_batch_invariant
-        body = health.body_of(answer, status, reason, self._requests.num_open, is_batch_invariant)
+        body = health.body_of(answer, status, reason, self._requests.num_open, self._readiness.facts)
         return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def live(self, http_request: web.Request) -> web.StreamResponse:

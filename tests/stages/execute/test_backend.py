@@ -140,7 +140,7 @@ def test_steps_of_prompts_alone_are_longer_with_float_weights_on_amx(
     isa: Isa | None, are_quantized: bool, set_to: int, expected: int
 ) -> None:
     schedule = ScheduleSettings(max_num_batched_tokens=48, max_num_prefill_tokens=set_to)
-    library = (isa, ctypes.CDLL(None)) if isa else None
+    library = backend.Library(isa, ctypes.CDLL(None), "") if isa else None
     assert backend.max_num_prefill_tokens(schedule, library, are_quantized) == expected
 
 

@@ -14,6 +14,7 @@ from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.kv_groups import KVGroup
+from pipeline.stages.execute.cpu.backend import code_of_torch
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
@@ -58,6 +59,7 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
         kv_dtype="float32",
         kv_groups=[KVGroup(num_layers=3)],
         eos_ids=[2],
+        backend=m.Backend("torch", code_of_torch(), "float32", "f32", "int12", "float32"),
     )
 
 

@@ -68,6 +68,7 @@ class TestHealth:
             "open_requests": 0,
             "nan_logits": None,
             "batch_invariant": True,
+            "backend": "",
         }
 
     def test_nan_logits_are_shown_and_leave_the_server_ok(self, gate: Gate) -> None:

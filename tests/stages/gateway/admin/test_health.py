@@ -9,6 +9,9 @@ from pipeline.stages.gateway.admin.health import body_of
 from tests.stages.gateway.gate import Gate
 
 
+BACKEND = m.Backend("avx2", "0123456789ab", "bfloat16", "q4_1+q8_0", "int12", "int8")
+
+
 def test_health_says_that_a_cpu_is_batch_invariant(tmp_path: Path) -> None:
     with Gate(tmp_path) as gate:
         response = gate.do(gate.client.get, "/health")
@@ -17,7 +20,17 @@ def test_health_says_that_a_cpu_is_batch_invariant(tmp_path: Path) -> None:
         assert response.result().json()["batch_invariant"] is True
 
 
-@pytest.mark.parametrize("batch_invariant", [False, None])
-def test_health_of_a_gpu_and_of_a_server_that_starts(batch_invariant: bool | None) -> None:
-    for health in (None, m.Health(1, "ok", [], None)):
-        assert body_of(health, "ok", None, 0, batch_invariant).batch_invariant is batch_invariant
+@pytest.mark.parametrize("health", [None, m.Health(1, "ok", [], None)])
+def test_health_has_what_the_executor_says_of_its_numbers(health: m.Health | None) -> None:
+    facts = m.ExecuteFacts(64, 16, 512, 1000, is_batch_invariant=False, backend=BACKEND)
+    body = body_of(health, "ok", None, 0, facts)
+    assert body.batch_invariant is False
+    assert body.backend == (
+        "kernels=avx2 code=0123456789ab dtype=bfloat16 weights=q4_1+q8_0 activations=int12 kv_dtype=int8"
+    )
+
+
+@pytest.mark.parametrize("health", [None, m.Health(1, "ok", [], None)])
+def test_health_says_nothing_of_numbers_before_the_executor_is_ready(health: m.Health | None) -> None:
+    body = body_of(health, "ok", None, 0)
+    assert body.batch_invariant is None and body.backend is None
