@@ -25,6 +25,7 @@ def own_metrics(counts: RelayCounts, routed: RoutedReplicas, infos: list[Replica
     count("ingress_requests", "Requests.", counts.num_requests)
     count("ingress_retries", "Attempts repeated before anything was passed on.", counts.num_retried)
     count("ingress_resumed_streams", "Streams continued at another replica.", counts.num_resumed)
+    count("ingress_inexact_streams", "Of these, those whose ids may differ from there on.", counts.num_inexact)
     count("ingress_broken_streams", "Streams that ended because their replica was lost.", counts.num_broken)
     count("ingress_unserved", "Requests that no replica took.", counts.num_unserved)
     count("router_requests", "Requests routed to a replica.", router.num_requests)
@@ -39,6 +40,8 @@ def own_metrics(counts: RelayCounts, routed: RoutedReplicas, infos: list[Replica
     metric("pipeline_ingress_open_requests", "gauge", "Requests whose responses are not over.", {"": num_open})
     open_requests = {f'{{replica="{one.name}"}}': float(one.open_requests) for one in infos}
     metric("pipeline_replica_open_requests", "gauge", "Requests that are open at a replica.", open_requests)
+    kinds = {f'{{replica="{one.name}",{_kind(one)}}}': 1.0 for one in infos}
+    metric("pipeline_replica_info", "gauge", "What a replica computes with; the value is 1.", kinds)
     states = {
         f'{{replica="{one.name}",state="{state}"}}': float(one.status == state) for one in infos for state in STATES
     }
@@ -46,6 +49,13 @@ def own_metrics(counts: RelayCounts, routed: RoutedReplicas, infos: list[Replica
     failures = {f'{{replica="{name}"}}': float(num) for name, num in routed.num_failures.items()}
     metric("pipeline_replica_failures_total", "counter", "How often a request found a replica dead.", failures)
     return "\n".join(lines) + "\n"
+
+
+def _kind(replica: ReplicaInfo) -> str:
+    """Labels. What a replica says of itself may be anything."""
+    backend = replica.backend.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    batch_invariant = "" if replica.batch_invariant is None else str(replica.batch_invariant).lower()
+    return f'backend="{backend}",batch_invariant="{batch_invariant}"'
 
 
 def of_replicas(texts: Mapping[str, str]) -> str:

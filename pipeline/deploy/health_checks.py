@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, ReplicaInfo, RoutedLease, RoutedReplicas
+from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, Numbers, ReplicaInfo, RoutedLease, RoutedReplicas
 from pipeline.deploy.upstream import Upstream, UpstreamLost, fetch
 from pipeline.routing.policies import Prompt
 
@@ -24,6 +24,12 @@ log = logging.getLogger("pipeline.deploy")
 class _Health(msgspec.Struct):
     status: str = ""
     kv_blocks: dict[str, int] | None = None
+    backend: str | None = None
+    batch_invariant: bool | None = None
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(self.backend or "", self.batch_invariant is not False)
 
 
 class FixedReplicas:
@@ -63,8 +69,9 @@ class FixedReplicas:
             if not problem and status == 200:
                 if not routed.has(name):
                     blocks = (health.kv_blocks or {}).get("total", 0)
-                    routed.add(name, host, port, blocks * BLOCK_TOKENS or DEFAULT_KV_TOKENS)
+                    routed.add(name, host, port, blocks * BLOCK_TOKENS or DEFAULT_KV_TOKENS, health.numbers)
                     log.info("replica takes requests", extra={"fields": {"replica": name}})
+                routed.learn(name, health.numbers)  # another server may have its address now
                 first.set()
             elif not problem and health.status in ("draining", "recovering", "late"):
                 if routed.has(name):  # its streams go on
@@ -84,9 +91,9 @@ class FixedReplicas:
         self.routed.remove(name, status="down")
         self.routed.num_failures.setdefault(name, 0)
 
-    async def lease(self, prompt: Prompt, avoid: Collection[str] = ()) -> "FixedLease":
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "FixedLease":
         """As in ReplicaSet."""
-        return FixedLease(self, self.routed.route(prompt, avoid))
+        return FixedLease(self, self.routed.route(prompt, avoid, before))
 
     def lost(self, name: str) -> None:
         """A request found a replica dead: it gets no more until it answers a probe, which comes at once."""
@@ -110,7 +117,7 @@ class FixedReplicas:
 
 class FixedLease:
     def __init__(self, replicas: FixedReplicas, lease: RoutedLease) -> None:
-        self.name = lease.name
+        self.name, self.numbers = lease.name, lease.numbers
         self.upstream = lease.upstream
         self._replicas = replicas
         self._lease = lease

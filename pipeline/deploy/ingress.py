@@ -73,6 +73,9 @@ class HealthBody(msgspec.Struct):
     """ok, degraded (some replicas are down), unavailable or draining"""
     open_requests: int
     replicas: list[ReplicaInfo]
+    same_backend: bool = True
+    """whether all replicas that take requests compute with the same back end; else a stream that continues at another
+    one may get other ids from there on"""
 
 
 class Ingress:
@@ -196,7 +199,9 @@ class Ingress:
         num_ok = sum(one.status == "ok" for one in infos)
         status = "ok" if num_ok == len(infos) else "degraded"
         status = "unavailable" if not num_ok else "draining" if self._is_draining else status
-        body = msgspec.json.encode(HealthBody(status, self.relay.num_open, infos))
+        body = msgspec.json.encode(
+            HealthBody(status, self.relay.num_open, infos, self._replicas.routed.have_same_backend)
+        )
         code = 200 if status in ("ok", "degraded") else 503
         return web.Response(status=code, body=body, content_type="application/json")
 

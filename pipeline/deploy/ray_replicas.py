@@ -17,7 +17,15 @@ import msgspec
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.config.settings import Settings
 from pipeline.deploy.ray_members import MEMBERS
-from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, NoReplica, ReplicaInfo, RoutedLease, RoutedReplicas
+from pipeline.deploy.replicas import (
+    DEFAULT_KV_TOKENS,
+    UNKNOWN,
+    NoReplica,
+    Numbers,
+    ReplicaInfo,
+    RoutedLease,
+    RoutedReplicas,
+)
 from pipeline.deploy.upstream import Upstream
 from pipeline.errors import UserError
 from pipeline.routing.policies import Prompt
@@ -39,6 +47,7 @@ class Place(msgspec.Struct, array_like=True):
     host: str
     port: int
     kv_tokens: int
+    numbers: Numbers = UNKNOWN
 
 
 class ServerReplica:
@@ -70,7 +79,8 @@ class ServerReplica:
                         host = parts.hostname or "127.0.0.1"
                         host = own_host if host in ("0.0.0.0", "::") else host
                         kv_tokens = stats.num_blocks * stats.block_size or DEFAULT_KV_TOKENS
-                        return Place(self._id, host, parts.port or 80, kv_tokens)
+                        numbers = Numbers(stats.backend, stats.is_batch_invariant)
+                        return Place(self._id, host, parts.port or 80, kv_tokens, numbers)
             time.sleep(LOOK_S)
         self._server.close()
         raise RuntimeError(f"the server of replica {self._id} was not ready after {timeout_s:g} s")
@@ -141,15 +151,15 @@ class RayReplicas:
             if place.replica != name:  # it was gone, and another one answered
                 await asyncio.sleep(LOOK_S)
             elif name in self._members and not self.routed.has(name):
-                self.routed.add(name, place.host, place.port, place.kv_tokens)
+                self.routed.add(name, place.host, place.port, place.kv_tokens, place.numbers)
 
     def _forget_if_idle(self, name: str) -> None:
         if not any(one.name == name and one.open_requests for one in self.routed.infos()):
             self.routed.remove(name)
 
-    async def lease(self, prompt: Prompt, avoid: Collection[str] = ()) -> "RayLease":
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "RayLease":
         """As in ReplicaSet."""
-        routed = self.routed.route(prompt, avoid)
+        routed = self.routed.route(prompt, avoid, before)
         call = self._handle.lease.options(stream=True).remote(replica=routed.name)
         try:
             async with asyncio.timeout(LEASE_S):
@@ -195,7 +205,7 @@ class RayReplicas:
 
 class RayLease:
     def __init__(self, replicas: RayReplicas, lease: RoutedLease, call: Any) -> None:
-        self.name = lease.name
+        self.name, self.numbers = lease.name, lease.numbers
         self.upstream = lease.upstream
         self._replicas = replicas
         self._lease = lease

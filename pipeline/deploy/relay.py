@@ -26,7 +26,7 @@ from pipeline.deploy.client_writer import ClientWriter
 from pipeline.deploy.forwarding import BODILESS, end_to_end, is_pointed, request_bytes
 from pipeline.deploy.pointed_stream import PointedStream
 from pipeline.deploy.prompts import prompt_of
-from pipeline.deploy.replicas import NoReplica, ReplicaLease, ReplicaSet
+from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
@@ -58,6 +58,9 @@ class RelayCounts(msgspec.Struct):
     """Attempts that were repeated before anything was passed on."""
     num_resumed: int = 0
     """Streams that were continued at another replica, each time."""
+    num_inexact: int = 0
+    """Of these, those whose ids may differ from there on: the replica has another back end, or is not
+    batch-invariant."""
     num_broken: int = 0
     """Streams that ended with an error because their replica was lost."""
     num_unserved: int = 0
@@ -162,7 +165,7 @@ class _Attempt:
         kind = head.get("content-type").partition(";")[0]
         self.is_stream = head.status == 200 and kind in STREAM_TYPES
         if self.is_stream:
-            self._relayed.stream_begins(head, kind)
+            self._relayed.stream_begins(head, kind, self._lease)
 
     def data(self, data: bytes) -> None:
         if not self.is_stream and len(self.body) + len(data) > MAX_REPLY_BYTES:
@@ -204,6 +207,8 @@ class _Relayed:
         self._num_tries = 0
         self._num_outputs = 0
         """Points with output at the last death."""
+        self._numbers: Numbers | None = None
+        """Those of the replica that the stream's output is from; None without output."""
 
     async def run(self, prompt: Prompt, wait_s: float, resume_timeout_s: float) -> web.StreamResponse:
         try:
@@ -228,7 +233,7 @@ class _Relayed:
         while True:
             changed.clear()
             try:
-                return await self._replicas.lease(prompt, self._avoid)
+                return await self._replicas.lease(prompt, self._avoid, self._numbers)
             except NoReplica as error:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
@@ -300,9 +305,15 @@ class _Relayed:
 
     # ------------------------------------------------------------------------------------- called as the response comes
 
-    def stream_begins(self, head: Head, kind: str) -> None:
+    def stream_begins(self, head: Head, kind: str, lease: ReplicaLease) -> None:
         """The head of a stream has arrived, perhaps of one that is continued."""
         self._kind = kind
+        before, self._numbers = self._numbers, lease.numbers
+        if before is not None and not lease.numbers.continues(before):
+            self._counts.num_inexact += 1
+            fields = {"replica": lease.name, "backend": lease.numbers.backend, "before": before.backend}
+            fields |= {"path": self._http_request.path}
+            log.warning("stream continued inexactly: its ids may differ from here on", extra={"fields": fields})
         if self._client.has_begun:
             return
         is_plain = head.get("content-encoding").lower() in ("", "identity")
@@ -374,6 +385,8 @@ class _Relayed:
             log.warning("stream broken", extra={"fields": fields})
             message = "the replica that served this stream was lost, and a stream of this kind can't be continued"
             raise RelayError(message, "replica_died")
+        if not num_outputs:
+            self._numbers = None
         if stream is not None:
             stream.lose()
         if has_begun:

@@ -9,6 +9,7 @@ would each see a part of it, which costs hits (docs/scale.md). So the state live
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection
 from typing import Protocol
@@ -34,14 +35,33 @@ DEFAULT_KV_TOKENS = 100_000
 """Of a replica that has not said how many tokens its KV cache holds."""
 
 
+log = logging.getLogger("pipeline.deploy")
+
+
 class NoReplica(Exception):
     """No replica takes requests."""
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """What decides a replica's ids and logprobs, besides the model and the settings, as its /health says."""
+
+    backend: str = ""
+    """Empty if it has not said it."""
+    is_batch_invariant: bool = True
+
+    def continues(self, before: "Numbers") -> bool:
+        """Whether a stream of a replica with the numbers `before` goes on here exactly."""
+        return self == before and self.is_batch_invariant
+
+
+UNKNOWN = Numbers()
 
 
 class ReplicaLease(Protocol):
     """A request that is open at a replica."""
 
     name: str
+    numbers: Numbers
     upstream: Upstream
 
     def first_token(self, now_s: float) -> None: ...
@@ -60,11 +80,15 @@ class ReplicaInfo(msgspec.Struct):
     status: str
     """ok, down or draining"""
     open_requests: int
+    backend: str = ""
+    """What it computes with, from its /health"""
+    batch_invariant: bool | None = None
 
 
 class ReplicaSet(Protocol):
-    async def lease(self, prompt: Prompt, avoid: Collection[str] = ()) -> ReplicaLease:
-        """A replica for a request; one of `avoid` only if there is no other. Raises NoReplica."""
+    async def lease(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> ReplicaLease:
+        """A replica for a request; one of `avoid` only if there is no other. For a stream that has begun, one with the
+        numbers `before` if there is such a replica. Raises NoReplica."""
         ...
 
     def infos(self) -> list[ReplicaInfo]: ...
@@ -111,13 +135,14 @@ class RoutedReplicas:
         self.speed = Speed()
         self._upstreams: dict[str, Upstream] = {}
         self._status: dict[str, str] = {}
+        self._numbers: dict[str, Numbers] = {}
         self._num_open: dict[str, int] = {}
         self.num_failures: dict[str, int] = {}
         """How often a replica was found dead, by name."""
         self.changed = asyncio.Event()
         """Set when a replica begins to take requests."""
 
-    def add(self, name: str, host: str, port: int, kv_tokens: int) -> None:
+    def add(self, name: str, host: str, port: int, kv_tokens: int, numbers: Numbers = UNKNOWN) -> None:
         """A replica begins to take requests, perhaps again: then its open ones go on."""
         assert not self.has(name), f"replica {name} takes requests already"
         speed = self.speed.tokens_per_s
@@ -129,7 +154,33 @@ class RoutedReplicas:
             self._upstreams[name] = Upstream(host, port)
         self._status[name] = "ok"
         self._num_open.setdefault(name, 0)
+        self.learn(name, numbers)
         self.changed.set()
+
+    def learn(self, name: str, numbers: Numbers) -> None:
+        """What a replica that takes requests says of its numbers. Logs if it differs from the others."""
+        if self._numbers.get(name) == numbers:
+            return
+        self._numbers[name] = numbers
+        for other in self.upstreams():
+            if other != name and self._numbers[other].backend != numbers.backend:
+                fields = {
+                    "replica": name,
+                    "backend": numbers.backend,
+                    "other": other,
+                    "its_backend": self._numbers[other].backend,
+                }
+                log.warning(
+                    "replicas compute with different back ends: a stream that continues at another one may get other "
+                    "ids from there on; give them the same version and settings, and the same execute.kernels",
+                    extra={"fields": fields},
+                )
+                return
+
+    @property
+    def have_same_backend(self) -> bool:
+        """Whether the replicas that take requests compute with the same back end."""
+        return len({self._numbers[name].backend for name in self.upstreams()}) <= 1
 
     def remove(self, name: str, *, status: str = "") -> None:
         """A replica is gone, and so are its connections; it stays listed if there is a `status`."""
@@ -141,6 +192,7 @@ class RoutedReplicas:
             self._status[name] = status
         else:
             self._status.pop(name, None)
+            self._numbers.pop(name, None)
 
     def drain(self, name: str) -> None:
         """A replica gets no more requests. Its open ones go on."""
@@ -166,19 +218,24 @@ class RoutedReplicas:
         for name, status in self._status.items():
             upstream = self._upstreams.get(name)
             url = "" if upstream is None else f"http://{upstream.host}:{upstream.port}"
-            found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0)))
+            numbers = self._numbers.get(name)
+            told = ("", None) if numbers is None else (numbers.backend, numbers.is_batch_invariant)
+            found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0), *told))
         return found
 
-    def route(self, prompt: Prompt, avoid: Collection[str] = ()) -> "RoutedLease":
-        """Choose a replica. Raises NoReplica."""
-        allowed = [name for name in self._upstreams if self.has(name) and name not in avoid]
+    def route(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "RoutedLease":
+        """Choose a replica, as `ReplicaSet.lease`. Raises NoReplica."""
+        known = self.upstreams()
+        allowed = [name for name in known if name not in avoid] or list(known)
+        if before is not None:
+            allowed = [name for name in allowed if self._numbers[name] == before] or allowed
         try:
-            with self.router.without(avoid if allowed else ()):
+            with self.router.without(known.keys() - allowed):
                 lease = self.router.route(prompt, time.monotonic())
         except LookupError as error:
             raise NoReplica("no replica takes requests") from error
         self._num_open[lease.replica] += 1
-        return RoutedLease(self, lease)
+        return RoutedLease(self, lease, self._numbers[lease.replica])
 
     def ended(self, lease: router.Lease) -> None:
         self.router.end(lease)
@@ -195,8 +252,9 @@ class RoutedReplicas:
 class RoutedLease:
     """A request that the router has counted."""
 
-    def __init__(self, routed: RoutedReplicas, lease: router.Lease) -> None:
+    def __init__(self, routed: RoutedReplicas, lease: router.Lease, numbers: Numbers) -> None:
         self.name = lease.replica
+        self.numbers = numbers
         self.upstream = routed.upstream(lease.replica)
         self._routed = routed
         self._lease = lease

@@ -300,6 +300,8 @@ class ServerStats(Part, frozen=True):
     """LoRA adapters that clients may use: ids by name."""
     backend: str = ""
     """What the executor computes with (`Backend`), as in /health; empty before it is ready."""
+    is_batch_invariant: bool = True
+    """As in `ExecuteFacts`."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -326,10 +326,7 @@ class SupervisorLoop:
                     self._scaling.ready(sender)
                     return
                 is_successor, child.state = child.state == "recovering", "ready"
-                if facts is not None:
-                    backends = self._resources.backends
-                    backends[sender] = facts.backend
-                    self.facts = msgspec.structs.replace(facts, backend=m.Backend.of_ranks(backends.values()))
+                self._learn(facts, sender)
                 if is_successor:
                     assert self.facts is not None
                     self._restarts.ready(child, self.facts)
@@ -361,6 +358,13 @@ class SupervisorLoop:
                 self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    def _learn(self, facts: m.ExecuteFacts | None, sender: str) -> None:
+        """An executor is ready, perhaps one of several ranks; other stages have no facts."""
+        if facts is not None:
+            backends = self._resources.backends
+            backends[sender] = facts.backend
+            self.facts = msgspec.structs.replace(facts, backend=m.Backend.of_ranks(backends.values()))
 
     def _prepared(self, message: m.Prepared, sender: str) -> None:
         """The model is prepared, on this host or on another one."""

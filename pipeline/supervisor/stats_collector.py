@@ -95,6 +95,7 @@ class StatsCollector:
             kv_dtype=facts.execute.kv_dtype if facts.execute else "",
             adapters=facts.adapters,
             backend=str(facts.execute.backend) if facts.execute else "",
+            is_batch_invariant=facts.execute is None or facts.execute.is_batch_invariant,
         )
 
 

@@ -80,8 +80,7 @@ def run(launch: m.Launch) -> None:
 
 def _facts_of(runner: "Runner", weights: str, settings: Settings, before: m.ExecuteFacts | None) -> m.ExecuteFacts:
     """What the other stages must know. An executor that replaces another one has the same number of blocks, and
-    computes with the same back end: what it had not, its streams would continue with other ids, and nobody would
-    know. Raises UserError if it can't."""
+    computes with the same back end: else open streams would continue with other ids. Raises UserError if it can't."""
     backend = m.Backend(
         *(runner.kernels, runner.code, settings.execute.dtype, "+".join(sorted(weights.split("+")))),
         *(settings.execute.activations, runner.facts.kv_dtype),

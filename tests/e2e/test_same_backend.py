@@ -97,7 +97,7 @@ def test_a_stream_ends_with_an_error_if_the_same_back_end_can_not_be_had(tiny_mo
         with stream(server) as events:
             expected = choices_of(events)
         fds = Path(f"/proc/{server.process.pid}/fd")
-        (kept,) = [fd for fd in fds.iterdir() if "memfd:pipeline-library" in os.readlink(fd)]
+        (kept,) = [fd for fd in fds.iterdir() if "memfd:pipeline-library" in str(fd.readlink())]
         remove(kernels)
         os.truncate(kept, 0)
         with stream(server) as events:

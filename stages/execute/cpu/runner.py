@@ -132,7 +132,7 @@ class CpuRunner:
             self.masks.forces = True
             proposer = self._proposer_of(settings, kv, num_threads, weights)
             self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
-        self.kernels = "torch" if library is None else library.isa
+        self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
         """For example `q8_0+q4_1`."""

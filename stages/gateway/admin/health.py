@@ -36,7 +36,7 @@ class HealthBody(msgspec.Struct):
     batch_invariant: bool | None = None
     """whether ids are the same in any batch, and so continued streams exact; null until the executor is ready"""
     backend: str | None = None
-    """what computes: kernels with a digest of their code, dtypes and formats. A stream continues exactly at servers with
+    """what computes: kernels, a digest of their code, dtypes and formats. A stream continues exactly at a server with
     the same one; null until the executor is ready"""
 
 

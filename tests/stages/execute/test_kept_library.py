@@ -1,5 +1,5 @@
-"""An executor that replaces another one computes with the same back end, whatever has happened to the library's file and
-to the compiler. If it can't, it refuses."""
+"""An executor that replaces another one computes with the same back end, whatever has happened to the library's file
+and to the compiler. If it can't, it refuses."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +13,6 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.runtime import messages as m
-from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.backend import Library, choose_library, library_of_draft
 from pipeline.stages.execute.cpu.kept_library import KeptLibrary

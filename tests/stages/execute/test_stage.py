@@ -14,10 +14,10 @@ from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.kv_groups import KVGroup
-from pipeline.stages.execute.cpu.backend import code_of_torch
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
+from pipeline.stages.execute.cpu.backend import code_of_torch
 from tests.rig import Rig
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE

@@ -8,7 +8,6 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin.health import body_of
 from tests.stages.gateway.gate import Gate
 
-
 BACKEND = m.Backend("avx2", "0123456789ab", "bfloat16", "q4_1+q8_0", "int12", "int8")
 
 
