@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.run_mode import RunMode
+from pipeline.supervisor.planned_restarts import launch_of
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import Restarts
 
@@ -186,6 +188,26 @@ class TestRanks:
         assert len({launch.ranks_fd for launch in launches}) == 1
         assert os.fstat(launches[0].ranks_fd).st_ino != inode, "the ranks would use the barriers of the dead ones"
         assert [launch.incarnation for launch in launches] == [2, 2]
+
+    def test_each_has_its_own_memory_for_its_library_which_outlives_it(self, ranks: Bench) -> None:
+        def inodes() -> list[int]:
+            fds = [ranks.resources.launch("execute", "", [], rank).library_fd for rank in range(2)]
+            return [os.fstat(fd).st_ino for fd in fds]
+
+        before = inodes()
+        assert len(set(before)) == 2
+        ranks.die("execute.0")
+        assert inodes() == before
+        assert ranks.resources.launch("schedule", "", []).library_fd == -1
+
+    def test_a_successor_is_told_its_own_back_end_and_not_that_of_another_rank(self, ranks: Bench) -> None:
+        """On other hosts they may differ."""
+        own = m.Backend("avx2", "0a")
+        ranks.resources.backends = {"execute.0": m.Backend("avx512", "0b"), "execute.1": own}
+        facts = m.ExecuteFacts(64, 16, 512, 1000, backend=m.Backend.of_ranks(ranks.resources.backends.values()))
+        launch = launch_of("execute.1", ranks.resources, "", facts)
+        assert launch.facts == msgspec.structs.replace(facts, backend=own)
+        assert launch_of("schedule.0", ranks.resources, "", facts).facts == facts
 
     def test_only_the_one_that_died_counts_as_restarted_too_often(self, ranks: Bench) -> None:
         for _ in range(ranks.resources.settings.supervisor.max_restarts):
