@@ -45,9 +45,7 @@ def run(launch: m.Launch) -> None:
     _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
     try:
-        # A replay computes with what is here, and compares.
-        before = launch.facts if launch.replay is None else None
-        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)), before)
+        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
@@ -69,7 +67,7 @@ def run(launch: m.Launch) -> None:
                 "continues after a crash or at another replica may get other ids from there on"
             )
         runner.preload_adapters([one.id for one in launch.adapters])
-        stage.ready(_facts_of(runner, weights, launch.settings, before))
+        stage.ready(_facts_of(runner, weights, launch))
         try:
             serve(stage)
         finally:
@@ -78,12 +76,13 @@ def run(launch: m.Launch) -> None:
         stage.close()
 
 
-def _facts_of(runner: "Runner", weights: str, settings: Settings, before: m.ExecuteFacts | None) -> m.ExecuteFacts:
+def _facts_of(runner: "Runner", weights: str, launch: m.Launch) -> m.ExecuteFacts:
     """What the other stages must know. An executor that replaces another one has the same number of blocks, and
     computes with the same back end: else open streams would continue with other ids. Raises UserError if it can't."""
+    execute, before = launch.settings.execute, launch.facts
     backend = m.Backend(
-        *(runner.kernels, runner.code, settings.execute.dtype, "+".join(sorted(weights.split("+")))),
-        *(settings.execute.activations, runner.facts.kv_dtype),
+        *(runner.kernels, runner.code, execute.dtype, "+".join(sorted(weights.split("+")))),
+        *(execute.activations, runner.facts.kv_dtype),
     )
     facts = msgspec.structs.replace(runner.facts, weight_formats=weights, backend=backend)
     if before is None:
@@ -97,7 +96,7 @@ def _facts_of(runner: "Runner", weights: str, settings: Settings, before: m.Exec
         raise UserError(
             f"the layers are in other KV groups than before ({described(before.kv_groups)}): start a new server"
         )
-    if backend != before.backend:
+    if backend != before.backend and launch.replay is None:  # which computes with what is here, and compares
         raise UserError(
             f"it would compute with another back end ({backend}) than the executor before ({before.backend}), and open "
             "streams would continue with other numbers: start a new server"
@@ -173,7 +172,7 @@ def _set_num_threads(settings: Settings) -> int:
     return num_threads
 
 
-def _load(launch: m.Launch, swap: memoryview | None, before: m.ExecuteFacts | None) -> "tuple[Runner, Serve]":
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
     settings = launch.settings
     num_threads = _set_num_threads(settings)
@@ -210,6 +209,7 @@ def _load(launch: m.Launch, swap: memoryview | None, before: m.ExecuteFacts | No
         from pipeline.stages.execute.cpu.kept_library import KeptLibrary
         from pipeline.stages.execute.cpu.runner import CpuRunner
 
+        before = launch.facts if launch.replay is None else None
         kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
         runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap, _place(launch), kept=kept)
         serve = partial(_serve, runner=cpu_runner)
