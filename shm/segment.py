@@ -49,6 +49,7 @@ def create_sparse(name: str, num_bytes: int) -> int:
     """Create a segment whose pages take memory when they are first written. Returns its descriptor, which is closed on
     exec. For a segment of which little is used: if memory runs out, the writer is killed."""
     fd = os.memfd_create(f"pipeline-{name}", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
     return fd
 

@@ -15,14 +15,23 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 SEAL_BYTES = 32
 WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
+
+class Loaded(NamedTuple):
+    """A library of this process: what dlopen returned, and the open file."""
+
+    handle: int
+    fd: int
+
+
 _lock = threading.Lock()
-_loaded: dict[tuple[int, int], int] = {}
-"""The handle of each library of this process, by device and inode."""
+_loaded: dict[tuple[int, int], Loaded] = {}
+"""By device and inode."""
 _names: set[str] = set()
 """All names that dlopen has seen."""
 
@@ -47,20 +56,33 @@ def load(path: Path) -> ctypes.CDLL:
     Raises OSError if it is missing, another user's or open to others, incomplete, or can't be loaded.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    is_kept = False
     try:
-        info = os.fstat(fd)
-        _check(fd, info, path)
-        with _lock:
-            handle = _loaded.get((info.st_dev, info.st_ino))
-            if handle is None:
-                handle = _dlopen(fd, info, path)
-                _loaded[info.st_dev, info.st_ino] = handle
-                is_kept = True
+        return load_open(fd, path)
     finally:
-        if not is_kept:
-            os.close(fd)
-    return ctypes.CDLL(str(path), handle=handle)
+        os.close(fd)
+
+
+def load_open(fd: int, path: Path) -> ctypes.CDLL:
+    """The same of an open file, which errors call `path`."""
+    info = os.fstat(fd)
+    _check(fd, info, path)
+    with _lock:
+        loaded = _loaded.get((info.st_dev, info.st_ino))
+        if loaded is None:
+            own = os.dup(fd)
+            try:
+                loaded = Loaded(_dlopen(own, info, path), own)
+            except OSError:
+                os.close(own)
+                raise
+            _loaded[info.st_dev, info.st_ino] = loaded
+    return ctypes.CDLL(str(path), handle=loaded.handle)
+
+
+def content(library: ctypes.CDLL) -> bytes:
+    """The bytes of the file of a loaded library, with its seal. Raises OSError if they can't be read."""
+    (fd,) = [one.fd for one in _loaded.values() if one.handle == library._handle]
+    return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
 def _check(fd: int, info: os.stat_result, path: Path) -> None:
@@ -68,8 +90,7 @@ def _check(fd: int, info: os.stat_result, path: Path) -> None:
         raise OSError(f"{path} is not a regular file")
     if not is_trusted(info) or info.st_mode & WRITE_OF_OTHERS:
         raise OSError(f"other users can write to {path}")
-    with os.fdopen(fd, "rb", closefd=False) as file:
-        data = file.read()
+    data = os.pread(fd, info.st_size, 0)
     # Loading a truncated file would kill the process instead of failing.
     if hashlib.sha256(data[:-SEAL_BYTES]).digest() != data[-SEAL_BYTES:]:
         raise OSError(f"{path} is incomplete")

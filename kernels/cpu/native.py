@@ -474,7 +474,15 @@ def load(path: Path) -> ctypes.CDLL:
     Raises OSError if it can't be loaded (see library_file.py) or is not one of ours, and RefusedError if the system
     does not let it use its instructions.
     """
-    library = library_file.load(path)
+    return _declared(library_file.load(path), path)
+
+
+def load_open(fd: int, path: Path) -> ctypes.CDLL:
+    """The same of an open file, which errors call `path`."""
+    return _declared(library_file.load_open(fd, path), path)
+
+
+def _declared(library: ctypes.CDLL, path: Path) -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(library, name)

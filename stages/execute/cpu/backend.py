@@ -169,7 +169,7 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
             problem = str(error)
             break
         else:
-            _keep(kept, path, log)
+            _keep(kept, library.loaded, log)
             return library
     if wanted == "auto":
         log.warning("computing with torch, which is several times slower: %s", problem)
@@ -191,9 +191,9 @@ def _kept(kept: KeptLibrary, before: Backend, isa: Isa, log: logging.Logger) -> 
     return Library(isa, loaded, before.code)
 
 
-def _keep(kept: KeptLibrary, path: Path, log: logging.Logger) -> None:
+def _keep(kept: KeptLibrary, loaded: CDLL, log: logging.Logger) -> None:
     try:
-        kept.keep(path)
+        kept.keep(loaded)
     except OSError as error:
         log.warning("the kernels are not kept for a successor of this executor, which compiles them again: %s", error)
 

@@ -6,12 +6,11 @@ have removed the file meanwhile, the compiler may be gone or another one, and th
     first executor ──keep──► memory of the supervisor ──load──► each successor
 """
 
-import hashlib
 import os
 from ctypes import CDLL
 from pathlib import Path
 
-from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu import library_file, native
 from pipeline.runtime.messages import Backend
 
 
@@ -24,26 +23,21 @@ class KeptLibrary:
         self._fd = fd
         self.before = before
 
-    def keep(self, library: Path) -> None:
-        """Copy a library. Raises OSError if it can't be read, or if there is no memory."""
+    def keep(self, library: CDLL) -> None:
+        """Copy a loaded library. Raises OSError if it can't be read, or if there is no memory."""
         if self._fd < 0:
             return
-        data = memoryview(library.read_bytes())
+        data = memoryview(library_file.content(library))
         os.ftruncate(self._fd, 0)  # of a start that has failed
         num_written = 0
         while num_written < len(data):
             num_written += os.pwrite(self._fd, data[num_written:], num_written)
 
     def load(self) -> CDLL | None:
-        """The library that was kept; None without one. Raises OSError if it can't be loaded, and RefusedError as
-        `native.load`."""
-        data = b"" if self._fd < 0 else os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        if not data:
+        """The library that was kept; None without one. Raises OSError and RefusedError as `native.load`."""
+        if self._fd < 0 or not os.fstat(self._fd).st_size:
             return None
-        # Loading a truncated file would kill the process instead of failing.
-        if hashlib.sha256(data[: -build.SEAL_BYTES]).digest() != data[-build.SEAL_BYTES :]:
-            raise OSError("the library that was kept for it is not complete")
-        return native.load(Path(f"/proc/self/fd/{self._fd}"))
+        return native.load_open(self._fd, Path("the library that was kept"))
 
 
 NOTHING_KEPT = KeptLibrary()

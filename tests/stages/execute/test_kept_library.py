@@ -13,6 +13,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.runtime import messages as m
+from pipeline.shm import segment
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.backend import Library, choose_library, library_of_draft
 from pipeline.stages.execute.cpu.kept_library import KeptLibrary
@@ -28,7 +29,7 @@ SETTINGS = settings(dtype="bfloat16")
 @pytest.fixture
 def fd() -> Iterator[int]:
     """The supervisor's memory."""
-    fd = os.memfd_create("library", os.MFD_CLOEXEC)
+    fd = segment.create_sparse("library", 0)
     yield fd
     os.close(fd)
 
@@ -62,7 +63,7 @@ def test_a_successor_needs_neither_the_file_nor_a_compiler(
     library = choose_library(SETTINGS, CONFIG, KeptLibrary(fd, backend_of(first)))
     assert library is not None and (library.isa, library.code) == (first.isa, first.code)
     maps = Path("/proc/self/maps").read_text()
-    assert "memfd:library" in maps, "it computes with the copy"
+    assert "memfd:pipeline-library" in maps, "it computes with the copy"
 
 
 def test_what_was_kept_by_a_start_that_failed_is_replaced(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
