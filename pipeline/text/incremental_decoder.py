@@ -41,6 +41,10 @@ class IncrementalDecoder:
             text = piece
         return self._stripped(text) if self._num_strip else text
 
+    def piece(self, token_id: int) -> str | bytes:
+        """The text or bytes of an id."""
+        return self._pieces[token_id]
+
     def finish(self) -> str:
         """Return the text that was held back. Call it after the last id."""
         return self._decode_partial()

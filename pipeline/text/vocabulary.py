@@ -133,15 +133,15 @@ def _whole_or_part(data: bytes) -> Piece:
 
 
 class Pieces(dict[int, Piece]):
-    """Id → piece. Unknown ids and hidden tokens are the empty string."""
+    """Id → piece. Unknown and hidden ids are the empty string."""
 
-    def __init__(self, vocabulary: "Vocabulary", hidden: frozenset[str]) -> None:
+    def __init__(self, vocabulary: "Vocabulary", hidden: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> Piece:
         token = self._vocabulary.token(token_id)
-        piece = "" if token is None or token in self._hidden else self._vocabulary.piece(token)
+        piece = "" if token is None or token_id in self._hidden else self._vocabulary.piece(token)
         self[token_id] = piece
         return piece
 
@@ -151,17 +151,19 @@ class Vocabulary:
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b"null"
-        special = (token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
-        self._read(decoder, frozenset(special), tokenizer.id_to_token)
+        added = tokenizer.get_added_tokens_decoder().items()
+        special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self._read(decoder, special_ids, tokenizer.id_to_token)
 
-    def _read(self, decoder: bytes, special: frozenset[str], token_of: Callable[[int], str | None]) -> None:
+    def _read(self, decoder: bytes, special_ids: frozenset[int], token_of: Callable[[int], str | None]) -> None:
         self._token_of = token_of
+        self.special_ids = special_ids
         self._replacements: list[tuple[str, str]] = []
         self.strip = ""
         """Removed from the start of a text, at most `num_strip` times."""
         self.num_strip = 0
         self._read_decoder(decoder)
-        self._shown = {True: Pieces(self, special), False: Pieces(self, frozenset())}
+        self._shown = {True: Pieces(self, special_ids), False: Pieces(self, frozenset())}
 
     @classmethod
     def load(cls, path: Path) -> "Vocabulary":
@@ -185,9 +187,9 @@ class Vocabulary:
             return False
         if (tokens := file.tokens()) is None:
             return False
-        special = frozenset(token.content for token in file.added_tokens if token.special)
+        special_ids = frozenset(token.id for token in file.added_tokens if token.special)
         try:
-            self._read(bytes(file.decoder), special, lambda id: tokens[id] if id < len(tokens) else None)
+            self._read(bytes(file.decoder), special_ids, lambda id: tokens[id] if id < len(tokens) else None)
         except UserError:
             return False
         return True

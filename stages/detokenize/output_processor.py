@@ -22,11 +22,13 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
+from pipeline.text import special_spans
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 
 E = TypeVar("E", bytes, list[bytes])
 ERROR = int(m.Finish.ERROR)
+NO_IDS: frozenset[int] = frozenset()
 
 
 class OutputSequence:
@@ -37,7 +39,9 @@ class OutputSequence:
         "_has_stops",
         "_include_stop",
         "_min_tokens",
+        "_num_chars",
         "_num_settled",
+        "_special_ids",
         "_stop_id",
         "_stop_matcher",
         "_stop_token_ids",
@@ -56,6 +60,7 @@ class OutputSequence:
         "record_bytes",
         "records",
         "request_id",
+        "special_spans",
         "stop_reason",
         "text_offset",
         "texts",
@@ -81,6 +86,11 @@ class OutputSequence:
         self._min_tokens = options.min_tokens
         self._stop_token_ids = options.stop_token_ids
         self._include_stop = options.include_stop
+        self._special_ids = vocabulary.special_ids if options.with_special_spans else NO_IDS
+        self._num_chars = 0
+        """Characters of text so far, without those that are held back; it is counted only with `_special_ids`."""
+        self.special_spans = bytearray()
+        """Of the special tokens in `ids`, if the options ask for them."""
         self._num_settled = 0
         self.texts: list[str] = []
         self.text_offset = 0
@@ -125,7 +135,10 @@ class OutputSequence:
         if start == self._num_settled and not finish and not self._has_stops:
             # Nearly every entry: the next ids, and nothing that ends the text.
             self._num_settled += len(ids)
-            self.texts += map(self._decoder.add, ids)
+            if self._special_ids:
+                self._add(ids)
+            else:
+                self.texts += map(self._decoder.add, ids)
             self.ids += ids
             return
         assert start <= self._num_settled, (
@@ -150,12 +163,32 @@ class OutputSequence:
         if is_stopped_before:
             self.ids = []  # the client already has it
 
+    def _add(self, ids: list[int]) -> None:
+        """Decode ids of a sequence without stop strings, and note the special tokens."""
+        add, specials = self._decoder.add, self._special_ids
+        for token_id in ids:
+            self.texts.append(text := add(token_id))
+            if token_id in specials:
+                self._note(token_id, text)
+            self._num_chars += len(text)
+
+    def _note(self, token_id: int, text: str) -> None:
+        """Note a special token whose `text` comes next. It may have text before it that was incomplete."""
+        num_before = self._num_chars + self._stop_matcher.num_held + len(text)
+        if num_chars := min(len(self._decoder.piece(token_id)), len(text)):
+            self.special_spans += special_spans.packed(num_before - num_chars, num_chars, token_id)
+
     def _decode(self, ids: list[int], num_shown: int) -> None:
         """Append all ids, and the text of the first `num_shown`. Stop at the id that completes a stop string."""
-        decoder, matcher, texts = self._decoder, self._stop_matcher, self.texts
+        decoder, matcher, texts, specials = self._decoder, self._stop_matcher, self.texts, self._special_ids
         num_silent = self._min_tokens - (self._num_settled - len(ids))
         for place in range(num_shown):
-            texts.append(matcher.push(decoder.add(ids[place]), counts=place >= num_silent))
+            text = decoder.add(ids[place])
+            if specials and ids[place] in specials:
+                self._note(ids[place], text)
+            texts.append(shown := matcher.push(text, counts=place >= num_silent))
+            if specials:
+                self._num_chars += len(shown)
             if matcher.found is not None:
                 self.ids += ids[: place + 1]
                 self._stop()
@@ -191,6 +224,7 @@ class OutputSequence:
         self.texts.clear()
         self.id_offset += len(self.ids)
         self.ids.clear()
+        self.special_spans.clear()
         self.records.clear()
         if self.prompt_records:
             self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.num_prompt_logprobs)
@@ -336,7 +370,7 @@ class OutputProcessor:
         sequences = self._unsent[gateway].values()
         request_ids, attempts, indexes, texts, text_offsets = [], [], [], [], []
         ids, id_offsets, num_ids, finishes, stop_reasons = array("i"), [], [], [], []
-        firsts, errors, drafts = [], [], []
+        firsts, errors, drafts, special_places, spans = [], [], [], [], []
         has_records = False
         # One loop instead of a comprehension for each list: beside a running step, the caches are cold, and each piece
         # of code costs more to load than to run.
@@ -357,6 +391,9 @@ class OutputProcessor:
                 drafts.append(msgspec.structs.replace(sequence.drafts, place=place))
             if sequence.finish == ERROR:
                 errors.append(sequence.error)
+            if sequence.special_spans:
+                special_places.append(place)
+                spans.append(bytes(sequence.special_spans))
             if sequence.records or sequence.prompt_records:  # seldom
                 has_records = True
         prompts = [(place, one) for place, one in enumerate(sequences) if one.prompt_records] if has_records else []
@@ -382,6 +419,8 @@ class OutputProcessor:
             prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts] if prompts else [],
             errors=errors,
             drafts=drafts,
+            special_places=special_places,
+            special_spans=spans,
         )
 
     def _pieces(self, sequence: OutputSequence) -> list[bytes]:

@@ -79,6 +79,11 @@ class StopMatcher:
         self.found: str | None = None
         """The stop string that ended the text."""
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
     def push(self, text: str, *, counts: bool = True) -> str:
         """Add text, and return the text that can be shown. Do not push after `found` is set. If not `counts`, stop
         strings that end in this text are ignored."""

@@ -160,6 +160,7 @@ class Output(Protocol):
     """What a sequence has in the gateway."""
 
     pending: list[str]
+    special_spans: bytearray
     ids: bytearray
     records: bytearray
 
@@ -223,7 +224,7 @@ def output_bytes(cost: OutputCost, sequence: "Output") -> int:
     """The output of a sequence: its ids, and the text and records that were not released yet. Called for each delta."""
     size = cost.id_bytes * (len(sequence.ids) // ID_BYTES)
     if sequence.pending:
-        size += CHAR_BYTES * sum(map(len, sequence.pending))
+        size += CHAR_BYTES * sum(map(len, sequence.pending)) + len(sequence.special_spans)
     return size + int(cost.record_bytes * len(sequence.records)) if sequence.records else size
 
 

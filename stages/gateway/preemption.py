@@ -205,6 +205,8 @@ KEPT_ID_BYTES = 8
 def _start_again(sequence: SequenceOutput, received: bytes, *, is_resumed: bool) -> None:
     """Drop the output of a sequence that its client has not got."""
     sequence.pending.clear()
+    sequence.special_spans.clear()
+    sequence.special_end = 0
     sequence.ids[:] = received
     sequence.records.clear()
     sequence.pieces = []

@@ -21,6 +21,7 @@ from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost, output_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.responses_api.types import ResponseObject
+from pipeline.text import special_spans
 from pipeline.text.formats.chat_formats import ChatFormats
 
 ID_BYTES = 4
@@ -41,6 +42,10 @@ class SequenceOutput(msgspec.Struct, eq=False):
     """Logprob records of `ids`, if the request asks for them; see pipeline/runtime/logprob_records.py."""
     pieces: list[bytes] = []
     """For each record: the bytes of its id, then those of its likeliest ids."""
+    special_spans: bytearray = msgspec.field(default_factory=bytearray)
+    """Where special tokens are in the text, if the request asks for it: those that were not taken yet."""
+    special_end: int = 0
+    """The offset in the text behind the last special token that has arrived."""
     finish: int = m.Finish.NONE
     stop_reason: str | int | None = None
     num_received: int = 0
@@ -78,6 +83,12 @@ class SequenceOutput(msgspec.Struct, eq=False):
         self.pending.clear()
         return text
 
+    def take_special_spans(self) -> bytes:
+        """Return the spans of special tokens that have arrived since the last call."""
+        spans = bytes(self.special_spans)
+        self.special_spans.clear()
+        return spans
+
     def extend(
         self,
         text: str,
@@ -104,6 +115,12 @@ class SequenceOutput(msgspec.Struct, eq=False):
             self.records += records[num_known * (len(records) // num_ids) :]
             self.pieces += pieces[num_known * (len(pieces) // num_ids) :]
         self.ids += ids[num_known * ID_BYTES :]
+
+    def extend_special_spans(self, spans: bytes) -> None:
+        """Append those of the special tokens that have not arrived before."""
+        if new := special_spans.behind(spans, self.special_end):
+            self.special_spans += new
+            self.special_end = special_spans.end_of(new)
 
 
 class PromptRequest(msgspec.Struct, eq=False):
@@ -236,6 +253,7 @@ class PromptRequest(msgspec.Struct, eq=False):
         self.prompt_pieces = []
         for sequence in self.sequences:
             sequence.pending.clear()
+            sequence.special_spans.clear()
             sequence.records.clear()
             sequence.pieces = []
             sequence.num_bytes = output_bytes(self.request.output_cost, sequence)

@@ -149,6 +149,9 @@ class ResultHandler:
         now_s = self._stage.replay_context.monotonic()
         first_of = {first.place: first for first in message.firsts} if message.firsts else {}
         drafts_of = {counts.place: counts for counts in message.drafts} if message.drafts else {}
+        spans_of = (
+            dict(zip(message.special_places, message.special_spans, strict=True)) if message.special_places else {}
+        )
         gaps: dict[tuple[float, int], int] = {}
         """Sequences by the time of their previous ids and by the number of new ones. Those of one message have one
         time, so there are few keys."""
@@ -173,6 +176,8 @@ class ResultHandler:
             if drafts_of:
                 sequence.drafts = drafts_of.get(i, sequence.drafts)
             if not request.is_released:
+                if spans_of:
+                    sequence.extend_special_spans(spans_of.get(i, b""))
                 if not request.parsed.hides_output and not self._extend(prompt_request, sequence, message, i, ids):
                     continue
                 request.has_begun = True

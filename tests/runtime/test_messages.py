@@ -80,6 +80,7 @@ GIVEN_OPTIONS = m.GenerationOptions(
     length_penalty=1.5,
     early_stopping="never",
     repeats_received=True,
+    with_special_spans=True,
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(
@@ -180,6 +181,20 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "deltas": m.Deltas([REQUEST_ID, 2], [1, 0], [0, 3], ["a", "é"], [0, 9], IDS, [0, 4], [1, 1], [0, 1], [None, "é"]),
     "deltas with times": m.Deltas([1], [0], [0], ["a"], [0], IDS, [0], [2], [0], [None], [FIRST], 4.5, 5.5),
     "deltas with a stop id": m.Deltas([1], [0], [0], [""], [0], IDS, [0], [2], [1], [2]),
+    "deltas with special tokens": m.Deltas(
+        [1],
+        [0],
+        [0],
+        ["a</s>"],
+        [0],
+        IDS,
+        [0],
+        [2],
+        [0],
+        [None],
+        special_places=[0],
+        special_spans=[bytes(12)],
+    ),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
     "drain": m.Drain(30.0),
     "drain to leave": m.Drain(30.0, is_leaving=True),

@@ -85,6 +85,11 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
     drafts: list[DraftCounts] = []
     """Of the entries whose request has a predicted output, if ids were proposed."""
+    special_places: list[int] = []
+    """Entries whose ids have special tokens, if `GenerationOptions.with_special_spans` is set."""
+    special_spans: list[bytes] = []
+    """Parallel: their spans in the sequence's text; see pipeline/text/special_spans.py. A span may go beyond the text
+    that has been sent: the rest is held back, because it may begin a stop string."""
 
 
 class StageHealth(msgspec.Struct, array_like=True, frozen=True):

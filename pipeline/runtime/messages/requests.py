@@ -114,6 +114,9 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     repeats_received: bool = False
     """If the request comes with output ids: detokenize sends their text, too."""
 
+    with_special_spans: bool = False
+    """detokenize says where special tokens are in the text, which has them: see pipeline/text/special_spans.py."""
+
     @property
     def needs_full_prefill(self) -> bool:
         """Whether each sequence must compute every position of the prompt in one go: nothing comes from the prefix

@@ -34,7 +34,7 @@ from pipeline.text.formats.mistral import Mistral
 from pipeline.text.formats.pythonic import Olmo3, Pythonic
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
-from pipeline.text.formats.specials import SpecialTokenFilter
+from pipeline.text.formats.reply_marks import ReplyMarks, SpecialTokens
 from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
 from pipeline.text.formats.xml_calls import GLM, QWEN, SEED, XmlFormat
 
@@ -95,31 +95,37 @@ class ReplyParser:
 
     def __init__(
         self,
-        specials: SpecialTokenFilter | None,
+        marks: ReplyMarks,
         reasoning: ReasoningParser | None,
         calls: CallParser | HarmonyParser,
         *,
         has_content: bool = True,
     ) -> None:
         """Without `has_content`, a grammar allows only calls, so what a cut reply has of a mark is no content."""
-        self._specials = specials
+        self.marks = marks
+        self._specials = SpecialTokens(marks)
         self._reasoning = reasoning
         self._calls = calls
         self._has_content = has_content
 
-    def push(self, text: str) -> list[Event]:
-        """Add text. Returns the events that are now certain."""
-        if len(text) > PIECE_CHARS:
-            return [
-                event for at in range(0, len(text), PIECE_CHARS) for event in self.push(text[at : at + PIECE_CHARS])
-            ]
-        if self._specials is not None:
-            text = self._specials.push(text)
-        return self._read(text)
+    def push(self, text: str, special_spans: bytes = b"") -> list[Event]:
+        """Add text, and the spans of the special tokens that begin in it, if `ChatFormats.needs_specials`; those of
+        text that comes later may be among them. Returns the events that are now certain."""
+        text = self._specials.push(text, special_spans)
+        if len(text) <= PIECE_CHARS:
+            return self._shown(self._read(text))
+        pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+        return self._shown([event for piece in pieces for event in self._read(piece)])
 
     def finish(self) -> list[Event]:
         """End the reply. Returns the remaining events."""
-        out = self._read(self._specials.finish()) if self._specials is not None else []
+        return self._shown(self._finish())
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        return list(self.marks.shown(events)) if events and self.marks.ids else events
+
+    def _finish(self) -> list[Event]:
+        out = self._read(self._specials.finish())
         if self._reasoning is not None and (rest := self._reasoning.finish(out)):
             out += self._calls.push(rest)
         out += self._calls.finish()
@@ -185,7 +191,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return self.tools or (FALLBACK if choice in ("required", "named") else None)
 
     def needs_specials(self, choice: str) -> bool:
-        """Whether detokenize must keep special tokens in the text, so that the parser sees its marks."""
+        """Whether detokenize must keep special tokens in the text and say where they are, so that the parser sees its
+        marks."""
         return any(map(self._is_special, self._marks(self.tools_of(choice))))
 
     def parser(
@@ -200,23 +207,17 @@ class ChatFormats(msgspec.Struct, frozen=True):
         at least the last TAIL_CHARS of the prompt's text, or None if it is unknown. With `shows_specials`, special
         tokens stay in the content."""
         tools = self.tools_of(choice)
-        marks = self._marks(tools)
-        is_filtered = not shows_specials and self.needs_specials(choice)
-        hidden = frozenset(filter(self._is_special, marks)) if is_filtered else frozenset()
-        specials = (
-            SpecialTokenFilter(frozenset(filter(self._is_special, self.added.keys() - set(marks))))
-            if is_filtered
-            else None
-        )
+        ids = {mark: self.added[mark].id for mark in self._marks(tools) if self._is_special(mark)}
+        marks = ReplyMarks(ids, shows_specials=shows_specials)
         schemas = names if isinstance(names, Mapping) else dict.fromkeys(names, "")
-        calls = NoCalls((), hidden) if tools is None else tools.parser(schemas, hidden)
+        calls = NoCalls((), marks.hidden) if tools is None else tools.parser(schemas, marks)
         has_content = choice not in ("required", "named")
         if self._is_harmony(tools):
-            return ReplyParser(specials, None, self._harmony(tools, calls, tail), has_content=has_content)
+            return ReplyParser(marks, None, self._harmony(tools, calls, marks, tail), has_content=has_content)
         if self.reasoning is None:
-            return ReplyParser(specials, None, calls, has_content=has_content)
+            return ReplyParser(marks, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
-        return ReplyParser(specials, self.reasoning.parser(stage), calls, has_content=has_content)
+        return ReplyParser(marks, _seen(self.reasoning, marks).parser(stage), calls, has_content=has_content)
 
     def calls(
         self, choice: str, name: str, tools: str, *, parallel: bool, max_bytes: int = MAX_SCHEMA_BYTES
@@ -277,13 +278,16 @@ class ChatFormats(msgspec.Struct, frozen=True):
     def _is_harmony(self, tools: ToolFormat | None) -> bool:
         return isinstance(tools, Harmony) or isinstance(self.reasoning, HarmonyReasoning)
 
-    def _harmony(self, tools: ToolFormat | None, content: CallParser, tail: str | None) -> HarmonyParser:
+    def _harmony(
+        self, tools: ToolFormat | None, content: CallParser, marks: ReplyMarks, tail: str | None
+    ) -> HarmonyParser:
         part = Part.HEADER
         if isinstance(self.reasoning, HarmonyReasoning) and tail is not None:
             stages = {ReasoningStage.OPEN: Part.REASONING, ReasoningStage.OVER: Part.CONTENT}
             part = stages.get(self.reasoning.stage_of(tail), part)
         return HarmonyParser(
             content,
+            marks,
             with_calls=isinstance(tools, Harmony),
             with_reasoning=self.reasoning is not None,
             part=part,
@@ -295,6 +299,18 @@ class ChatFormats(msgspec.Struct, frozen=True):
     def _marks(self, tools: ToolFormat | None) -> tuple[str, ...]:
         marks = () if tools is None else tools.marks
         return marks if self.reasoning is None else (*marks, *self.reasoning.marks)
+
+
+def _seen(form: ReasoningFormat, marks: ReplyMarks) -> ReasoningFormat:
+    """A reasoning format with what its parser looks for."""
+    return msgspec.structs.replace(
+        form,
+        start=marks.of(form.start),
+        end=marks.of(form.end),
+        others=tuple((marks.of(start), marks.of(end)) for start, end in form.others),
+        unclosed_before=marks.each(form.unclosed_before),
+        wrappers=marks.each(form.wrappers),
+    )
 
 
 def _check_size(schemas: Iterable[Raw], max_bytes: int) -> None:

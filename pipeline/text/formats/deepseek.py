@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection
 
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
 from pipeline.text.formats.tool_format import shows_tools
 
@@ -35,8 +36,8 @@ class DeepSeekV31(SectionFormat):
     def detects(self, template: str) -> bool:
         return MARKS.arguments in template and CODE not in template and shows_tools(template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "DeepSeekParser":
-        return DeepSeekParser(MARKS, hidden)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "DeepSeekParser":
+        return DeepSeekParser(MARKS.seen(marks), marks.hidden)
 
     def _call(self, lark: LarkBuilder, call: CallRule) -> str:
         begin = lark.sequence(MARKS.call, call.name, MARKS.arguments)
@@ -60,7 +61,7 @@ class DeepSeekV3(DeepSeekV31):
 
 class DeepSeekParser(SectionParser):
     def _header(self, text: str) -> Header | None:
-        kind, mark, name = text.partition(MARKS.arguments)
+        kind, mark, name = text.partition(self._form.arguments)
         if not mark:
             return None
         if words := name.removesuffix(CODE).strip():  # V3: the name follows the kind

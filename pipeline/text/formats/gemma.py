@@ -8,7 +8,7 @@ https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.text.formats.call_object import MAX_NAME_CHARS
 from pipeline.text.formats.calls import CallParser
@@ -16,6 +16,7 @@ from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.loose_json import LooseValue
 from pipeline.text.formats.own_syntax import Parameter, json_text, listed, parameters, text_body
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.schema_types import property_types
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
@@ -39,8 +40,8 @@ class GemmaFormat(ToolFormat):
     def detects(self, template: str) -> bool:
         return self.start in template
 
-    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> "GemmaParser":
-        return GemmaParser(self, names, hidden)
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "GemmaParser":
+        return GemmaParser(marks.each((self.start, self.end, self.quote)), names, marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([self._call(lark, call) for call in calls])
@@ -87,9 +88,10 @@ FUNCTION_GEMMA = GemmaFormat(
 
 
 class GemmaParser(CallParser):
-    def __init__(self, form: GemmaFormat, names: Mapping[str, str], hidden: Collection[str]) -> None:
-        super().__init__((form.start,), hidden)
-        self._form = form
+    def __init__(self, marks: Sequence[str], names: Mapping[str, str], hidden: Collection[str]) -> None:
+        """`marks`: the start and the end of a call, and the quotation mark."""
+        start, self._end, self._quote = marks
+        super().__init__((start,), hidden)
         self._schemas = names
         self._value = LooseValue()
 
@@ -114,7 +116,7 @@ class GemmaParser(CallParser):
             return at
         self._begin_call(name[0], out)
         types = property_types(self._schemas.get(name[0], ""))
-        self._value = LooseValue(self._form.quote, types=types)
+        self._value = LooseValue(self._quote, types=types)
         self._read = self._in_arguments
         return end
 
@@ -132,10 +134,10 @@ class GemmaParser(CallParser):
         """Up to the end mark, which may be missing."""
         if text[at] in SPACE or text[at] == "}":
             return at + 1
-        match starts_with(text, at, (self._form.end,)):
+        match starts_with(text, at, (self._end,)):
             case "":
                 return self._hold(text, at)
-            case self._form.end:
-                at += len(self._form.end)
+            case self._end:
+                at += len(self._end)
         self._read = self._outside
         return at

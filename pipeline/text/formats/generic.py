@@ -28,6 +28,7 @@ from pipeline.text.formats.events import Event
 from pipeline.text.formats.hermes import END, START, Hermes, HermesParser
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.llama3 import OBJECT
+from pipeline.text.formats.reply_marks import ReplyMarks
 
 RESPONSE_START = "<tool_response>"
 RESPONSE_END = "</tool_response>"
@@ -43,8 +44,8 @@ class Generic(Hermes):
         """Every chat template takes it. Without one, there are no chats."""
         return bool(template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "GenericParser":
-        return GenericParser((START,), hidden, names)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "GenericParser":
+        return GenericParser(marks, names)
 
     def reply(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         """Also calls without the mark, at the start."""
@@ -62,8 +63,8 @@ class GenericParser(HermesParser):
 
     _in_list = False
 
-    def __init__(self, starts: Sequence[str], hidden: Collection[str], names: Collection[str]) -> None:
-        super().__init__(starts, hidden, names)
+    def __init__(self, marks: ReplyMarks, names: Collection[str]) -> None:
+        super().__init__(marks, names)
         self._read = self._bare
 
     def _bare(self, text: str, at: int, out: list[Event]) -> int:

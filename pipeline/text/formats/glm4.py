@@ -14,6 +14,7 @@ from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder, regex
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
@@ -30,8 +31,8 @@ class Glm4(ToolFormat):
     def detects(self, template: str) -> bool:
         return STOP in template and "<tool_call>" not in template and shows_tools(template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "Glm4Parser":
-        return Glm4Parser((), {*hidden}, names)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "Glm4Parser":
+        return Glm4Parser(marks, names)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         line = lark.text("\n")
@@ -48,8 +49,9 @@ class Glm4(ToolFormat):
 
 
 class Glm4Parser(CallParser):
-    def __init__(self, starts: Collection[str], hidden: Collection[str], names: Collection[str]) -> None:
-        super().__init__(tuple(starts), hidden, names)
+    def __init__(self, marks: ReplyMarks, names: Collection[str]) -> None:
+        super().__init__((), marks.hidden, names)
+        self._between = marks.each((NEXT, STOP))
         self._read = self._bare
 
     def _bare(self, text: str, at: int, out: list[Event]) -> int:
@@ -82,7 +84,7 @@ class Glm4Parser(CallParser):
         if text[at] in SPACE:
             self._candidate.append(text[at])
             return at + 1
-        match starts_with(text, at, (NEXT, STOP)):
+        match starts_with(text, at, self._between):
             case "":
                 return self._hold(text, at)
             case str(mark):

@@ -20,6 +20,7 @@ from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Event, Reasoning
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.reply_marks import CHARACTERS, ReplyMarks
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
@@ -32,10 +33,7 @@ ROLE = "assistant"
 ANALYSIS_BEGIN = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 4 * MAX_NAME_CHARS
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_BODY_END = Marks(frozenset((START, CHANNEL, END, CALL, RETURN)))
-_HEADER_STARTS = (START, CHANNEL, MESSAGE, "to=")
+_RECIPIENT = re.compile(rf"\bto=([^\s<{CHARACTERS}]+)")
 
 
 class Harmony(ToolFormat):
@@ -48,7 +46,7 @@ class Harmony(ToolFormat):
     def detects(self, template: str) -> bool:
         return is_harmony(template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> CallParser:
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> CallParser:
         """Of the answer's text, which has no calls: `HarmonyParser` reads them."""
         return NoCalls((), ())
 
@@ -91,9 +89,20 @@ class HarmonyParser:
     these are content. `part` is where the reply begins."""
 
     def __init__(
-        self, content: CallParser, *, with_calls: bool, with_reasoning: bool, part: Part = Part.HEADER
+        self,
+        content: CallParser,
+        marks: ReplyMarks,
+        *,
+        with_calls: bool,
+        with_reasoning: bool,
+        part: Part = Part.HEADER,
     ) -> None:
         self._content = content
+        self._marks = marks.each(MARKS)
+        self._start, self._channel, self._message = marks.each((START, CHANNEL, MESSAGE))
+        self._body_end = Marks.of(frozenset(marks.each((START, CHANNEL, END, CALL, RETURN))))
+        self._channel_name = re.compile(re.escape(self._channel) + r"\s*(\w+)")
+        self._header_starts = (self._start, self._channel, self._message, "to=")
         self._with_calls = with_calls
         self._with_reasoning = with_reasoning
         self._part = part
@@ -148,7 +157,7 @@ class HarmonyParser:
             if text[at] in SPACE:
                 self._space.append(text[at])
                 return at + 1
-            start = starts_with(text, at, _HEADER_STARTS)
+            start = starts_with(text, at, self._header_starts)
             if start == "":
                 return None
             self._is_first = False
@@ -156,16 +165,16 @@ class HarmonyParser:
                 self._part = Part.CONTENT
                 self._emit(Part.CONTENT, "".join(self._space), out)
                 return at
-        end = text.find(MESSAGE, at, at + MAX_HEADER_CHARS)
+        end = text.find(self._message, at, at + MAX_HEADER_CHARS)
         if end < 0 and len(text) - at < MAX_HEADER_CHARS:
             return None
         if end < 0:
             self._begin(FINAL, "")
             # The mark that began the header would begin it again.
-            return at + len(CHANNEL) if text.startswith(CHANNEL, at) else at
-        channel, recipient = _CHANNEL.search(text, at, end), _RECIPIENT.search(text, at, end)
+            return at + len(self._channel) if text.startswith(self._channel, at) else at
+        channel, recipient = self._channel_name.search(text, at, end), _RECIPIENT.search(text, at, end)
         self._begin(channel[1] if channel else "", recipient[1] if recipient else "")
-        return end + len(MESSAGE)
+        return end + len(self._message)
 
     def _begin(self, channel: str, recipient: str) -> None:
         if recipient.startswith(FUNCTIONS) and self._with_calls:
@@ -179,39 +188,39 @@ class HarmonyParser:
             self._separator[self._part] = "\n"
 
     def _body(self, text: str, at: int, out: list[Event]) -> int | None:
-        found = _BODY_END.find(text, at)
-        held = found.start() if found else _BODY_END.held(text, at)
+        found = self._body_end.find(text, at)
+        held = found.start() if found else self._body_end.held(text, at)
         if held > at:
             self._emit(self._part, text[at:held], out)
             return held
         return None if found is None else self._message_ended(found)
 
     def _message_ended(self, found: "re.Match[str]") -> int:
-        self._part = Part.HEADER if found[0] in (START, CHANNEL) else Part.BETWEEN
-        return found.start() if found[0] == CHANNEL else found.end()
+        self._part = Part.HEADER if found[0] in (self._start, self._channel) else Part.BETWEEN
+        return found.start() if found[0] == self._channel else found.end()
 
     def _between(self, text: str, at: int) -> int | None:
         if text[at] in SPACE:
             return at + 1
-        if any(mark.startswith(text[at:]) and mark != text[at:] for mark in MARKS):
+        if any(mark.startswith(text[at:]) and mark != text[at:] for mark in self._marks):
             return None
-        for mark in MARKS:
+        for mark in self._marks:
             if text.startswith(mark, at):
-                self._part = Part.HEADER if mark in (START, CHANNEL) else Part.BETWEEN
-                return at if mark == CHANNEL else at + len(mark)
+                self._part = Part.HEADER if mark in (self._start, self._channel) else Part.BETWEEN
+                return at if mark == self._channel else at + len(mark)
         self._begin(FINAL, "")
         return at
 
     def _arguments(self, text: str, at: int, out: list[Event]) -> int | None:
         if self._object.state is ObjectState.OPEN:
-            found = None if self._object.has_begun else _BODY_END.find(text, at)
+            found = None if self._object.has_begun else self._body_end.find(text, at)
             if not self._object.has_begun:
                 if text[at] in SPACE:
                     return at + 1
                 if found is not None and found.start() == at:  # no arguments
                     self._call_without_arguments(out)
                     return self._message_ended(found)
-                if _BODY_END.held(text, at) == at:
+                if self._body_end.held(text, at) == at:
                     return None
                 if text[at] != "{":
                     self._begin(FINAL, "")
@@ -220,9 +229,9 @@ class HarmonyParser:
             end = self._object.push(text, at, out)
             self._num_calls += self._object.has_begun and not had_begun
             return end
-        found = _BODY_END.find(text, at)
+        found = self._body_end.find(text, at)
         if found is None:
-            held = _BODY_END.held(text, at)
+            held = self._body_end.held(text, at)
             return held if held > at else None
         return self._message_ended(found)
 

@@ -14,6 +14,7 @@ from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<tool_call>"
@@ -29,8 +30,8 @@ class Hermes(ToolFormat):
     def detects(self, template: str) -> bool:
         return START in template and "<function=" not in template and "<arg_key>" not in template
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "HermesParser":
-        return HermesParser((START,), hidden, names)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "HermesParser":
+        return HermesParser(marks, names)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         opened = self._opened(lark, calls)
@@ -54,14 +55,18 @@ class Hermes(ToolFormat):
 
 
 class HermesParser(CallParser):
+    def __init__(self, marks: ReplyMarks, names: Collection[str]) -> None:
+        super().__init__(marks.each((START,)), marks.hidden, names)
+        self._end = marks.of(END)
+
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         """Up to the end mark. Small models write one brace too many, or forget the mark."""
         if text[at] in SPACE or text[at] == "}":
             return at + 1
-        if text.startswith(END, at):
+        if text.startswith(self._end, at):
             self._read = self._outside
-            return at + len(END)
-        if END.startswith(text[at:]):
+            return at + len(self._end)
+        if self._end.startswith(text[at:]):
             return self._hold(text, at)
         self._read = self._outside
         return at

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.list_calls import ListParser
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
@@ -30,8 +31,8 @@ class Granite(ToolFormat):
     def detects(self, template: str) -> bool:
         return TOKEN in template and "<|start_of_role|>" in template and shows_tools(template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "JsonListParser":
-        return JsonListParser((TOKEN, TAG), ("</tool_call>",), hidden)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "JsonListParser":
+        return JsonListParser(marks.each((TOKEN, TAG)), ("</tool_call>",), marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         return f"{lark.mark(TOKEN)} {_list(lark, calls, parallel=parallel)}"
@@ -44,8 +45,8 @@ class Phi4Mini(ToolFormat):
     def detects(self, template: str) -> bool:
         return shows_tools(template) and (f"{FUNCTOOLS}[" in template or (TOKEN in template and END in template))
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "JsonListParser":
-        return JsonListParser((TOKEN, f"{FUNCTOOLS}["), (END,), hidden)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "JsonListParser":
+        return JsonListParser((marks.of(TOKEN), f"{FUNCTOOLS}["), marks.each((END,)), marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         if f"{FUNCTOOLS}[" in lark.template or TOKEN not in lark.template:

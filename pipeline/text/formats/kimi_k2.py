@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection
 
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
 
 MARKS = SectionMarks(
@@ -33,8 +34,8 @@ class KimiK2(SectionFormat):
     def detects(self, template: str) -> bool:
         return MARKS.section in template
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "KimiK2Parser":
-        return KimiK2Parser(MARKS, hidden)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "KimiK2Parser":
+        return KimiK2Parser(MARKS.seen(marks), marks.hidden)
 
     def _call(self, lark: LarkBuilder, call: CallRule) -> str:
         begin = lark.sequence(MARKS.call, f"functions.{call.name}:")
@@ -43,7 +44,7 @@ class KimiK2(SectionFormat):
 
 class KimiK2Parser(SectionParser):
     def _header(self, text: str) -> Header | None:
-        head, mark, behind = text.partition(MARKS.arguments)
+        head, mark, behind = text.partition(self._form.arguments)
         found = _HEADER.fullmatch(head.strip())
         if found is None or not mark or behind.strip():
             return None

@@ -14,6 +14,7 @@ from pipeline.text.formats.call_object import SPACE
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<|python_tag|>"
@@ -30,8 +31,8 @@ class Llama3(ToolFormat):
     def detects(self, template: str) -> bool:
         return START in template or (any(head in template for head in HEADS) and '"parameters": ' in template)
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "Llama3Parser":
-        return Llama3Parser((START,), hidden, names)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "Llama3Parser":
+        return Llama3Parser(marks.each((START,)), marks.hidden, names)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([lark.object_of(call, "parameters") for call in calls])

@@ -14,13 +14,14 @@ from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.list_calls import ListParser
+from pipeline.text.formats.reply_marks import CHARACTERS, ReplyMarks
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
-_NAME_END = re.compile(r"[\s\[{]")
-_ID_END = re.compile(r"[\[{]")
+_NAME_END = re.compile(rf"[\s\[{{{CHARACTERS}]")
+_ID_END = re.compile(rf"[\[{{{CHARACTERS}]")
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -32,8 +33,8 @@ class Mistral(ToolFormat):
     def detects(self, template: str) -> bool:
         return START in template
 
-    def parser(self, names: Collection[str], hidden: Collection[str]) -> "MistralParser":
-        return MistralParser((START,), hidden, names)
+    def parser(self, names: Collection[str], marks: ReplyMarks) -> "MistralParser":
+        return MistralParser(marks, names)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         if ARGS in lark.template:
@@ -49,6 +50,10 @@ class Mistral(ToolFormat):
 
 
 class MistralParser(ListParser):
+    def __init__(self, marks: ReplyMarks, names: Collection[str]) -> None:
+        super().__init__(marks.each((START,)), marks.hidden, names)
+        self._arguments, self._call_id = marks.each((ARGS, CALL_ID))
+
     def _after_mark(self, text: str, at: int, out: list[Event]) -> int:
         char = text[at]
         if char in SPACE:
@@ -74,19 +79,19 @@ class MistralParser(ListParser):
             self._no_call(out)
             return at
         name, place = text[at : end.start()], end.start()
-        if text.startswith(CALL_ID, place):
-            begin = _ID_END.search(text, place + len(CALL_ID))
+        if text.startswith(self._call_id, place):
+            begin = _ID_END.search(text, place + len(self._call_id))
             if begin is None and len(text) - place <= MAX_NAME_CHARS:
                 return self._hold(text, at)
             if begin is None or begin.start() - place > MAX_NAME_CHARS:
                 self._no_call(out)
                 return at
             place = begin.start()
-        elif CALL_ID.startswith(text[place:]):
+        elif self._call_id.startswith(text[place:]):
             return self._hold(text, at)
-        if text.startswith(ARGS, place):
-            place += len(ARGS)
-        elif ARGS.startswith(text[place:]):
+        if text.startswith(self._arguments, place):
+            place += len(self._arguments)
+        elif self._arguments.startswith(text[place:]):
             return self._hold(text, at)
         elif text[place] != "{":
             self._no_call(out)

@@ -19,6 +19,7 @@ from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.loose_json import LooseValue
 from pipeline.text.formats.own_syntax import json_text, listed, parameters
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.schema_types import Types, property_types, quoted
 from pipeline.text.formats.text_scan import SPACE, skip_space, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
@@ -40,8 +41,8 @@ class Pythonic(ToolFormat):
     def detects(self, template: str) -> bool:
         return shows_tools(template) and ("[func_name1(" in template or "[function_name1(" in template)
 
-    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> "PythonicParser":
-        return PythonicParser(PYTHON_START, PYTHON_END, names, hidden)
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "PythonicParser":
+        return PythonicParser(marks.of(PYTHON_START), marks.of(PYTHON_END), names, marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([_call(lark, call) for call in calls])
@@ -65,8 +66,8 @@ class Olmo3(ToolFormat):
     def detects(self, template: str) -> bool:
         return CALLS_START in template
 
-    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> "PythonicParser":
-        return PythonicParser(CALLS_START, CALLS_END, names, hidden, has_brackets=False)
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "PythonicParser":
+        return PythonicParser(marks.of(CALLS_START), marks.of(CALLS_END), names, marks.hidden, has_brackets=False)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         one = lark.one_of([_call(lark, call) for call in calls])

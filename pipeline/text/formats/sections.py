@@ -14,6 +14,7 @@ from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
@@ -30,6 +31,10 @@ class SectionMarks(msgspec.Struct, frozen=True):
     @property
     def all(self) -> tuple[str, ...]:
         return (self.section, self.call, self.arguments, self.call_end, self.section_end)
+
+    def seen(self, marks: ReplyMarks) -> "SectionMarks":
+        """What a parser looks for."""
+        return SectionMarks(*marks.each(self.all))
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Remove special tokens that detokenize kept in the text only because the parser needs some of them."""
+"""Remove marks that stand around a text."""
 
 from pipeline.text.formats.marks import Marks
 

@@ -2,13 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from msgspec import Raw
 
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.lark import CallRule, LarkBuilder
+from pipeline.text.formats.reply_marks import ReplyMarks
 
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 """The schema of a function without one: it takes no arguments."""
@@ -48,7 +49,7 @@ class ToolFormat(ABC):
     aliases: tuple[str, ...] = ()
     """Other names of it there, as in vLLM."""
     marks: tuple[str, ...]
-    """If they are special tokens, detokenize must keep special tokens in the text."""
+    """If they are special tokens, detokenize must keep special tokens in the text, and say where they are."""
     opening = ""
     """The mark that begins every first call of a reply; empty if a call needs none, or there are several."""
     stops: tuple[str, ...] = ()
@@ -63,10 +64,9 @@ class ToolFormat(ABC):
         """Whether a chat template is one of this family."""
 
     @abstractmethod
-    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> CallParser:
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> CallParser:
         """A parser of one reply to a request with tools of these names. The values are the JSON schemas of their
-        arguments, or empty if the format is not typed. The `hidden` marks, which are special tokens, are removed from
-        content."""
+        arguments, or empty if the format is not typed. It looks for what `marks.of` returns for its marks."""
 
     @abstractmethod
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:

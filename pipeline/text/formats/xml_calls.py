@@ -22,6 +22,7 @@ from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.loose_json import of_python
 from pipeline.text.formats.own_syntax import MAX_KEY_CHARS, Parameter, json_text, parameters, text_body
+from pipeline.text.formats.reply_marks import ReplyMarks
 from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, property_types, quoted
 from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
@@ -67,8 +68,9 @@ class XmlFormat(ToolFormat):
         tags = self.tags
         return tags.start in template and (tags.before_name or tags.before_key) in template
 
-    def parser(self, names: Mapping[str, str], hidden: Collection[str]) -> "XmlParser":
-        return XmlParser(self.tags, names, hidden)
+    def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "XmlParser":
+        tags = msgspec.structs.replace(self.tags, start=marks.of(self.tags.start), end=marks.of(self.tags.end))
+        return XmlParser(tags, names, marks.hidden)
 
     def grammar(self, lark: LarkBuilder, calls: list[CallRule], *, parallel: bool) -> str:
         line = "" if "<arg_key>{arg-key-1}</arg_key><arg_value>" in lark.template else "\n"

@@ -130,9 +130,10 @@ def with_reply(
         return parsed
     replace = msgspec.structs.replace
     options = parsed.options
-    skip = options.skip_special_tokens and not formats.needs_specials(form.tool_choice)
+    has_marks = formats.needs_specials(form.tool_choice)
+    skip = options.skip_special_tokens and not has_marks
     grammar = calls_grammar(prompt, formats, options.grammar, limits.caps)
-    options = replace(options, skip_special_tokens=skip, grammar=grammar)
+    options = replace(options, skip_special_tokens=skip, with_special_spans=has_marks, grammar=grammar)
     check_grammar(options)
     return replace(
         parsed,

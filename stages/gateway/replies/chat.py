@@ -21,7 +21,7 @@ from pipeline.stages.gateway.replies.types import (
     ReplyToolCall,
     ToolDelta,
 )
-from pipeline.stages.gateway.request import PromptRequest, Request
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.text.formats.chat_formats import ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -29,11 +29,12 @@ from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Conten
 class ReplyReader:
     """Parses one choice. `place` is its index."""
 
-    def __init__(self, request: Request, prompt_request: PromptRequest, place: int) -> None:
+    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: SequenceOutput, place: int) -> None:
         assert request.parsed.reply is not None
         self._form = request.parsed.reply
         self._request = request
         self._prompt_request = prompt_request
+        self._sequence = sequence
         self._place = place
         self._num_calls = 0
         self._num_ended = 0
@@ -50,8 +51,8 @@ class ReplyReader:
         return needs_tail and self._prompt_request.prompt_ids is None
 
     def events(self, text: str) -> list[Event]:
-        """The events for new text."""
-        return _merged(self._kept(self._parser.push(text)))
+        """The events for new text, which was taken from the sequence just now."""
+        return _merged(self._kept(self._parser.push(text, self._sequence.take_special_spans())))
 
     def rest_events(self) -> list[Event]:
         """The remaining events at the end."""

@@ -76,7 +76,7 @@ def _chat_reply(request: Request) -> ChatReply:
         details = TokenDetailFormatter(request, prompt_request, sequence).take(text, is_packed=True)
         message, finish = ReplyMessage(text), finish_reason(sequence)
         if request.parsed.reply is not None:
-            reader = ReplyReader(request, prompt_request, i)
+            reader = ReplyReader(request, prompt_request, sequence, i)
             message = reader.message(text)
             finish = reader.finish_reason(finish)
         message.role = request.parsed.reply_role
@@ -183,8 +183,8 @@ class Events:
             TokenDetailFormatter(request, prompt_request, sequence) for prompt_request, sequence in each
         ]
         self._readers = [
-            None if request.parsed.reply is None else ReplyReader(request, prompt_request, i)
-            for i, prompt_request in enumerate(self._requests)
+            None if request.parsed.reply is None else ReplyReader(request, prompt_request, sequence, i)
+            for i, (prompt_request, sequence) in enumerate(each)
         ]
 
     @property

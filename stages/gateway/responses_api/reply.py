@@ -146,7 +146,9 @@ class _Reader:
         (self._prompt_request,) = request.prompt_requests
         (self._sequence,) = request.sequences
         self.builder = OutputBuilder(f"{request.salt:x}")
-        self._reader = None if request.parsed.reply is None else ReplyReader(request, self._prompt_request, 0)
+        self._reader = None
+        if request.parsed.reply is not None:
+            self._reader = ReplyReader(request, self._prompt_request, self._sequence, 0)
         self._formatter = TokenDetailFormatter(request, self._prompt_request, self._sequence)
         self.is_over = False
         """All output was read."""

@@ -1,13 +1,15 @@
 """Helpers that parse replies and join their events."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.marks import pattern_of
 from pipeline.text.formats.reasoning import FORMATS
+from pipeline.text.special_spans import packed
 
 TOOLS = {one.name: one for one in (*TOOL_FORMATS, GENERIC)}
 REASONING = {one.name: one for one in FORMATS}
@@ -53,8 +55,31 @@ def joined(events: Iterable[Event]) -> Reply:
     return reply
 
 
-def read(parser: ReplyParser, pieces: Iterable[str]) -> Reply:
-    return joined([*(event for piece in pieces for event in parser.push(piece)), *parser.finish()])
+def read(parser: ReplyParser, pieces: Iterable[str], specials: Mapping[str, int] | None = None) -> Reply:
+    """Parse text in pieces. Where it has one of the `specials`, the model wrote that special token: by default, those
+    that are marks of the format. Their spans come as early as detokenize may send them: with the first character."""
+    specials = parser.marks.ids if specials is None else specials
+    pieces = list(pieces)
+    spans = spans_of("".join(pieces), specials)
+    events, end = [], 0
+    for piece in pieces:
+        end += len(piece)
+        sent = spans[: next((i for i, span in enumerate(spans) if span[0] >= end), len(spans))]
+        del spans[: len(sent)]
+        events += parser.push(piece, b"".join(packed(*span) for span in sent))
+    return joined([*events, *parser.finish()])
+
+
+def specials_of(form: ChatFormats) -> dict[str, int]:
+    """The special tokens of the model, those that are no marks, too."""
+    return {one.content: one.id for one in form.added.values() if one.special}
+
+
+def spans_of(text: str, specials: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """The spans of the special tokens in a text."""
+    if (pattern := pattern_of(specials)) is None:
+        return []
+    return [(found.start(), len(found[0]), specials[found[0]]) for found in pattern.finditer(text)]
 
 
 def formats(tools: str | None = None, reasoning: str | None = None, specials: Sequence[str] = ()) -> ChatFormats:

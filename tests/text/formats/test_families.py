@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.text.formats.events import CallBegun
 from pipeline.text.formats.harmony import MARKS as HARMONY
-from tests.text.formats.replies import NAMES, TOOLS, Reply, formats, parsed, read
+from tests.text.formats.replies import NAMES, TOOLS, Reply, formats, parsed, read, specials_of
 
 DS = (
     "<｜tool▁calls▁begin｜>",
@@ -368,7 +368,7 @@ def test_special_tokens_of_gpt_oss_and_gemma_are_not_shown() -> None:
     gpt_oss = formats("openai", "openai_gptoss", (*HARMONY, "<|endoftext|>"))
     assert gpt_oss.needs_specials("none")
     text = "<|channel|>final<|message|>Yes.<|endoftext|><|return|>"
-    assert read(gpt_oss.parser("none", tail="<|start|>assistant"), text) == Reply("Yes.")
+    assert read(gpt_oss.parser("none", tail="<|start|>assistant"), text, specials_of(gpt_oss)) == Reply("Yes.")
     gemma4 = formats("gemma4", "gemma4", HIDDEN_GEMMA)
     assert read(gemma4.parser("auto", NAMES, "model\n"), f"{gemma('n:1')}<|tool_response>") == Reply(
         calls=[("find", '{"n": 1}')], num_ended=1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.text.formats.replies import NAMES, Reply, formats, parsed, read
+from tests.text.formats.replies import NAMES, Reply, formats, parsed, read, specials_of
 
 HERMES = '<tool_call>\n{"name": "find", "arguments": {"text": "a}</tool_call>\\"", "n": [1, {}]}}\n</tool_call>'
 FOUND = ("find", '{"text": "a}</tool_call>\\"", "n": [1, {}]}')
@@ -156,10 +156,12 @@ def test_special_tokens_are_interpreted_and_not_shown() -> None:
     form = formats("llama3", specials=specials)
     assert form.needs_specials("auto")
     assert not form.needs_specials("none")
-    assert read(form.parser("auto", NAMES), "Hi<|eot_id|> <|python_tag|>print(1)<|eot") == Reply("Hi print(1)<|eot")
-    assert read(form.parser("auto", NAMES, shows_specials=True), "<|eot_id|>!") == Reply("<|eot_id|>!")
+    text, ids = "Hi<|eot_id|> <|python_tag|>print(1)<|eot", specials_of(form)
+    assert read(form.parser("auto", NAMES), text, ids) == Reply("Hi print(1)<|eot")
+    assert read(form.parser("auto", NAMES, shows_specials=True), "<|eot_id|>!", ids) == Reply("<|eot_id|>!")
     stray = formats("mistral", specials=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "</s>"))
-    assert read(stray.parser("auto", NAMES), "a[ARGS]b[TOOL_CALLS]find it[CALL_ID]</s>") == Reply("abfind it")
+    text, ids = "a[ARGS]b[TOOL_CALLS]find it[CALL_ID]</s>", specials_of(stray)
+    assert read(stray.parser("auto", NAMES), text, ids) == Reply("abfind it")
 
 
 def test_plain_text_markers_do_not_require_special_tokens() -> None:

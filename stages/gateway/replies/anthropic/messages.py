@@ -32,8 +32,8 @@ class MessageReader:
     """Splits the output of a request into text, reasoning and tool calls."""
 
     def __init__(self, request: Request) -> None:
-        (prompt_request,) = request.prompt_requests
-        self._reader = None if request.parsed.reply is None else ReplyReader(request, prompt_request, 0)
+        (prompt_request,), (sequence,) = request.prompt_requests, request.sequences
+        self._reader = None if request.parsed.reply is None else ReplyReader(request, prompt_request, sequence, 0)
 
     @property
     def is_waiting(self) -> bool:

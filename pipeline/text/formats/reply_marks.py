@@ -1,0 +1,128 @@
+"""Marks that are special tokens, as parsers see them.
+
+A parser must see such a mark only where the model wrote its token. The same characters written with ordinary tokens are
+text: an answer about HTML has `<s>` in it, and one about this model has `</think>`. So in the text that parsers read,
+each of these marks is one character that no text has, a surrogate: decoders of UTF-8 never return one.
+
+    detokenize             Hm.</think>The mark is </think>.      the first one is a span, see special_spans.py
+    SpecialTokens.push     Hm.�The mark is </think>.             � stands for U+D801
+    parser, ReplyMarks.of  looks for U+D801
+    ReplyMarks.shown       replaces those that are left
+
+Marks that the model's vocabulary has not as special tokens remain as they are.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+
+from pipeline.text.formats.events import Arguments, CallBegun, Content, Event, Reasoning
+from pipeline.text.formats.schema_types import escaped
+from pipeline.text.special_spans import unpacked
+
+NO_MARKS: Mapping[str, int] = {}
+FIRST = 0xD800
+CHARACTERS = "\ud800-\udfff"
+"""For a class of a regular expression"""
+_CHARACTER = re.compile(f"[{CHARACTERS}]")
+
+
+class ReplyMarks:
+    """The marks of one model's formats that are special tokens, with their ids. With `shows_specials`, special tokens
+    are shown: marks that are not part of a call or around reasoning, and all other ones."""
+
+    def __init__(self, ids: Mapping[str, int] = NO_MARKS, *, shows_specials: bool = False) -> None:
+        self.ids = ids
+        self.shows_specials = shows_specials
+        self._characters = {mark: chr(FIRST + place) for place, mark in enumerate(ids)}
+        self._by_id = {ids[mark]: character for mark, character in self._characters.items()}
+        self._texts = {character: mark for mark, character in self._characters.items()}
+        self.hidden = frozenset() if shows_specials else frozenset(self._texts)
+        """What parsers remove from content."""
+
+    def of(self, mark: str) -> str:
+        """What a parser looks for: the character of a mark, or a text with the characters of the marks in it."""
+        if (character := self._characters.get(mark)) is not None:
+            return character
+        for text, character in self._characters.items():
+            mark = mark.replace(text, character)
+        return mark
+
+    def each(self, marks: Iterable[str]) -> tuple[str, ...]:
+        """The same for several."""
+        return tuple(map(self.of, marks))
+
+    def of_token(self, token_id: int, text: str) -> str:
+        """What a parser reads for a special token with this text."""
+        if (character := self._by_id.get(token_id)) is not None:
+            return character
+        return text if self.shows_specials else ""
+
+    def shown(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Events without characters of marks."""
+        for event in events:
+            match event:
+                case Content(text) | Reasoning(text) if _CHARACTER.search(text):
+                    if text := self._written(text):
+                        yield type(event)(text)
+                case Arguments(index, text) if _CHARACTER.search(text):
+                    if text := self._written(text, is_json=True):
+                        yield Arguments(index, text)
+                case CallBegun(index, name, call_id) if _CHARACTER.search(name + call_id):
+                    yield CallBegun(index, self._written(name), self._written(call_id))
+                case _:
+                    yield event
+
+    def _written(self, text: str, *, is_json: bool = False) -> str:
+        return _CHARACTER.sub(partial(self._text_of, is_json=is_json), text)
+
+    def _text_of(self, found: "re.Match[str]", *, is_json: bool) -> str:
+        if not self.shows_specials:
+            return ""
+        text = self._texts[found[0]]
+        return escaped(text) if is_json else text
+
+
+class SpecialTokens:
+    """Replaces the special tokens in streamed text by what parsers read."""
+
+    def __init__(self, marks: ReplyMarks) -> None:
+        self._marks = marks
+        self._spans: deque[tuple[int, int, int]] = deque()
+        self._offset = 0
+        """Of what comes next, in the text."""
+        self._rest = ""
+        """The beginning of a special token; the end of it has not arrived."""
+
+    def push(self, text: str, spans: bytes | bytearray) -> str:
+        """Add text, and the `spans` of special tokens that were not added before; see special_spans.py. Their offsets
+        are those of the whole text. Returns the text that a parser reads."""
+        if spans:
+            self._spans.extend(unpacked(spans))
+        if not self._spans:
+            self._offset += len(text)
+            return text
+        text, self._rest = self._rest + text, ""
+        seen: list[str] = []
+        at = 0
+        while self._spans:
+            offset, num_chars, token_id = self._spans[0]
+            begin = offset - self._offset
+            if begin >= len(text):
+                break
+            if (end := begin + num_chars) > len(text):
+                self._rest = text[begin:]
+                text = text[:begin]
+                break
+            self._spans.popleft()
+            seen += (text[at:begin], self._marks.of_token(token_id, text[begin:end]))
+            at = end
+        seen.append(text[at:])
+        self._offset += len(text)
+        return "".join(seen)
+
+    def finish(self) -> str:
+        """The beginning of a special token that a stop string has cut, if special tokens are shown."""
+        rest, self._rest = self._rest, ""
+        return rest if self._marks.shows_specials else ""
