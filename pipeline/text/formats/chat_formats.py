@@ -103,7 +103,7 @@ class ReplyParser:
     ) -> None:
         """Without `has_content`, a grammar allows only calls, so what a cut reply has of a mark is no content."""
         self.marks = marks
-        self._specials = SpecialTokens(marks)
+        self._specials = SpecialTokens(marks) if marks.ids else None
         self._reasoning = reasoning
         self._calls = calls
         self._has_content = has_content
@@ -111,27 +111,25 @@ class ReplyParser:
     def push(self, text: str, special_spans: bytes = b"") -> list[Event]:
         """Add text, and the spans of the special tokens that begin in it, if `ChatFormats.needs_specials`; those of
         text that comes later may be among them. Returns the events that are now certain."""
-        text = self._specials.push(text, special_spans)
-        if len(text) <= PIECE_CHARS:
-            return self._shown(self._read(text))
-        pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
-        return self._shown([event for piece in pieces for event in self._read(piece)])
+        if self._specials is None:
+            return self._read(text)
+        return self.marks.shown(self._read(self._specials.push(text, special_spans)))
 
     def finish(self) -> list[Event]:
         """End the reply. Returns the remaining events."""
-        return self._shown(self._finish())
-
-    def _shown(self, events: list[Event]) -> list[Event]:
-        return list(self.marks.shown(events)) if events and self.marks.ids else events
+        return self.marks.shown(self._finish())
 
     def _finish(self) -> list[Event]:
-        out = self._read(self._specials.finish())
+        out = self._read(self._specials.finish()) if self._specials is not None else []
         if self._reasoning is not None and (rest := self._reasoning.finish(out)):
             out += self._calls.push(rest)
         out += self._calls.finish()
         return out if self._has_content else [event for event in out if not isinstance(event, Content)]
 
     def _read(self, text: str) -> list[Event]:
+        if len(text) > PIECE_CHARS:
+            pieces = (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+            return [event for piece in pieces for event in self._read(piece)]
         out: list[Event] = []
         if self._reasoning is not None:
             text = self._reasoning.push(text, out)

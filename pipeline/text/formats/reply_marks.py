@@ -14,7 +14,7 @@ Marks that the model's vocabulary has not as special tokens remain as they are.
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from pipeline.text.formats.events import Arguments, CallBegun, Content, Event, Reasoning
@@ -59,20 +59,21 @@ class ReplyMarks:
             return character
         return text if self.shows_specials else ""
 
-    def shown(self, events: Iterable[Event]) -> Iterator[Event]:
+    def shown(self, events: list[Event]) -> list[Event]:
         """Events without characters of marks."""
-        for event in events:
-            match event:
-                case Content(text) | Reasoning(text) if _CHARACTER.search(text):
-                    if text := self._written(text):
-                        yield type(event)(text)
-                case Arguments(index, text) if _CHARACTER.search(text):
-                    if text := self._written(text, is_json=True):
-                        yield Arguments(index, text)
-                case CallBegun(index, name, call_id) if _CHARACTER.search(name + call_id):
-                    yield CallBegun(index, self._written(name), self._written(call_id))
-                case _:
-                    yield event
+        return [one for event in events if (one := self._shown(event)) is not None] if self.ids else events
+
+    def _shown(self, event: Event) -> Event | None:
+        match event:
+            case Content(text) | Reasoning(text) if _CHARACTER.search(text):
+                text = self._written(text)
+                return type(event)(text) if text else None
+            case Arguments(index, text) if _CHARACTER.search(text):
+                text = self._written(text, is_json=True)
+                return Arguments(index, text) if text else None
+            case CallBegun(index, name, call_id) if _CHARACTER.search(name + call_id):
+                return CallBegun(index, self._written(name), self._written(call_id))
+        return event
 
     def _written(self, text: str, *, is_json: bool = False) -> str:
         return _CHARACTER.sub(partial(self._text_of, is_json=is_json), text)
