@@ -51,6 +51,7 @@ class Gate:
         lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
         **gateway: Any,
     ) -> None:
+        self.folder = folder
         ModelConfig(
             name=MODEL,
             architecture="llama",
