@@ -183,8 +183,8 @@ def test_adding_a_tool_call_parser(tree: Tree) -> None:
             def detects(self, template):
                 return "-->" in template
 
-            def parser(self, names, hidden):
-                return ArrowParser(self.marks, hidden, names)
+            def parser(self, names, marks):
+                return ArrowParser(marks.each(self.marks), marks.hidden, names)
 
             def grammar(self, lark, calls, *, parallel):
                 return lark.one_of([f"{lark.mark('-->')} {lark.object_of(call, 'arguments')}" for call in calls])

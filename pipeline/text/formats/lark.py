@@ -59,6 +59,10 @@ class LarkBuilder:
         token = self._added.get(mark)
         return token is not None and token.stands_apart
 
+    def _is_special(self, mark: str) -> bool:
+        token = self._added.get(mark)
+        return token is not None and token.special
+
     def sequence(self, *texts: str) -> str:
         """Texts, with the tokens in them that text can't match."""
         text = "".join(texts)
@@ -78,15 +82,19 @@ class LarkBuilder:
 
     def text_until(self, body: str, end: str, before: str = "") -> str:
         """Text that matches the regular expressions `body`, then `before` and the mark `end`. `end` is nowhere else in
-        it. A lexer takes the longest match, so if the mark is text, one terminal must include it."""
+        it, unless it is a special token: parsers tell that from the same text. A lexer takes the longest match, so if
+        the mark is text, one terminal must include it."""
         anywhere = f"/(?s:.*){regex(end)}(?s:.*)/"
         if self.stands_apart(end):
             term = f"({body}) /{regex(before)}/" if before else f"({body})"
-            return f"{self.terminal(f'({term}) & ~{anywhere}')} {self.mark(end)}"
+            text = term if self._is_special(end) else f"({term}) & ~{anywhere}"
+            return f"{self.terminal(text)} {self.mark(end)}"
         return self.terminal(f"({body}) /{regex(before + end)}/ & ~/(?s:.*){regex(end)}(?s:.+)/")
 
     def text_without(self, mark: str) -> str:
-        """Add a terminal for any text that does not have this mark."""
+        """Add a terminal for any text that does not have this mark. Text that spells a special token is no mark."""
+        if self._is_special(mark):
+            return self.terminal("/(?s:.*)/")
         return self.terminal(f"/(?s:.*)/ & ~/(?s:.*){regex(mark)}(?s:.*)/")
 
     def text_unlike(self, begin: str, *marks: str) -> str:

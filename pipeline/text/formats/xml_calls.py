@@ -92,14 +92,14 @@ class XmlFormat(ToolFormat):
     def _member(self, lark: LarkBuilder, parameter: Parameter, line: str) -> str | None:
         """A parameter; None if the syntax can't express it."""
         tags = self.tags
-        key = f"{tags.before_key}{parameter.name}{tags.after_key}"
+        name = lark.text(parameter.name)  # not in a sequence: it may spell a special token
         if parameter.name != parameter.name.strip() or tags.after_key in parameter.name:
             return None
         around = "\n" if tags.has_lines else ""
         if tags.call_end:
-            begin = lark.sequence(line, key, around)
+            begin = f"{lark.sequence(line, tags.before_key)} {name} {lark.sequence(tags.after_key, around)}"
         else:
-            begin = lark.sequence(key, line, tags.before_value)
+            begin = f"{lark.sequence(tags.before_key)} {name} {lark.sequence(tags.after_key, line, tags.before_value)}"
         behind = "" if tags.call_end else lark.text(line) if line else ""
         if parameter.is_text:
             body = text_body(parameter.schema)

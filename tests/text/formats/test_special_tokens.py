@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
+import llguidance
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.special_spans import packed
+from tests.stages.detokenize.vocabularies import byte_ids
 from tests.text.formats.replies import NAMES, REASONING, TOOLS, Reply, formats, joined, spans_of, specials_of
 from tests.text.formats.test_families import DS, KIMI
+from tests.text.formats.test_grammars import SPECIALS, WORDS, Vocabulary
 
 ALL_CASES = bool(os.environ.get("PIPELINE_ALL_CASES"))
 OTHERS = ("<s>", "</s>", "<pad>", "<mask>", "<filename>", "<|im_end|>", "[INST]")
@@ -113,13 +116,15 @@ CALLS: dict[str, list[Writer]] = {
         lambda text: [
             *("<tool_call>\n<function=find>\n<parameter=text>\n", Spelled(text)),
             "\n</parameter>\n</function>\n</tool_call>",
-        ]
+        ],
+        lambda text: ["<tool_call>\n<function=find>\n", *in_json(text), "\n</function>\n</tool_call>"],
     ],
     "seed_oss": [
         lambda text: [
             *("<seed:tool_call>\n<function=find>\n<parameter=text>", Spelled(text)),
             "</parameter>\n</function>\n</seed:tool_call>",
-        ]
+        ],
+        lambda text: ["<seed:tool_call>\n<function=find>\n", *in_json(text), "\n</function>\n</seed:tool_call>"],
     ],
     "gemma4": [
         lambda text: ['<|tool_call>call:find{text:<|"|>', Spelled(text), '<|"|>}<tool_call|>'],
@@ -129,7 +134,8 @@ CALLS: dict[str, list[Writer]] = {
         lambda text: [
             *("<start_function_call>call:find{text:<escape>", Spelled(text)),
             "<escape>}<end_function_call>",
-        ]
+        ],
+        lambda text: ['<start_function_call>call:find{"text":', quoted(text), "}<end_function_call>"],
     ],
     "pythonic": [lambda text: ["<|python_start|>[find(text=", quoted(text), ")]<|python_end|>"]],
     "olmo3": [lambda text: ["<function_calls>find(text=", quoted(text), ")</function_calls>"]],
@@ -247,6 +253,71 @@ def test_marks_that_are_ordinary_tokens_are_found_in_the_text() -> None:
     assert not form.needs_specials("auto")
     parts = ["<think>Hm.</think>", *CALLS["hermes"][0]("a <s>")]
     check(form, [Spelled("".join(parts))], Reply("", "Hm.", [("find", '{"text": "a <s>"}')], 1))
+
+
+# ---------------------------------------------------------------------------------------------------------- grammars
+
+
+VOCABULARY = Vocabulary((*SPECIALS, *OTHERS), WORDS)
+BYTES = byte_ids(VOCABULARY.tokenizer)
+OPTIONAL = {
+    "openai": ("<|start|>assistant", "<|call|>"),
+    "pythonic": ("<|python_start|>", "<|python_end|>"),
+    "llama3": ("<|python_tag|>",),
+}
+"""Marks that a required call does not have"""
+
+
+def required(name: str, parts: Sequence[Part], key: str) -> list[Part]:
+    """A required call whose argument has this name."""
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, Spelled):
+            found.append(part)
+            continue
+        for mark in OPTIONAL.get(name, ()):
+            part = part.replace(mark, "")
+        before, _, behind = part.partition("text")
+        found += [before, Spelled(key), behind] if behind else [part]
+    return found
+
+
+def is_taken(grammar: str, parts: Sequence[Part]) -> bool:
+    """Whether a grammar allows these ids: text that is spelled is written with a token for each byte."""
+    matcher = llguidance.LLMatcher(VOCABULARY.guide, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    ids: list[int] = []
+    for part in parts:
+        is_spelled = isinstance(part, Spelled)
+        ids += [BYTES[byte] for byte in part.encode()] if is_spelled else VOCABULARY.tokenizer.encode(part).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [(name, "text") for name in CALLS] + [(name, "<s>") for name in CALLS if name not in ("pythonic", "olmo3")],
+)
+@pytest.mark.parametrize("is_enum", [True, False])
+def test_grammars_require_marks_as_tokens_and_take_their_spelling_as_text(name: str, key: str, is_enum: bool) -> None:
+    template = "<|tool_call|>" if name == "phi4_mini_json" else ""
+    form = ChatFormats(TOOLS[name], template=template, added=VOCABULARY.added)
+    marks = [mark for mark in TOOLS[name].marks if mark in VOCABULARY.added and VOCABULARY.added[mark].special]
+    text = f"Of {' and '.join((*marks, *OTHERS))} so"
+    value = {"enum": [text, "b"]} if is_enum else {"type": "string"}
+    parameters = {"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": False}
+    function = {"name": "find", "parameters": parameters, "strict": True}
+    tools = json.dumps([{"type": "function", "function": function}])
+    grammar = form.calls("required", "", tools, parallel=False).lark()
+    taken = [parts for way in CALLS[name] if is_taken(grammar, parts := required(name, way(text), key))]
+    assert taken, grammar
+    for parts in taken:
+        reply = read(form, parts, [])
+        assert [json.loads(arguments) for _, arguments in reply.calls] == [{key: text}]
+        if any(mark in part for part in parts for mark in marks if not isinstance(part, Spelled)):
+            assert not is_taken(grammar, [Spelled("".join(parts))])
+    strict = form.strict_calls(tools, parallel=False)
+    if strict is not None and name not in ("openai", "glm4"):
+        assert is_taken(strict.lark(), [Spelled(text)])
 
 
 # ---------------------------------------------------------------------------------------------------------- any reply
