@@ -178,6 +178,11 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return [self.added[mark].id for mark in stops if self._is_special(mark)]
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the model's special tokens."""
+        return frozenset(token.id for token in self.added.values() if token.special)
+
+    @property
     def shows_tools(self) -> bool:
         """Whether the chat template shows tools, calls and results, or the text of messages has them."""
         return self.tools is None or self.tools.in_template

@@ -9,7 +9,7 @@ Each output id has one entry, including ids without text: the one that ended the
 `bytes:\\xf0\\x9f` in completions. -inf becomes -9999.0, as in vLLM: JSON has no infinity.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -145,12 +145,20 @@ def _token_logprob(record: DecodedRecord, num_top: int, *, names_ids: bool) -> T
 
 
 def of_text(
-    each: Iterable[DecodedRecord], num_top: int, offsets: TextOffsets, *, names_ids: bool, is_packed: bool = False
+    each: Iterable[DecodedRecord],
+    num_top: int,
+    offsets: TextOffsets,
+    *,
+    names_ids: bool,
+    is_packed: bool = False,
+    hidden_ids: Collection[int] = (),
 ) -> TextLogprobs:
-    """`offsets` has seen the text up to here and the tokens before these. `is_packed`: the top logprobs are JSON."""
+    """`offsets` has seen the text up to here and the tokens before these. `is_packed`: the top logprobs are JSON. The
+    text has nothing of `hidden_ids`."""
     result = TextLogprobs([], [], [], [])
     for record in each:
-        result.text_offset.append(offsets.place(record.token.piece or b""))
+        piece = b"" if record.token.id in hidden_ids else record.token.piece or b""
+        result.text_offset.append(offsets.place(piece))
         result.token_logprobs.append(record.token.logprob)
         result.tokens.append(_text_name(record.token, names_ids))
         top: dict[str, float] = {}

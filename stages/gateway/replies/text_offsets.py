@@ -2,13 +2,14 @@
 
 The text is the concatenation of the bytes of its tokens, except for
 
-- special tokens that are skipped, such as `<s>`: they have no text;
+- special tokens that are skipped, such as `<s>`: they have no text. In output, they are known by their ids, and the
+  caller passes no bytes. A prompt may have the text of one or not, as its client has written it;
 - characters that are split over tokens: they appear when they are complete, or as U+FFFD if they stay incomplete;
 - text that is held back because it may start a stop string, or removed because it was one.
 
 A token's offset is the number of characters that start before it; a token that continues a character has the offset of
-that character. A token that looks special is skipped if the text does not continue with it. If that text has not
-arrived yet, the token is assumed to have text.
+that character. A token of a prompt that looks special is skipped if the text does not continue with it. If that text
+has not arrived yet, the token is assumed to have text.
 """
 
 import codecs

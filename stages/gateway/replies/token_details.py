@@ -44,6 +44,8 @@ class TokenDetailFormatter:
         self._is_first = True
         self._offsets: TextOffsets | None = None
         """For completions with logprobs."""
+        self._hidden_ids: frozenset[int] = frozenset()
+        """Special tokens that are left out of their text."""
 
     @property
     def num_pending(self) -> int:
@@ -81,7 +83,10 @@ class TokenDetailFormatter:
             num_top, each = self._parsed.options.num_logprobs, self._decode_records(ids)
             of_chat = logprobs.packed_of_chat if is_packed else logprobs.of_chat
             return details._replace(chat_logprobs=of_chat(each, num_top, names_ids=options.names_ids) if ids else None)
-        self._offsets = self._offsets or TextOffsets()
+        if self._offsets is None:
+            self._offsets = TextOffsets()
+            if self._parsed.options.skip_special_tokens:
+                self._hidden_ids = self._prompt_request.request.formats.special_ids
         self._offsets.feed(text)
         of_text = self._of_text(ids, options.num_top, self._offsets, with_prompt=is_first, is_packed=is_packed)
         return details._replace(text_logprobs=of_text)
@@ -99,7 +104,9 @@ class TokenDetailFormatter:
             prompt = logprobs.of_text(each, num_top, offsets, names_ids=names_ids, is_packed=is_packed)
             _append(details, prompt)
         num_logprobs, records = self._parsed.options.num_logprobs, self._decode_records(ids)
-        output = logprobs.of_text(records, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed)
+        output = logprobs.of_text(
+            records, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed, hidden_ids=self._hidden_ids
+        )
         _append(details, output)
         return details if details.tokens else None
 

@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,21 @@ class TestCompletions:
                 for name, piece in zip(names, pieces, strict=True):
                     assert name == piece.decode(errors="ignore") or name.startswith("bytes:")
                 assert [list(one) for one in choice["logprobs"]["top_logprobs"]] == [[name] for name in names]
+
+    def test_a_special_token_takes_no_text_of_the_ordinary_ones_that_spell_it(self, tmp_path: Path) -> None:
+        added = [{"id": place, "content": text, "special": True} for place, text in ((0, "<s>"), (4, "</s>"))]
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+        pieces = [b"<s>", b"<s", b">", b"a", b"</s>", b"b"]
+        with Gate(tmp_path) as gate:
+            for skips, text, offsets in (
+                (True, "<s>ab", [0, 0, 2, 3, 4, 4]),
+                (False, "<s><s>a</s>b", [0, 3, 5, 6, 7, 11]),
+            ):
+                response = gate.complete(COMPLETION | {"logprobs": 0, "skip_special_tokens": skips})
+                submit = gate.begin()
+                gate.delta(submit, text, 6, records=records(*[-1.0] * 6), pieces=pieces, finish=m.Finish.LENGTH)
+                logprobs = response.result().json()["choices"][0]["logprobs"]
+                assert (logprobs["text_offset"], logprobs["tokens"][0]) == (offsets, "<s>")
 
     def test_top_logprobs_are_sorted_and_include_the_token(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"logprobs": 2})
