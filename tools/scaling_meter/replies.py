@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats
 from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.marks import pattern_of
 from pipeline.text.formats.reasoning import FORMATS
+from pipeline.text.special_spans import packed
 from tools.scaling_meter.case import Case
 
 MAX_REPLY = 64 * 1024
@@ -85,12 +87,19 @@ def _stream(formats: ChatFormats, text: tuple[str, str], n: int) -> Callable[[],
     begin, piece = text
     whole = (begin + piece * (n // len(piece)))[:n]
     deltas = [whole[at : at + DELTA] for at in range(0, len(whole), DELTA)]
+    ids = formats.parser("auto", NAMES, "").marks.ids
+    found = [] if (marks := pattern_of(ids)) is None else marks.finditer(whole)
+    spans = [(mark.start(), packed(mark.start(), len(mark[0]), ids[mark[0]])) for mark in found]
 
     def work() -> None:
         for parts in (deltas, [whole]):
-            parser = formats.parser("auto", NAMES, "")
+            parser, end, sent = formats.parser("auto", NAMES, ""), 0, 0
             for part in parts:
-                parser.push(part)
+                end += len(part)
+                first = sent
+                while sent < len(spans) and spans[sent][0] < end:
+                    sent += 1
+                parser.push(part, b"".join(span for _, span in spans[first:sent]))
             parser.finish()
 
     return work

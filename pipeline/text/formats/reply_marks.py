@@ -13,13 +13,12 @@ Marks that the model's vocabulary has not as special tokens remain as they are.
 """
 
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 
 from pipeline.text.formats.events import Arguments, CallBegun, Content, Event, Reasoning
 from pipeline.text.formats.schema_types import escaped
-from pipeline.text.special_spans import unpacked
+from pipeline.text.special_spans import SPAN_BYTES, unpacked
 
 NO_MARKS: Mapping[str, int] = {}
 FIRST = 0xD800
@@ -90,7 +89,7 @@ class SpecialTokens:
 
     def __init__(self, marks: ReplyMarks) -> None:
         self._marks = marks
-        self._spans: deque[tuple[int, int, int]] = deque()
+        self._spans = bytearray()
         self._offset = 0
         """Of what comes next, in the text."""
         self._rest = ""
@@ -99,16 +98,14 @@ class SpecialTokens:
     def push(self, text: str, spans: bytes | bytearray) -> str:
         """Add text, and the `spans` of special tokens that were not added before; see special_spans.py. Their offsets
         are those of the whole text. Returns the text that a parser reads."""
-        if spans:
-            self._spans.extend(unpacked(spans))
+        self._spans += spans
         if not self._spans:
             self._offset += len(text)
             return text
         text, self._rest = self._rest + text, ""
         seen: list[str] = []
-        at = 0
-        while self._spans:
-            offset, num_chars, token_id = self._spans[0]
+        at = num_read = 0
+        for offset, num_chars, token_id in unpacked(self._spans):
             begin = offset - self._offset
             if begin >= len(text):
                 break
@@ -116,11 +113,12 @@ class SpecialTokens:
                 self._rest = text[begin:]
                 text = text[:begin]
                 break
-            self._spans.popleft()
+            num_read += SPAN_BYTES
             seen += (text[at:begin], self._marks.of_token(token_id, text[begin:end]))
             at = end
         seen.append(text[at:])
         self._offset += len(text)
+        self._spans = self._spans[num_read:]
         return "".join(seen)
 
     def finish(self) -> str:

@@ -24,6 +24,7 @@ from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.request import SequenceOutput
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.text.special_spans import packed
 from tests.fakes import FakeExecutor
 from tests.rig import raw
 from tests.stages.detokenize.test_output_processor import VOCABULARY
@@ -163,6 +164,19 @@ class TestOutput:
         batch = 600 * logprobs.AT_ONCE * (1 + num_top)
         assert most >= peak - batch, "objects of one batch exist beside the reply"
         assert most <= 800 * cost.most_id_bytes, "what was admitted"
+
+    def test_it_bounds_a_complete_reply_of_special_tokens(self) -> None:
+        cost = open_bytes.output_cost(chat(max_tokens=5000), None)
+        tracemalloc.start()
+        try:
+            sequence = SequenceOutput()
+            for place in range(5000):
+                sequence.extend_special_spans(packed(3 * place, 3, 7))
+                sequence.extend("<s>", 3 * place, b"\7\0\0\0", place)
+            grown, _ = tracemalloc.get_traced_memory()
+            assert 5000 * cost.most_id_bytes >= open_bytes.output_bytes(cost, sequence) >= grown - 3000
+        finally:
+            tracemalloc.stop()
 
     def test_a_kept_text_is_in_a_few_pieces(self) -> None:
         sequence = SequenceOutput()

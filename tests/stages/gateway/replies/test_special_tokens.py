@@ -25,6 +25,7 @@ from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.http.test_resumption import points_of, send, without_points
 from tests.stages.gateway.replies import test_chat, test_messages
 from tests.stages.gateway.responses_api import test_handlers
+from tests.stages.replays import replays_alike
 
 SPECIALS = ("<s>", "</s>", "<pad>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 SPELLED = f"a {' '.join(SPECIALS)} z"
@@ -269,6 +270,19 @@ def test_a_reply_that_is_generated_again_has_each_span_once() -> None:
         assert bytes(sequence.special_spans) == packed(1, 4, 7) + packed(5, 4, 7)
         _start_again(sequence, b"", is_resumed=False)
     assert sequence.take_special_spans() == b""
+
+
+def test_a_replay_reads_the_same(tmp_path: Path) -> None:
+    recording = tmp_path / "gateway.rec"
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    chat = ChatSettings(tool_call_parser="mistral", reasoning_parser="mistral")
+    with Gate(tmp_path, record=recording, chat=chat) as gate:
+        for streams in (False, True):
+            response = gate.post(CHAT | {"tools": TOOLS, "stream": streams})
+            Played(gate).answer(REPLY, 9)
+            assert of_chat(response.result().text, streams=streams) == EXPECTED
+        gate.rig.until(lambda load: load.num_open_requests == 0)
+    assert "clients" in replays_alike("gateway", recording).sent
 
 
 def test_formats_whose_marks_are_ordinary_tokens_ask_for_no_spans(tmp_path: Path) -> None:
