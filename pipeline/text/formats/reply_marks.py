@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from pipeline.text.formats.events import Arguments, CallBegun, Content, Event, Reasoning
+from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from pipeline.text.formats.schema_types import escaped
 from pipeline.text.special_spans import SPAN_BYTES, unpacked
 
@@ -60,17 +60,19 @@ class ReplyMarks:
 
     def shown(self, events: list[Event]) -> list[Event]:
         """Events without characters of marks."""
-        return [one for event in events if (one := self._shown(event)) is not None] if self.ids else events
+        if not (self.ids and any(map(_has_characters, events))):
+            return events
+        return [one for event in events if (one := self._shown(event)) is not None]
 
     def _shown(self, event: Event) -> Event | None:
         match event:
-            case Content(text) | Reasoning(text) if _CHARACTER.search(text):
+            case Content(text) | Reasoning(text):
                 text = self._written(text)
                 return type(event)(text) if text else None
-            case Arguments(index, text) if _CHARACTER.search(text):
+            case Arguments(index, text):
                 text = self._written(text, is_json=True)
                 return Arguments(index, text) if text else None
-            case CallBegun(index, name, call_id) if _CHARACTER.search(name + call_id):
+            case CallBegun(index, name, call_id):
                 return CallBegun(index, self._written(name), self._written(call_id))
         return event
 
@@ -82,6 +84,12 @@ class ReplyMarks:
             return ""
         text = self._texts[found[0]]
         return escaped(text) if is_json else text
+
+
+def _has_characters(event: Event) -> bool:
+    if isinstance(event, CallBegun):
+        return _CHARACTER.search(event.name + event.id) is not None
+    return not isinstance(event, CallEnded) and _CHARACTER.search(event.text) is not None
 
 
 class SpecialTokens:
