@@ -93,8 +93,8 @@ class Played:
     def answer(
         self, ids: Sequence[int], size: int = 1, *, num_known: int = 0, dies_at: Sequence[int] = (), index: int = 0
     ) -> m.Submit:
-        """The stages' part of one request, `size` ids at once. detokenize is replaced after the ids `dies_at`, and is
-        told that the gateway has three ids fewer than it has."""
+        """The stages' part of one request, `size` ids at once. detokenize is replaced after the ids `dies_at`; its
+        successor believes that the gateway has three ids fewer than it has."""
         submit = self._gate.submit()
         self._gate.accept(submit, tail="")
         self.generate(submit, ids, size, num_known=num_known, dies_at=dies_at, index=index)
