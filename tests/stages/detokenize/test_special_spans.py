@@ -85,7 +85,7 @@ def generate(processor: OutputProcessor, ids: list[int], begin: int, cuts: Seque
             return
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(OUTPUTS, OPTIONS, st.lists(st.integers(0, 40), max_size=6), st.integers(0, 40), st.booleans())
 @example(
     [*ids_of("a"), END, *SPELLED],

@@ -79,7 +79,7 @@ def check(
 ) -> None:
     """Fail unless the reply is read so as a whole, in characters, and in two pieces, wherever it is cut."""
     text, _ = written(form, parts)
-    some = range(1, len(text)) if ALL_CASES else range(1, len(text), 1 + len(text) // 8)
+    some = range(1, len(text)) if ALL_CASES else range(1, len(text), 1 + len(text) // 4)
     for cuts in ([], range(1, len(text)), *([cut] for cut in some)):
         assert read(form, parts, cuts, shows_specials=shows_specials, tail=tail) == expected, cuts
 
@@ -325,7 +325,7 @@ def test_grammars_require_marks_as_tokens_and_take_their_spelling_as_text(name: 
 BITS = ("a", " ", "\n", "{", "}", '"', "\\", "find", "call:find{text:", '{"text": "', "<", "[", ":", "functions.find:0")
 
 
-@settings(max_examples=2000 if ALL_CASES else 60, deadline=None)
+@settings(max_examples=2000 if ALL_CASES else 40, deadline=None)
 @given(
     tools=st.sampled_from([None, *TOOLS]),
     reasoning=st.sampled_from([None, *REASONING]),
