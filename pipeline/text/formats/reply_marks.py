@@ -53,8 +53,9 @@ class ReplyMarks:
         return tuple(map(self.of, marks))
 
     def of_token(self, token_id: int, text: str) -> str:
-        """What a parser reads for a special token with this text."""
-        if (character := self._by_id.get(token_id)) is not None:
+        """What a parser reads for a special token with this text. Its id is needed if the decoder changes its text, and
+        its text if the tokenizer's file has ids that the tokenizer does not use."""
+        if (character := self._characters.get(text) or self._by_id.get(token_id)) is not None:
             return character
         return text if self.shows_specials else ""
 

@@ -196,6 +196,7 @@ def test_a_vocabulary_file_has_the_tokens_of_the_whole_tokenizer(smollm2_dir):
     ids = range(tokenizer.get_vocab_size() + 2)
     assert [vocabulary.token(id) for id in ids] == [tokenizer.id_to_token(id) for id in ids]
     whole = Vocabulary(tokenizer)
+    assert vocabulary.special_ids == whole.special_ids
     for skip in (True, False):
         shown, expected = (each.pieces(skip_special_tokens=skip) for each in (vocabulary, whole))
         assert [shown[id] for id in ids] == [expected[id] for id in ids]
@@ -225,6 +226,7 @@ def test_a_vocabulary_file_in_another_form_has_the_same_tokens(tmp_path, change)
     ids = range(max(whole.get_vocab(with_added_tokens=True).values()) + 3)
     vocabulary = Vocabulary.load(path)
     assert [vocabulary.token(id) for id in ids] == [whole.id_to_token(id) for id in ids]
+    assert vocabulary.special_ids == Vocabulary(whole).special_ids
 
 
 @settings(max_examples=200, deadline=None)

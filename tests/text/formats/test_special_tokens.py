@@ -248,6 +248,17 @@ def test_a_special_token_that_a_stop_string_has_cut_is_not_shown() -> None:
     assert shown == Reply("Yes[/TH")
 
 
+def test_a_mark_is_known_by_its_id_if_the_decoder_changes_its_text_and_otherwise_by_both() -> None:
+    """For decoders that write a space for `▁`; and for files with ids that the tokenizer does not use."""
+    form = form_of("deepseek_v31", None)
+    call = f"{DS[0]}{DS[1]}now{DS[2]}{{}}{DS[3]}{DS[4]}"
+    for text, moved in ((call.replace("▁", " "), 0), (call, 1000)):
+        spans = [(at, num, moved + token_id) for at, num, token_id in spans_of(call, specials_of(form))]
+        parser = form.parser("auto", NAMES, "")
+        events = parser.push(text, b"".join(packed(*span) for span in spans))
+        assert joined([*events, *parser.finish()]) == Reply(calls=[("now", "{}")], num_ended=1)
+
+
 def test_marks_that_are_ordinary_tokens_are_found_in_the_text() -> None:
     form = formats("hermes", "qwen3", OTHERS)
     assert not form.needs_specials("auto")
