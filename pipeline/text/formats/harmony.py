@@ -213,10 +213,10 @@ class HarmonyParser:
 
     def _arguments(self, text: str, at: int, out: list[Event]) -> int | None:
         if self._object.state is ObjectState.OPEN:
-            found = None if self._object.has_begun else self._body_end.find(text, at)
             if not self._object.has_begun:
                 if text[at] in SPACE:
                     return at + 1
+                found = self._body_end.find(text, at)
                 if found is not None and found.start() == at:  # no arguments
                     self._call_without_arguments(out)
                     return self._message_ended(found)
