@@ -91,6 +91,11 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 """Names of methods and headers, RFC 9110."""
 
 
+def is_token(text: str) -> bool:
+    """Whether a text can be the name of a method or a header."""
+    return _TOKEN.fullmatch(text) is not None
+
+
 def cors_problems(allowed_methods: tuple[str, ...], allowed_headers: tuple[str, ...]) -> list[str]:
     """What is wrong with these settings, as `problems_of`."""
     listed = (("allowed_methods", "method", allowed_methods), ("allowed_headers", "header", allowed_headers))

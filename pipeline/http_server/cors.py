@@ -7,12 +7,13 @@ gateway.allowed_origins send requests and read the responses.
 Without allowed origins nothing changes: no header is sent, and OPTIONS is a method like any other.
 """
 
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 
 from aiohttp import web
 
-from pipeline.config.browsers import ANY, parse_origin
+from pipeline.config.browsers import ANY, is_token, parse_origin
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
@@ -84,7 +85,7 @@ class Cors:
             return None
         if self._any_origin:
             # With credentials, browsers do not accept "*".
-            return origins[0] if self._credentials else ANY
+            return ANY if not self._credentials else origins[0] if _VISIBLE.fullmatch(origins[0]) else None
         parsed = parse_origin(origins[0])
         return origins[0] if parsed is not None and parsed in self._origins else None
 
@@ -96,16 +97,19 @@ class Cors:
         method = request.headers["Access-Control-Request-Method"].upper()
         if method not in self._methods:
             raise _refused("allowed_methods", "method_not_allowed", f"the method '{shown(method)}'")
-        asked = request.headers.get("Access-Control-Request-Headers", "")
-        for name in (entry.strip().lower() for entry in asked.split(",")):
-            if name and not self._any_header and name not in (*_ALWAYS_ALLOWED, *self._headers):
+        entries = map(str.strip, request.headers.get("Access-Control-Request-Headers", "").split(","))
+        asked = [entry for entry in entries if entry]
+        for name in map(str.lower, asked):
+            if not (is_token(name) if self._any_header else name in (*_ALWAYS_ALLOWED, *self._headers)):
                 raise _refused("allowed_headers", "header_not_allowed", f"the header '{shown(name)}'")
         headers = {"Access-Control-Allow-Methods": ", ".join(self._methods), "Access-Control-Max-Age": str(MAX_AGE_S)}
         if asked:
-            headers["Access-Control-Allow-Headers"] = asked
+            headers["Access-Control-Allow-Headers"] = ", ".join(asked)
         return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
 
 
+_VISIBLE = re.compile(r"[!-~]+")
+"""What a response may repeat of an Origin."""
 _ALWAYS_ALLOWED = ("accept", "accept-language", "content-language", "content-type")
 """Headers that need no listing, as in Starlette."""
 

@@ -4,15 +4,23 @@ from http import HTTPStatus
 
 import msgspec
 
+from pipeline.runtime.printable import printable
+
 RETRY_AFTER_S = 1
 """Retry-After of a 503 without an estimate."""
 MAX_SHOWN_CHARS = 200
 """Longest client text that an error repeats."""
+_LINE_ENDS = "\n\t"
+
+
+def truncated(text: str) -> str:
+    """The beginning of client text."""
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
 
 
 def shown(text: str) -> str:
-    """Truncate client text for an error message."""
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
+    """Client text for an error message: truncated, and without characters that are not printable."""
+    return printable(truncated(text))
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
@@ -31,7 +39,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An error reply. `param` is the path of the invalid field, such as `messages[0].content`."""
+    """An error reply. `param` is the path of the invalid field, such as `messages[0].content`.
+
+    Its texts may repeat what a client has sent. aiohttp decodes bytes that are not UTF-8 to lone surrogates, which no
+    reply could have. So here, once for every shape of an error, what is not printable becomes an escape.
+    """
 
     def __init__(
         self,
@@ -41,10 +53,11 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
+        message = _encodable(message)
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else _encodable(param)
         self.code = code
         self.retry_after_s = retry_after_s if status == HTTPStatus.SERVICE_UNAVAILABLE else None
 
@@ -61,6 +74,11 @@ class ApiError(Exception):
     def json(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return msgspec.json.encode(ErrorBody(ErrorFields(self.message, kind, self.param, self.code)))
+
+
+def _encodable(text: str) -> str:
+    """A text that every reply can have. Messages may have several lines."""
+    return printable(text, keep=_LINE_ENDS, most=len(text))
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

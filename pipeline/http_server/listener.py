@@ -18,6 +18,7 @@ from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
+from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
 from pipeline.http_server.slow_clients import UnreadReplies
@@ -40,11 +41,14 @@ client that sends a byte now and then would keep a descriptor for ever."""
 class HttpConnection(web.RequestHandler):
     """One connection. Its errors have the shape of their path."""
 
-    __slots__ = ("_connections", "_head_timer")
+    __slots__ = ("_connections", "_head_timer", "_refusal_log")
 
-    def __init__(self, manager: web.Server, connections: HttpConnections, **options: Any) -> None:
+    def __init__(
+        self, manager: web.Server, connections: HttpConnections, refusal_log: RefusalLog, **options: Any
+    ) -> None:
         super().__init__(manager, **options)
         self._connections = connections
+        self._refusal_log = refusal_log
 
     @property
     def is_idle(self) -> bool:
@@ -113,6 +117,11 @@ class HttpConnection(web.RequestHandler):
                 broken = web.RequestPayloadError("its chunks are too small")
                 body.set_exception(broken)
                 self.close()
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Called by aiohttp for an exception in a route, and for invalid requests, whose clients get an error."""
+        if not _is_of_client(kwargs.get("exc_info")) and self._refusal_log.has_room_for_failure():
+            super().log_exception(*args, **kwargs)
 
     def handle_error(
         self,
@@ -213,7 +222,8 @@ class HttpListener:
         assert server is not None
         if not self._connections.has_room():
             return _Refused()
-        return HttpConnection(server, self._connections, loop=asyncio.get_running_loop(), **self._options)
+        loop = asyncio.get_running_loop()
+        return HttpConnection(server, self._connections, self._rules.refusal_log, loop=loop, **self._options)
 
 
 class _Refused(asyncio.Protocol):
@@ -248,11 +258,15 @@ class _Site(web.SockSite):
 
 
 class _IgnoreClientErrors(logging.Filter):
-    """Drops log records of requests that are not valid HTTP or can't be decompressed: their clients get an error."""
+    """Drops log records of what clients get an error for."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+        return not (record.exc_info and _is_of_client(record.exc_info[1]))
+
+
+def _is_of_client(error: object) -> bool:
+    """Whether a request is not valid HTTP, or can't be decompressed."""
+    return isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def _http_log() -> logging.Logger:

@@ -14,7 +14,7 @@ from collections.abc import Container
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.cors import Cors
-from pipeline.http_server.expect import format_early_errors
+from pipeline.http_server.expect import refuse_unknown
 from pipeline.http_server.guard import Handle, require_allowed_origin, require_key
 from pipeline.http_server.origins import OriginPolicy
 from pipeline.http_server.refusal_log import RefusalLog
@@ -35,7 +35,7 @@ class ListenerRules:
     ) -> None:
         """`policy` is used if there are no `keys`. `cors` answers preflights."""
         self._policy = policy
-        self._refusal_log = refusal_log
+        self.refusal_log = refusal_log
         self._keys = keys
         self._open_paths = open_paths
         self._cors = cors
@@ -62,10 +62,11 @@ class ListenerRules:
 
     def wrap(self, handle: Handle) -> Handle:
         """A handler that passes on to `handle` what satisfies the rules, and answers everything else."""
+        handle = refuse_unknown(handle)
         if self._keys is not None:
             guarded, check = require_key(handle, self._keys, self._open_paths), None
         else:
             guarded, check = require_allowed_origin(handle, self._policy), self._policy.check
         if self._cors is not None:
             guarded = self._cors.wrap(guarded, check)
-        return self._refusal_log.wrap(format_early_errors(guarded))
+        return self.refusal_log.wrap(guarded)

@@ -75,7 +75,7 @@ class FakeReplica:
         task.add_done_callback(self._tasks.discard)
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 first, *lines = head.strip().split("\r\n")
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
@@ -86,7 +86,7 @@ class FakeReplica:
                 self.seen.append((first, headers, body))
                 if self.refuses is not None:
                     self._reply(writer, *self.refuses)
-                elif '"stream": true' in body.decode():
+                elif b'"stream": true' in body:
                     await self._stream(writer, headers, body)
                 elif self.at(0) == "die":
                     writer.transport.abort()

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config import load
 from pipeline.config.load import ConfigError
+from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.test_guard import RIGHT, locked
 
@@ -105,3 +106,18 @@ def test_no_response_names_versions(tmp_path: Path) -> None:
         with socket.create_connection(gate.address, timeout=30) as connection:
             connection.sendall(b"no http at all\r\n\r\n")
             assert b"\r\nServer: pipeline\r\n" in connection.recv(10_000)
+
+
+@pytest.mark.parametrize("name", ["Origin", "Access-Control-Request-Headers"])
+@pytest.mark.parametrize("value", [b"https://\xff.example", b"x\xff", b"x\x0by"])
+def test_what_no_header_may_have_is_not_repeated(tmp_path: Path, name: str, value: bytes) -> None:
+    """Any origin with credentials, and any header, are answered with what the browser has sent."""
+    with locked(tmp_path, allowed_origins=("*",), allow_credentials=True, allowed_headers=("*",)) as gate:
+        headers = {key: given.encode() for key, given in PREFLIGHT.items()} | {name: value}
+        lines = b"".join(key.encode() + b": " + given + b"\r\n" for key, given in headers.items())
+        for method in (b"OPTIONS", b"GET"):
+            with socket.create_connection(gate.address, PATIENCE_S) as connection:
+                connection.sendall(method + b" /v1/models HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
+                reply = connection.recv(65536)
+            assert reply.split()[1] in ((b"400", b"403") if method == b"OPTIONS" else (b"400", b"401")), reply
+            assert value not in reply
