@@ -25,6 +25,7 @@ from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
 from pipeline.http_server import body_reader, descriptors, expect
+from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.cors import Cors
@@ -49,6 +50,7 @@ METRICS_MAX_AGE_S = 1.0
 NOT_RELAYED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 log = logging.getLogger("pipeline.deploy")
+_abort_bodies = msgspec.json.Decoder(AbortBody)
 
 
 class IngressSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,10 +248,17 @@ def _joined(body: bytes, answers: list[Any]) -> Any:
             known = joined.get(name, 0)
             joined[name] = known + value if type(value) is int and type(known) is int else value
     if "num_aborted" in joined:
-        num_ids = len(set(_decoded(body).get("request_ids", [])))  # a replica has checked them
+        num_ids = _num_ids(body)
         joined["num_aborted"] = min(num_ids, joined["num_aborted"])
         joined["num_unknown"] = num_ids - joined["num_aborted"]
     return joined
+
+
+def _num_ids(body: bytes) -> int:
+    """Ids in a body that a replica has taken: it is read as there, so what only the replica ignores does not count."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return len(set(_abort_bodies.decode(body).request_ids))
+    return 0
 
 
 def _decoded(data: bytes) -> Any:

@@ -335,3 +335,18 @@ async def test_aborts_go_to_all_replicas():
         client.post("/abort_requests", json={"request_ids": ["a", "b"]}) as response,
     ):
         assert await response.json() == {"num_aborted": 1, "num_unknown": 1}
+
+
+@pytest.mark.parametrize("more", [b"1e999", b"9" * 5000, b'"\xff"'])
+async def test_ids_to_abort_are_counted_as_a_replica_reads_them(more: bytes):
+    """It ignores other fields, whatever is in them."""
+    replicas = FakeReplica(), FakeReplica()
+    for replica in replicas:
+        replica.refuses = 200, {"num_aborted": 1, "num_unknown": 1}
+    body = b'{"more":%b,"request_ids":["a","b","a"]}' % more
+    headers = {"Content-Type": "application/json"}
+    async with (
+        deployed(*replicas) as (_, client),
+        client.post("/abort_requests", data=body, headers=headers) as response,
+    ):
+        assert await response.json() == {"num_aborted": 2, "num_unknown": 0}

@@ -11,12 +11,8 @@ The kernel distributes connections over the gateways, so the one that gets this 
 A gateway that does not reply in time aborts its requests all the same, but they are not counted.
 """
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
-from pipeline.client.protocol import MAX_NAME_CHARS
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
@@ -25,16 +21,6 @@ from pipeline.stages.gateway.request_table import RequestTable
 
 TIMEOUT_S = 2.0
 """How long to wait for the other gateways."""
-MAX_IDS = 1024
-"""Ids in one request."""
-
-AbortId = Annotated[str, Meta(max_length=MAX_NAME_CHARS + len("chatcmpl-"))]
-
-
-class AbortBody(msgspec.Struct):
-    """POST /abort_requests"""
-
-    request_ids: Annotated[list[AbortId], Meta(max_length=MAX_IDS)]
 
 
 class Aborted(msgspec.Struct):

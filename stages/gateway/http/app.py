@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import body_reader, expect, request_ids
+from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import REQUEST_ID
@@ -23,7 +24,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
-from pipeline.stages.gateway.admin.abort_requests import AbortBody, RequestAborter
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter

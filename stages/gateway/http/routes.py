@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.stages.gateway.admin.abort_requests import AbortBody, Aborted
+from pipeline.http_server.abort_body import AbortBody
+from pipeline.stages.gateway.admin.abort_requests import Aborted
 from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody
 from pipeline.stages.gateway.admin.pipeline_state import PipelineState

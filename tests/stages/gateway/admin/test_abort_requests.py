@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pipeline.http_server import abort_body
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin import abort_requests
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, MODEL, Gate, events_of, read_until
@@ -133,7 +134,7 @@ class TestAbort:
             ({"request_ids": "x"}, "request_ids"),
             ({"request_ids": ["x", 5]}, "request_ids[1]"),
             ({"request_ids": ["x" * 1000]}, "request_ids[0]"),
-            ({"request_ids": ["x"] * (abort_requests.MAX_IDS + 1)}, "request_ids"),
+            ({"request_ids": ["x"] * (abort_body.MAX_IDS + 1)}, "request_ids"),
         ],
     )
     def test_an_error_names_the_invalid_field(self, gate: Gate, body: Any, param: str) -> None:
