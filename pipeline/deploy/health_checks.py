@@ -65,7 +65,7 @@ class FixedReplicas:
                 health = _health_of(body)
                 num_missed = 0
             except UpstreamLost as error:
-                problem, num_missed = str(error), num_missed + 1
+                problem, num_missed = str(error), num_missed + (not error.is_own_fault)
             if not problem and status == 200:
                 if not routed.has(name):
                     blocks = (health.kv_blocks or {}).get("total", 0)
@@ -102,6 +102,10 @@ class FixedReplicas:
             self.routed.drain(name)
         self._wakes[name].set()
 
+    def doubted(self, name: str) -> None:
+        """A request lost its connection, but perhaps not because of the replica: probe it at once."""
+        self._wakes[name].set()
+
     def infos(self) -> list[ReplicaInfo]:
         return self.routed.infos()
 
@@ -127,6 +131,9 @@ class FixedLease:
 
     def failed(self) -> None:
         self._replicas.lost(self.name)
+
+    def doubted(self) -> None:
+        self._replicas.doubted(self.name)
 
     def end(self) -> None:
         self._lease.end()

@@ -217,6 +217,9 @@ class RayLease:
     def failed(self) -> None:
         self._replicas.lost(self.name)
 
+    def doubted(self) -> None:
+        """Ray Serve asks it, and replaces it if it is dead."""
+
     def end(self) -> None:
         self._lease.end()
         self._call.cancel()

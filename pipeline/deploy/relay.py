@@ -249,6 +249,10 @@ class _Relayed:
         try:
             await self._exchange(lease, attempt)
         except UpstreamLost as error:
+            if error.is_own_fault:
+                lease.doubted()
+            else:
+                lease.failed()
             self._replica_lost(lease, str(error))
             return None
         assert attempt.response is not None
@@ -356,16 +360,14 @@ class _Relayed:
         """The response of a replica has ended properly."""
         stream = self._stream
         if stream is not None and stream.failure is not None and stream.failure in RETRIED:
-            self._replica_lost(lease, f"it ended the stream with {stream.failure}", is_dead=False)
+            self._replica_lost(lease, f"it ended the stream with {stream.failure}")
             return None
         if stream is not None:
             self._client.write(stream.rest())
         return await self._client.end()
 
-    def _replica_lost(self, lease: ReplicaLease, why: str, *, is_dead: bool = True) -> None:
+    def _replica_lost(self, lease: ReplicaLease, why: str) -> None:
         """Prepare another attempt. Raises RelayError if there can't be one."""
-        if is_dead:
-            lease.failed()
         self._avoid.add(lease.name)
         stream = self._stream
         num_outputs = 0 if stream is None else stream.num_outputs
@@ -404,7 +406,7 @@ class _Relayed:
                 self._replica_busy(lease)
                 return None
             if code in RETRIED:
-                self._replica_lost(lease, f"it answered {code}", is_dead=False)
+                self._replica_lost(lease, f"it answered {code}")
                 return None
             message = f"this stream can't be continued at another replica: {_message_of(attempt)}"
             raise RelayError(message, "not_resumed")
@@ -415,7 +417,7 @@ class _Relayed:
             self._avoid.add(lease.name)
             return None
         if code == "stage_died" or (head.status == 503 and code == "shutting_down"):
-            self._replica_lost(lease, f"it answered {code}", is_dead=False)
+            self._replica_lost(lease, f"it answered {code}")
             return None
         lease.first_token(time.monotonic())
         is_head = self._http_request.method == "HEAD"

@@ -69,6 +69,9 @@ class ReplicaLease(Protocol):
     def failed(self) -> None:
         """The replica did not answer."""
 
+    def doubted(self) -> None:
+        """The replica may be dead: ask it."""
+
     def end(self) -> None: ...
 
 

@@ -6,7 +6,10 @@ once, in the callback of the event loop.
 
 import asyncio
 import contextlib
+import errno
+import math
 import re
+import time
 from typing import NamedTuple, Protocol, cast
 
 CONNECT_S = 5.0
@@ -26,8 +29,19 @@ NUM_IDLE = 64
 """Connections of a replica that are kept for the next request."""
 
 
+SLOW_S = 0.5
+"""A client that makes the ingress wait so long at once reads slowly."""
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors of `connect` that say nothing about the other side."""
+
+
 class UpstreamLost(ConnectionError):
     """The connection ended before the response did, or could not be made."""
+
+    def __init__(self, why: str, *, is_own_fault: bool = False) -> None:
+        """`is_own_fault`: this process has a part in it, so it need not mean that the replica is dead."""
+        super().__init__(why)
+        self.is_own_fault = is_own_fault
 
 
 class Head(NamedTuple):
@@ -75,6 +89,9 @@ class Connection(asyncio.Protocol):
         self._keeps_alive = True
         self.has_begun = False
         """A byte of the response has arrived."""
+        self._paused_s = math.inf
+        """When reading was paused; infinite while it is not."""
+        self._was_slow = False
 
     @property
     def is_open(self) -> bool:
@@ -101,14 +118,22 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Take no more bytes: the client reads slowly."""
+        self._paused_s = min(self._paused_s, time.monotonic())
         if self._transport is not None and self.is_open:
             with contextlib.suppress(RuntimeError):  # is paused already
                 self._transport.pause_reading()
 
     def resume(self) -> None:
+        self._was_slow, self._paused_s = self.was_slow, math.inf
         if self._transport is not None and self.is_open:
             with contextlib.suppress(RuntimeError):
                 self._transport.resume_reading()
+
+    @property
+    def was_slow(self) -> bool:
+        """Whether the response was not read for SLOW_S at once. A gateway ends the connection of a client that reads
+        nothing for long, and for it that is this one."""
+        return self._was_slow or time.monotonic() - self._paused_s >= SLOW_S
 
     def close(self) -> None:
         """End the connection, and with it an open request."""
@@ -125,7 +150,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._has_head and self._left == -1 and error is None:
             self._end()
-        self._fail("the connection was lost")
+        self._fail("the connection was lost" + ", which its client read slowly" * self.was_slow)
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._sink is None:
@@ -240,7 +265,7 @@ class Connection(asyncio.Protocol):
         done, self._done, self._sink = self._done, None, None
         self._keeps_alive = False
         if done is not None and not done.done():
-            done.set_exception(UpstreamLost(why))
+            done.set_exception(UpstreamLost(why, is_own_fault=self.was_slow))
 
 
 class Upstream:
@@ -267,7 +292,10 @@ class Upstream:
         except TimeoutError as error:
             raise UpstreamLost(f"{self.host}:{self.port} accepted no connection within {CONNECT_S:g} s") from error
         except OSError as error:
-            raise UpstreamLost(f"{self.host}:{self.port}: {error.strerror or error}") from error
+            is_own_fault = error.errno in _OWN_FAULTS
+            raise UpstreamLost(
+                f"{self.host}:{self.port}: {error.strerror or error}", is_own_fault=is_own_fault
+            ) from error
         self._busy.add(connection)
         return connection
 

@@ -45,6 +45,12 @@ class FakeReplica:
         """Requests: first line, headers, body."""
         self.open: set[asyncio.StreamWriter] = set()
         self.hold: asyncio.Event | None = None
+        self.padding = 0
+        """Bytes of each event, besides its token."""
+        self.slow_s: float | None = None
+        """It ends the connection of a client that takes nothing for so long."""
+        self.num_slow = 0
+        """Connections that it has ended so."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address = ("127.0.0.1", 0)
@@ -118,7 +124,8 @@ class FakeReplica:
 
         for i in range(num, self.num_tokens):
             what = self.at(i)
-            event = "data: " + json.dumps({"i": i, "text": token(i)}) + "\n\n"
+            more = {"more": "x" * self.padding} if self.padding else {}
+            event = "data: " + json.dumps({"i": i, "text": token(i)} | more) + "\n\n"
             ids = base64.b64encode(struct.pack("<i", i)).decode()
             head_line = f": point {HEAD}\n" if i == 0 else ""
             point = f"{head_line}: point 0 {len(text_of(i + 1))} 0 {ids}\n\n" if with_points else ""
@@ -138,7 +145,13 @@ class FakeReplica:
                 return
             send(event + point)
             if i % 3 == 0:
-                await writer.drain()
+                try:
+                    async with asyncio.timeout(self.slow_s):
+                        await writer.drain()
+                except TimeoutError:
+                    self.num_slow += 1
+                    writer.transport.abort()
+                    return
                 await asyncio.sleep(0)
             if self.hold is not None and i == self.num_tokens // 2:
                 await self.hold.wait()

@@ -1,13 +1,18 @@
 """The relay, with replicas in this process that die in the middle of streams."""
 
 import asyncio
+import errno
 import json
+import os
+import re
+import socket
 from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pipeline.deploy import upstream
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed, text_of
 
 BODY = {"prompt": "Hi", "stream": True}
@@ -350,3 +355,63 @@ async def test_ids_to_abort_are_counted_as_a_replica_reads_them(more: bytes):
         client.post("/abort_requests", data=body, headers=headers) as response,
     ):
         assert await response.json() == {"num_aborted": 2, "num_unknown": 0}
+
+
+@pytest.mark.parametrize("has_points", [True, False])
+async def test_a_client_that_reads_slowly_is_not_the_death_of_a_replica(
+    has_points: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The ingress stops to read, so a replica with a shorter `slow_client_timeout_s` ends the connection."""
+    monkeypatch.setattr(upstream, "SLOW_S", 0.05)
+    replicas = FakeReplica(num_tokens=120), FakeReplica(num_tokens=120)
+    for replica in replicas:
+        replica.padding, replica.slow_s, replica.has_points = 256 * 1024, 0.5, has_points
+    async with deployed(*replicas) as (ingress, _):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(slow, ("127.0.0.1", int(ingress.url.rsplit(":")[-1])))
+        reader, writer = await asyncio.open_connection(sock=slow, limit=4096)
+        body = json.dumps(BODY).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            while not sum(replica.num_slow for replica in replicas):
+                await asyncio.sleep(0.01)
+        for replica in replicas:
+            replica.slow_s = None
+        text = await asyncio.wait_for(reader.read(-1), 2 * PATIENCE_S)
+        writer.close()
+        found = [int(number) for number in re.findall(rb'"i": (\d+),', text)]
+        assert found == list(range(120 if has_points else len(found))) and text.count(b"replica_died") == (
+            not has_points
+        )
+        counts = ingress.relay.counts
+        assert (counts.num_resumed, counts.num_broken) == ((1, 0) if has_points else (0, 1))
+        assert not any(ingress._replicas.routed.num_failures.values())
+        assert [one.status for one in ingress._replicas.infos()] == ["ok", "ok"]
+
+
+async def test_what_this_process_lacks_is_not_the_death_of_a_replica(monkeypatch: pytest.MonkeyPatch):
+    replica = FakeReplica()
+    async with deployed(replica) as (ingress, client):
+        loop = asyncio.get_running_loop()
+        create, num_failed = loop.create_connection, 0
+
+        async def connect(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_failed
+            if args[0] is upstream.Connection and num_failed < 10:
+                num_failed += 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await create(*args, **kwargs)
+
+        monkeypatch.setattr(loop, "create_connection", connect)
+        async with client.post("/v1/completions", json=BODY) as response:
+            assert response.status == 503
+        while num_failed < 10:  # probes fail in the same way
+            await asyncio.sleep(0.01)
+        assert [one.status for one in ingress._replicas.infos()] == ["ok"]
+        assert not any(ingress._replicas.routed.num_failures.values())
+        assert tokens_of(await stream(client)) == list(range(20))
