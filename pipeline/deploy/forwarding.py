@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
+from pipeline.http_server import time_left
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
 BODILESS = ("GET", "HEAD")
@@ -19,8 +20,11 @@ HOP_HEADERS = frozenset(
     }
 )  # fmt: skip
 """Belong to one connection, or are made anew. So do those that `Connection` names (RFC 9110, 7.6.1)."""
-OF_REQUEST = frozenset({"expect", "content-encoding", "accept-encoding", RESUMABLE.lower(), RESUME.lower()})
-"""Also not passed on to a replica: bodies are decompressed here, and points are read in plain responses only."""
+OF_REQUEST = frozenset(
+    {"expect", "content-encoding", "accept-encoding", RESUMABLE.lower(), RESUME.lower(), time_left.HEADER.lower()}
+)
+"""Also not passed on to a replica: bodies are decompressed here, points are read in plain responses only, and each
+attempt has less time."""
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
 
@@ -43,7 +47,7 @@ def request_bytes(request: web.Request, body: bytes, extra: Mapping[str, str]) -
     """A request for a replica, as the client's, with another body and with `extra` headers. Headers by which the client
     asks for resume points pass if `extra` has none."""
     pairs = [(name, value) for name, value in end_to_end(request.headers.items()) if name.lower() not in OF_REQUEST]
-    if not extra:
+    if RESUMABLE not in extra:
         pairs += [(name, request.headers[name]) for name in (RESUMABLE, RESUME) if name in request.headers]
     pairs += extra.items()
     if body or request.method not in BODILESS:

@@ -8,12 +8,14 @@ decoded, for their canonical form. The keys of others are those of the bytes as 
 mostly begins with the same ones.
 """
 
+import contextlib
 from array import array
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
+from pipeline.client.protocol import MAX_TIMEOUT_S
 from pipeline.routing.keys import BYTES_PER_TOKEN, CHUNK_BYTES, ID_BYTES, ROOT, keys_of, message_bytes, root, token_keys
 from pipeline.routing.policies import Prompt
 
@@ -39,6 +41,7 @@ class Body(msgspec.Struct):
     instructions: Raw = Raw()
     n: Raw = Raw()
     cache_salt: Raw = Raw()
+    timeout_s: Raw = Raw()
 
 
 _decoder = msgspec.json.Decoder(Body)
@@ -50,11 +53,23 @@ _NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 def prompt_of(body: bytes) -> Prompt:
     """The prompt of a body of any route."""
-    try:
+    return read(body)[0]
+
+
+def read(body: bytes) -> tuple[Prompt, float | None]:
+    """The prompt of a body of any route, and its `timeout_s` if that is valid."""
+    prompt, timeout_s = Prompt(max(1, len(body) // BYTES_PER_TOKEN)), None
+    with contextlib.suppress(*_NOT_DECODED):
         decoded = _decoder.decode(body)
-        return _prompt_of(decoded)
-    except _NOT_DECODED:
-        return Prompt(max(1, len(body) // BYTES_PER_TOKEN))
+        with contextlib.suppress(*_NOT_DECODED):
+            timeout_s = _timeout_of(decoded)
+        prompt = _prompt_of(decoded)
+    return prompt, timeout_s
+
+
+def _timeout_of(body: Body) -> float | None:
+    given = _small(body.timeout_s)
+    return float(given) if type(given) in (int, float) and 0 < given <= MAX_TIMEOUT_S else None
 
 
 def _prompt_of(body: Body) -> Prompt:

@@ -22,13 +22,14 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
+from pipeline.deploy import prompts
 from pipeline.deploy.client_writer import ClientWriter
+from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
 from pipeline.deploy.forwarding import BODILESS, end_to_end, is_pointed, request_bytes
 from pipeline.deploy.pointed_stream import PointedStream
-from pipeline.deploy.prompts import prompt_of
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
-from pipeline.http_server import body_reader
+from pipeline.http_server import body_reader, time_left
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.errors import ApiError, overloaded, timeout_error
 from pipeline.http_server.slow_clients import UnreadReplies
@@ -70,9 +71,9 @@ class RelayCounts(msgspec.Struct):
 class RelayError(Exception):
     """The end of a request that can't be served."""
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message: str, code: str, status: int = HTTPStatus.SERVICE_UNAVAILABLE) -> None:
         super().__init__(message)
-        self.message, self.code = message, code
+        self.message, self.code, self.status = message, code, status
 
 
 class Relay:
@@ -91,9 +92,9 @@ class Relay:
         unread: UnreadReplies,
     ) -> None:
         """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
-        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A body
-        has been read, and has had its turn of the parser, `request_timeout_s` after its request; 0 is unlimited.
-        `unread` counts what clients have not taken."""
+        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A
+        request without a `timeout_s` of its own has `request_timeout_s`; 0 is unlimited. `unread` counts what clients
+        have not taken."""
         self._replicas = replicas
         self._bodies = bodies
         self.slow_client_s = slow_client_s
@@ -114,16 +115,22 @@ class Relay:
         self.counts.num_requests += 1
         self.num_open += 1
         self.idle.clear()
+        received_s, given_s = time.monotonic(), math.inf
         try:
-            body, prompt = b"", Prompt(1)
+            body, prompt, timeout_s = b"", Prompt(1), None
             if http_request.method not in BODILESS:
-                left_s = self._request_timeout_s or math.inf
-                body, prompt = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S, left_s)
+                given_s = time_left.of_headers(http_request.headers)
+                left_s = min(self._request_timeout_s or math.inf, given_s)
+                parts = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S, left_s)
+                body, prompt, timeout_s = parts
+            if http_request.path not in TIMED_PATHS:
+                timeout_s = None
+            deadline = Deadline(received_s, timeout_s or self._request_timeout_s, given_s)
             with self._hold(len(body)):
-                relayed = _Relayed(self, self._replicas, http_request, body)
+                relayed = _Relayed(self, self._replicas, http_request, body, deadline)
                 return await relayed.run(prompt, self._wait_s, self._resume_timeout_s)
         except OutOfTime:
-            raise timeout_error(self._request_timeout_s) from None
+            raise timeout_error(self._request_timeout_s or given_s) from None
         except ConnectionError:
             return web.Response()  # the client has disconnected
         finally:
@@ -145,9 +152,9 @@ class Relay:
             self.num_held_bytes -= num_bytes
 
 
-def _read(body: bytes) -> tuple[bytes, Prompt]:
-    """A body, and what the router must know of it."""
-    return body, prompt_of(body) if body else Prompt(1)
+def _read(body: bytes) -> tuple[bytes, Prompt, float | None]:
+    """A body, what the router must know of it, and its `timeout_s`."""
+    return body, *(prompts.read(body) if body else (Prompt(1), None))
 
 
 class _Attempt:
@@ -189,11 +196,14 @@ class _Attempt:
 class _Relayed:
     """One request, over all its attempts."""
 
-    def __init__(self, relay: Relay, replicas: ReplicaSet, http_request: web.Request, body: bytes) -> None:
+    def __init__(
+        self, relay: Relay, replicas: ReplicaSet, http_request: web.Request, body: bytes, deadline: Deadline
+    ) -> None:
         self._counts = relay.counts
         self._replicas = replicas
         self._http_request = http_request
         self._body = body
+        self._deadline = deadline
         self._client = ClientWriter(http_request, relay.slow_client_s, relay.unread)
         self._stream: PointedStream | None = None
         """If the response is a stream with points."""
@@ -222,24 +232,28 @@ class _Relayed:
                     return done
                 self._num_tries += 1
                 if self._num_tries > 1:  # the first one is repeated at once
-                    await asyncio.sleep(min(BACKOFF_S * 2 ** (self._num_tries - 2), MAX_BACKOFF_S))
+                    async with self._deadline.bound():
+                        await asyncio.sleep(min(BACKOFF_S * 2 ** (self._num_tries - 2), MAX_BACKOFF_S))
         except RelayError as error:
             return await self._refuse(error)
+        except DeadlinePassed:
+            return await self._refuse(self._timed_out())
 
     async def _lease(self, prompt: Prompt, wait_s: float) -> ReplicaLease:
-        """Raises RelayError if there is no replica for too long."""
+        """Raises RelayError if there is no replica for too long, and DeadlinePassed."""
         end_s = time.monotonic() + wait_s
         changed = self._replicas.routed.changed
         while True:
             changed.clear()
             try:
-                return await self._replicas.lease(prompt, self._avoid, self._numbers)
+                async with self._deadline.bound():
+                    return await self._replicas.lease(prompt, self._avoid, self._numbers)
             except NoReplica as error:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     raise RelayError(f"no replica has taken requests for {wait_s:g} s", "no_replica") from error
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, 1.0)):
+                    async with self._deadline.bound(), asyncio.timeout(min(left_s, 1.0)):
                         await changed.wait()
 
     async def _attempt(self, lease: ReplicaLease) -> web.StreamResponse | None:
@@ -261,8 +275,10 @@ class _Relayed:
         return await self._reply(lease, attempt, attempt.response)
 
     async def _exchange(self, lease: ReplicaLease, attempt: _Attempt) -> None:
-        """Send the request and take its response. Raises UpstreamLost."""
-        connection = await lease.upstream.connect()
+        """Send the request and take its response. Raises UpstreamLost, and DeadlinePassed if that was not possible in
+        time. The replica ends it if its time passes from then on."""
+        async with self._deadline.bound():
+            connection = await lease.upstream.connect()
         try:
             try:
                 await self._drive(connection, attempt)
@@ -271,7 +287,8 @@ class _Relayed:
                     raise
                 # It was kept alive, and the gateway has closed it meanwhile: that says nothing about the replica.
                 lease.upstream.give_back(connection)
-                connection = await lease.upstream.connect(fresh=True)
+                async with self._deadline.bound():
+                    connection = await lease.upstream.connect(fresh=True)
                 await self._drive(connection, attempt)
         finally:
             lease.upstream.give_back(connection)
@@ -305,6 +322,8 @@ class _Relayed:
         extra = {RESUMABLE: "1"} if self._wants_points else {}
         if points:
             extra[RESUME] = str(len(points))
+        if (left_s := self._deadline.left_s) < math.inf and request.method not in BODILESS:
+            extra[time_left.HEADER] = time_left.written(left_s)
         return request_bytes(request, points + self._body, extra)
 
     # ------------------------------------------------------------------------------------- called as the response comes
@@ -408,6 +427,8 @@ class _Relayed:
             if code in RETRIED:
                 self._replica_lost(lease, f"it answered {code}")
                 return None
+            if code == "timeout":
+                raise self._timed_out()
             message = f"this stream can't be continued at another replica: {_message_of(attempt)}"
             raise RelayError(message, "not_resumed")
         others = [name for name in self._replicas.upstreams() if name not in self._avoid and name != lease.name]
@@ -430,6 +451,14 @@ class _Relayed:
         self._client.write(bytes(attempt.body))
         return await self._client.end()
 
+    def _timed_out(self) -> RelayError:
+        """The deadline has passed while no replica had the request."""
+        timeout_s, status = self._deadline.timeout_s, HTTPStatus.GATEWAY_TIMEOUT
+        if self._client.has_begun:
+            message = f"the request timed out after {timeout_s:g} s, while it waited for a replica that continues it"
+            return RelayError(message, "timeout", status)
+        return RelayError(timeout_error(timeout_s).message, "timeout", status)
+
     def _replica_busy(self, lease: ReplicaLease) -> None:
         """A replica has no room for a stream that is to be continued."""
         self._avoid.add(lease.name)
@@ -448,7 +477,7 @@ class _Relayed:
             self._client.write(_error_event(self._kind, self._http_request.path, fields))
             return await self._client.end()
         self._counts.num_unserved += 1
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, error.message, code=error.code)
+        raise ApiError(error.status, error.message, code=error.code)
 
 
 def _error_event(kind: str, path: str, fields: Mapping[str, object]) -> bytes:

@@ -12,6 +12,7 @@ arrived. A request that reaches its deadline is aborted like one aborted by id, 
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -209,13 +210,8 @@ class RequestTable:
         a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
         self._check_late_stages(generates=not parsed.is_lookup)
-        timeout_s = parsed.timeout_s or self._timeout_s
-        if (
-            timeout_s
-            and parsed.received_s
-            and not self._stage.replay_context.is_replaying
-            and begin_s >= parsed.received_s - parsed.age_s + timeout_s
-        ):
+        timeout_s, after_s = self._time_of(parsed)
+        if parsed.received_s and not self._stage.replay_context.is_replaying and begin_s >= parsed.received_s + after_s:
             raise self.timed_out(timeout_s)
         try:
             request = self._open(parsed)
@@ -322,10 +318,18 @@ class RequestTable:
         self.admission.change_bytes(num_more, num_more)
 
     def _set_deadline(self, request: Request) -> None:
-        timeout_s = request.timeout_s = request.parsed.timeout_s or self._timeout_s
-        if timeout_s and not self._stage.replay_context.is_replaying:
+        request.timeout_s, after_s = self._time_of(request.parsed)
+        if request.timeout_s and not self._stage.replay_context.is_replaying:
             self._by_number[request.number] = request
-            self._deadlines.add(request.number, request.received_s - request.parsed.age_s + timeout_s)
+            self._deadlines.add(request.number, request.received_s + after_s)
+
+    def _time_of(self, parsed: ParsedRequest) -> tuple[float, float]:
+        """What a request may take in all, for errors, and from its arrival here on; 0 and infinite without a limit."""
+        timeout_s = parsed.timeout_s or self._timeout_s
+        after_s = timeout_s - parsed.age_s if timeout_s else math.inf
+        if parsed.left_s is None:
+            return timeout_s, after_s
+        return timeout_s or parsed.left_s, min(after_s, parsed.left_s)
 
     def _register(self, request: Request) -> None:
         if not request.parsed.is_lookup:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.deploy import prompts
 from pipeline.deploy.prompts import KEY_TOKENS, prompt_of
 
 LONG = "a long text " * 400
@@ -74,3 +75,13 @@ def test_a_chat_of_many_values_still_has_the_keys_of_its_beginning():
     first = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40_000}]
     keys, more = prompt(messages=first).keys, prompt(messages=[*first, {"role": "assistant", "content": "b"}]).keys
     assert len(keys) > 100 and list(more[: len(keys) - 1]) == list(keys[:-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1", 1.0), ("0.5", 0.5), ("1000000", 1e6), ("0", None), ("-1", None), ("1000001", None), ("true", None),
+     ('"1"', None), ("null", None), ("1e999", None), ("[1]", None)],
+)  # fmt: skip
+def test_the_time_of_a_request_is_read_if_a_replica_would_take_it(value: str, expected: float | None):
+    assert prompts.read(b'{"prompt":"a","timeout_s":%b}' % value.encode())[1] == expected
+    assert prompts.read(b'{"prompt":[{}')[1] is None

@@ -13,6 +13,7 @@ from pipeline.http_server import refusal_log
 from pipeline.http_server.errors import ApiError, shown
 from pipeline.http_server.guard import KEY_HEADER
 from pipeline.http_server.request_ids import HEADER as REQUEST_ID
+from pipeline.http_server.time_left import HEADER as TIME_LEFT
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
 from tests.http_server.listeners import ALLOWED_ORIGIN, KEY, LISTENERS, Listener, listener
@@ -21,9 +22,9 @@ STRANGE = b"x\xff\xed\xa0\x80y"
 """A byte that is never part of UTF-8, and a surrogate."""
 NAMES = (
     "Host", "Origin", "Content-Type", "Content-Encoding", "Content-Length", "Transfer-Encoding", "Expect", "Connection",
-    "Upgrade", "Trailer", "Authorization", KEY_HEADER, REQUEST_ID, RESUMABLE, RESUME, "Sec-Fetch-Site", "Accept",
-    "Accept-Encoding", "Access-Control-Request-Method", "Access-Control-Request-Headers", "Cookie", "User-Agent",
-    "Range", "If-None-Match", "anthropic-version", "X-Anything",
+    "Upgrade", "Trailer", "Authorization", KEY_HEADER, REQUEST_ID, RESUMABLE, RESUME, TIME_LEFT, "Sec-Fetch-Site",
+    "Accept", "Accept-Encoding", "Access-Control-Request-Method", "Access-Control-Request-Headers", "Cookie",
+    "User-Agent", "Range", "If-None-Match", "anthropic-version", "X-Anything",
 )  # fmt: skip
 """All headers that something here reads, and some that nothing does."""
 LINES = (

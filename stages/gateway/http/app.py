@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.http_server import body_reader, expect, request_ids
+from pipeline.http_server import body_reader, expect, request_ids, time_left
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.cors import Cors
@@ -231,7 +231,8 @@ class Api:
         self._readiness.require_ready()
         self._requests.check_room(http_request.content_length or 0)
         name = request_ids.of_headers(http_request.headers)
-        parsed = await self._parse_request(http_request, parser, received_s)
+        given_s = time_left.of_headers(http_request.headers)
+        parsed = await self._parse_request(http_request, parser, received_s, given_s)
         request_id = name or parsed.request_id
         parsed = msgspec.structs.replace(
             parsed,
@@ -240,6 +241,7 @@ class Api:
             has_points=RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
             scope=current_scope(),
             with_metrics=self._with_metrics,
+            left_s=given_s if given_s < math.inf else None,
         )
         self._readiness.require_ready()
         return parsed
@@ -255,9 +257,11 @@ class Api:
             return expect.refuse(http_request, error)
         return await expect.answer_expect(http_request)
 
-    async def _parse_request(self, http_request: web.Request, parser: Parser, received_s: float) -> ParsedRequest:
-        """Read and parse the body within the server's deadline."""
-        left_s = received_s + self._timeout_s - time.monotonic() if self._timeout_s else math.inf
+    async def _parse_request(
+        self, http_request: web.Request, parser: Parser, received_s: float, given_s: float
+    ) -> ParsedRequest:
+        """Read and parse the body within the server's deadline, and in `given_s`."""
+        left_s = received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
         num_point_bytes = resumption.num_point_bytes(http_request.headers)
 
         def parse_body(body: bytes) -> ParsedRequest:
@@ -272,7 +276,7 @@ class Api:
             with self._count_overloaded():
                 return await self._bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
         except OutOfTime:
-            raise self._requests.timed_out(self._timeout_s) from None
+            raise self._requests.timed_out(self._timeout_s or given_s) from None
 
     @contextlib.contextmanager
     def _count_overloaded(self) -> Iterator[None]:

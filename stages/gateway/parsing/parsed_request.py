@@ -134,6 +134,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of a stream that is continued."""
     has_points: bool = False
     """The stream has resume points."""
+    left_s: float | None = None
+    """What it may take from `received_s` on, if an ingress has said so."""
 
     @property
     def age_s(self) -> float:

@@ -12,6 +12,7 @@ from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
+from pipeline.http_server import time_left
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway import deadlines
@@ -68,6 +69,28 @@ class TestWithoutTokens:
                 gate.finish(submit, index=index, finish=Finish.ABORT)
         assert gate.closed() == (submit.request_id, 1), "otherwise schedule keeps a tombstone"
         assert_all_released(gate)
+
+    @pytest.mark.parametrize(
+        ("body", "given", "shown"), [({}, "0.05", 0.05), ({"timeout_s": 100}, "0.05", 100), (SOON, "1000", 0.05)]
+    )
+    def test_an_ingress_says_how_much_of_its_time_is_left(
+        self, gate: Gate, body: Any, given: str, shown: float
+    ) -> None:
+        """It brings the end nearer, and never moves it away."""
+        headers = {time_left.HEADER: given}
+        response = gate.do(gate.client.post, "/v1/completions", json=COMPLETION | body, headers=headers)
+        submit = gate.submit()
+        assert_aborted(gate, submit)
+        message = TIMED_OUT.replace("0.05", f"{shown:g}")
+        assert error_of(response.result()) == (504, "timeout", message)
+        gate.reject(submit, REFUSED)
+        gate.closed()
+        assert_all_released(gate)
+
+    @pytest.mark.parametrize("given", ["", "0", "-1", "1e3", "nan", "1000001", "1_0", "\u0661"])
+    def test_a_time_that_is_none_is_refused(self, gate: Gate, given: str) -> None:
+        response = gate.client.post("/v1/completions", json=COMPLETION, headers={time_left.HEADER: given.encode()})
+        assert response.status_code == 400 and response.json()["error"]["param"] == time_left.HEADER
 
     def test_a_deadline_ends_every_prompt_of_a_batch(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | SOON | {"prompt": ["a", "b", "c"], "n": 2})
