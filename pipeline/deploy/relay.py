@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http import HTTPStatus
 
 import msgspec
@@ -27,6 +27,7 @@ from pipeline.deploy.client_writer import ClientWriter
 from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
 from pipeline.deploy.forwarding import BODILESS, end_to_end, is_pointed, request_bytes
 from pipeline.deploy.pointed_stream import PointedStream
+from pipeline.deploy.relay_errors import RelayError, error_event
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader, time_left
@@ -66,14 +67,6 @@ class RelayCounts(msgspec.Struct):
     """Streams that ended with an error because their replica was lost."""
     num_unserved: int = 0
     """Requests that no replica took."""
-
-
-class RelayError(Exception):
-    """The end of a request that can't be served."""
-
-    def __init__(self, message: str, code: str, status: int = HTTPStatus.SERVICE_UNAVAILABLE) -> None:
-        super().__init__(message)
-        self.message, self.code, self.status = message, code, status
 
 
 class Relay:
@@ -474,23 +467,10 @@ class _Relayed:
             self._client.abort()
             raise ConnectionResetError(error.message)
         if self._client.has_begun:
-            self._client.write(_error_event(self._kind, self._http_request.path, fields))
+            self._client.write(error_event(self._kind, self._http_request.path, fields))
             return await self._client.end()
         self._counts.num_unserved += 1
         raise ApiError(error.status, error.message, code=error.code)
-
-
-def _error_event(kind: str, path: str, fields: Mapping[str, object]) -> bytes:
-    """The end of a broken stream, in the form of its API."""
-    if kind == "application/x-ndjson":
-        return json.dumps({"error": fields["message"]}).encode() + b"\n"
-    if path.endswith("/v1/messages"):
-        data = json.dumps({"type": "error", "error": {"type": "api_error", "message": fields["message"]}})
-        return f"event: error\ndata: {data}\n\n".encode()
-    if path.startswith("/v1/responses"):
-        data = json.dumps({"type": "error", "code": fields["code"], "message": fields["message"], "param": None})
-        return f"event: error\ndata: {data}\n\n".encode()
-    return b"data: " + json.dumps({"error": fields}).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def _message_of(attempt: _Attempt) -> str:
