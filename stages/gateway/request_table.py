@@ -394,9 +394,10 @@ class RequestTable:
 
     def _end_withdrawn(self, prompt_request: PromptRequest) -> None:
         """Close a request that was withdrawn, as its closing messages would."""
+        now_s = self._stage.replay_context.monotonic()
         for sequence in prompt_request.sequences:
             if sequence.finish == m.Finish.NONE:
-                sequence.finish = m.Finish.ABORT
+                sequence.finish, sequence.ended_s = m.Finish.ABORT, now_s
                 self.metrics.ended(m.Finish.ABORT)
         prompt_request.is_preempted = False
         self._close(prompt_request)

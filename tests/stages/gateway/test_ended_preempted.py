@@ -1,6 +1,7 @@
 """What a request returns that is aborted, or whose deadline passes, while it is preempted."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate, events_of
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.gateway.test_preemption import MAX_BYTES, NUM_TOP, STEP, WHOLE, end, grow, until
+from tests.stages.replays import replays_alike
 
 NUM_IDS = STEP
 CHARS = 60_000
@@ -174,6 +176,20 @@ class TestWhole:
         gate.finish(victim, finish=m.Finish.ABORT)
 
     @pytest.mark.parametrize("how", ["abort", "deadline"])
+    def test_its_timings_count_until_its_end(self, gate: Gate, expire: Callable[[], None], how: str) -> None:
+        body = COMPLETION | MOST | {"n": 2, "timings": True}
+        response = ask(gate, "/v1/completions", body)
+        victim = gate.begin()
+        begin_s = time.monotonic()
+        gate.delta(victim, "all of it", 5, index=1, finish=m.Finish.STOP)
+        preempt(gate, victim)
+        least_ms = 1000 * (time.monotonic() - begin_s)
+        abort(gate) if how == "abort" else expire()
+        timings = response.result().json()["timings"]
+        aborted = timings["choices"][0]["hops"]
+        assert timings["total_ms"] >= least_ms and sum(hop["ms"] for hop in aborted.values()) >= least_ms
+
+    @pytest.mark.parametrize("how", ["abort", "deadline"])
     def test_complete_sequences_are_returned_and_counted(
         self, gate: Gate, expire: Callable[[], None], how: str
     ) -> None:
@@ -240,3 +256,24 @@ def preempt_stream(gate: Gate, victim: m.Submit) -> None:
             assert gate.closed() == (victim.request_id, 1)
             return
     raise AssertionError("it was not preempted")
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_its_timings_are_replayed(tmp_path: Path, expire: Callable[[], None], how: str) -> None:
+    """When it ended is a reading of the clock."""
+    recording = tmp_path / "gateway.rec"
+    options: dict[str, Any] = {"max_open_bytes": MAX_BYTES, "request_timeout_s": 1000}
+    with Gate(tmp_path, record=recording, **options) as gate:
+        kept = gate.complete(WHOLE)
+        submit = gate.begin()
+        grow(gate, submit, 3)
+        response = ask(gate, "/v1/completions", COMPLETION | MOST | {"n": 2, "timings": True})
+        victim = gate.begin()
+        gate.delta(victim, "all of it", 5, index=1, finish=m.Finish.STOP)
+        preempt(gate, victim)
+        abort(gate) if how == "abort" else expire()
+        assert '"hops"' in response.result().text
+        end(gate, submit)
+        assert kept.result().status_code == 200
+        until(gate, lambda found: found["open_bytes"] == found["open_sequences"] == 0)
+    replays_alike("gateway", recording)
