@@ -103,16 +103,17 @@ async def test_a_stream_that_is_continued_has_what_is_left_of_it_and_ends_with_i
         assert PATIENCE_S >= first > second
         once.is_done = False
 
+        replicas: Any = ingress._replicas
+        lost = replicas.lost
+
         async def none(*_: Any) -> None:
             raise NoReplica
 
-        lost = ingress._replicas.lost
-
         def stay_lost(name: str) -> None:
             lost(name)
-            ingress._replicas.lease = none
+            replicas.lease = none
 
-        ingress._replicas.lost = stay_lost
+        replicas.lost = stay_lost
         text = await stream(client, BODY | {"timeout_s": 0.5})
         error = json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]
         assert error["code"] == "timeout" and "after 0.5 s, while it waited for a replica" in error["message"]

@@ -89,7 +89,9 @@ class TestWithoutTokens:
 
     @pytest.mark.parametrize("given", ["", "0", "-1", "1e3", "nan", "1000001", "1_0", "\u0661"])
     def test_a_time_that_is_none_is_refused(self, gate: Gate, given: str) -> None:
-        response = gate.client.post("/v1/completions", json=COMPLETION, headers={time_left.HEADER: given.encode()})
+        response = gate.client.post(
+            "/v1/completions", json=COMPLETION, headers={time_left.HEADER.encode(): given.encode()}
+        )
         assert response.status_code == 400 and response.json()["error"]["param"] == time_left.HEADER
 
     def test_a_deadline_ends_every_prompt_of_a_batch(self, gate: Gate) -> None:
