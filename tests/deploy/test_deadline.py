@@ -91,7 +91,7 @@ async def test_each_attempt_has_what_is_left_of_it():
             assert response.status == 503
         seen = [float(headers[time_left.HEADER.lower()]) for one in replicas for _, headers, _ in one.seen]
     first, second, third = sorted(seen, reverse=True)
-    assert 9 >= first >= second + 0.1 >= third + 0.2
+    assert 9 >= first >= second + 0.09 and second >= third + 0.09  # milliseconds are rounded
 
 
 async def test_a_stream_that_is_continued_has_what_is_left_of_it_and_ends_with_it():

@@ -410,8 +410,9 @@ async def test_what_this_process_lacks_is_not_the_death_of_a_replica(monkeypatch
         monkeypatch.setattr(loop, "create_connection", connect)
         async with client.post("/v1/completions", json=BODY) as response:
             assert response.status == 503
-        while num_failed < 10:  # probes fail in the same way
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while num_failed < 10:  # probes fail in the same way
+                await asyncio.sleep(0.01)
         assert [one.status for one in ingress._replicas.infos()] == ["ok"]
         assert not any(ingress._replicas.routed.num_failures.values())
         assert tokens_of(await stream(client)) == list(range(20))
