@@ -161,7 +161,7 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
         try:
             path = build.build(isa, log.info, cache_root=root)
             library = Library(isa, native.load(path), build.code_of(isa))
-        except (build.CompileError, native.RefusedError) as error:
+        except (build.CompileError, native.RefusedError, OSError) as error:  # OSError: it was replaced just now
             problem = str(error)
             if isa != candidates[-1]:
                 log.warning("not computing with %s: %s", isa, problem)
