@@ -43,7 +43,7 @@ def rules_of(room: str) -> Rules:
         case ["config" | "shm"]:
             return Rules((f"pipeline.{room}",), (*TORCH, "zmq", "aiohttp", *TRANSFORMERS))
         case ["kernels"]:
-            return Rules(("pipeline.kernels",), ("zmq", "aiohttp", *TRANSFORMERS))
+            return Rules(("pipeline.kernels", "pipeline.own_files"), ("zmq", "aiohttp", *TRANSFORMERS))
         case ["pipeline"]:
             return Rules(("pipeline.config", "pipeline.shm", "pipeline"), (*TORCH, *TRANSFORMERS))
         case ["stages", stage]:

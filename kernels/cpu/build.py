@@ -30,7 +30,8 @@ from typing import IO
 
 from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.isa import Isa
-from pipeline.kernels.cpu.library_file import WRITE_OF_OTHERS, is_trusted, load, seal
+from pipeline.kernels.cpu.library_file import load, seal
+from pipeline.own_files import WRITE_OF_OTHERS, NotOwn, is_closed, open_lock, own_folder
 
 PROGRAM = Path(__file__).parent / "program.cpp"
 
@@ -135,13 +136,13 @@ def build(
     root = default_cache_root() if cache_root is None else cache_root.absolute()
     folder = root / "kernels"
     try:
-        folder = _own_folder(root, say)
+        folder = own_folder(root, "kernels", default_cache_root, "compiled kernels", say)
         library = folder / f"{_key(source, isa, compiler, options)}.so"
         if _is_usable(library):
             return library
         with _lock(library, what, say):
-            if not _is_safe(folder):
-                raise BuildError(f"other users can write to {folder}: set cache_dir to a folder of your own")
+            if not is_closed(folder):
+                raise NotOwn(f"other users can write to {folder}: set cache_dir to a folder of your own")
             if _is_usable(library):
                 return library
             library.unlink(missing_ok=True)
@@ -151,6 +152,8 @@ def build(
             _compile(compiler, options, source, isa, library, timeout_s)
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
             _remove_oldest(folder)
+    except NotOwn as error:
+        raise BuildError(str(error)) from error
     except OSError as error:
         raise BuildError(
             f"cannot keep compiled kernels in {folder} ({error.strerror}): set cache_dir to a folder you can write to, "
@@ -222,65 +225,6 @@ def code_of(isa: Isa, source: Path = PROGRAM) -> str:
     files = [source, *sorted(source.parent.glob("*.h"))]
     parts = [[[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files], FLAGS, ISA_FLAGS[isa]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-
-def _own_folder(root: Path, say: Callable[[str], None]) -> Path:
-    """The folder of libraries in the cache. Loading one runs its code, so no other user but root may be able to write
-    there: where one is, as in a cache that several users share, this user has a folder of its own beside it; or in the
-    user's default cache, where others could replace that folder itself. Makes the folder. Raises OSError, and
-    BuildError if that is not its own either."""
-    root = _own_root(root, say)
-    shared, own = root / "kernels", root / f"kernels-{os.geteuid()}"
-    for folder in (shared, own):
-        with contextlib.suppress(FileExistsError):  # perhaps made by another user, just now
-            folder.mkdir(0o700)
-        if _is_safe(folder):
-            return folder
-        if folder == shared:
-            say(f"other users can write to {shared}: keeping compiled kernels in {own}")
-    raise BuildError(f"other users can write to {own}: remove it, or set cache_dir to a folder of your own")
-
-
-def _own_root(root: Path, say: Callable[[str], None]) -> Path:
-    """The cache in which to keep libraries: `root`, unless other users may rename what is in it, or the user's default
-    one. Makes it, closed to others whatever the umask. Raises OSError and BuildError."""
-    if not _is_open(_made(root)):
-        return root
-    default = _made(default_cache_root())
-    if root != default:
-        say(f"other users can rename what is in {root}: keeping compiled kernels in {default}")
-    if _is_open(default) and default.stat().st_uid == os.geteuid():
-        default.chmod(stat.S_IMODE(default.stat().st_mode) & ~WRITE_OF_OTHERS)  # as a umask of 002 left it
-    if _is_open(default):
-        raise BuildError(f"other users can write to {default}: set cache_dir to a folder of your own")
-    return default
-
-
-def _made(folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(0o755)
-    return folder
-
-
-def _is_open(folder: Path) -> bool:
-    """Whether other users may rename what is in a folder."""
-    mode = folder.stat().st_mode
-    return bool(mode & WRITE_OF_OTHERS) and not mode & stat.S_ISVTX
-
-
-def _is_safe(folder: Path) -> bool:
-    """Whether only this user and root can write to a folder of libraries. One of this user is closed to others. Raises
-    OSError."""
-    try:
-        infos = (folder.lstat(), folder.stat())
-    except FileNotFoundError:
-        return False  # a link that leads nowhere
-    if not all(map(is_trusted, infos)):
-        return False
-    if (mode := stat.S_IMODE(infos[1].st_mode)) & WRITE_OF_OTHERS and infos[1].st_uid == os.geteuid():
-        folder.chmod(mode & ~WRITE_OF_OTHERS)  # libraries that another user may have put there are not loaded
-    return not folder.stat().st_mode & WRITE_OF_OTHERS
 
 
 def _is_usable(library: Path) -> bool:
@@ -368,10 +312,10 @@ def _describe_end(code: int | None) -> str:
 
 
 def _write_log(log: Path, said: str) -> None:
+    log.unlink(missing_ok=True)  # not written to: others may see, or have chosen, where that leads
     if said:
-        log.write_text(said + "\n", "utf-8")
-    else:
-        log.unlink(missing_ok=True)
+        with log.open("x", encoding="utf-8") as file:
+            file.write(said + "\n")
 
 
 @contextmanager
@@ -400,7 +344,7 @@ def _lock_of(folder: Path, stem: str) -> Path:
 
 def _try_lock(path: Path) -> IO[str] | None:
     """The locked file, or None if another process holds the lock."""
-    file = path.open("w")
+    file = os.fdopen(open_lock(path), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Who held it may have removed it since it was opened; then it locks nothing.

@@ -17,9 +17,9 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-PROC = Path("/proc")
+from pipeline import own_files
+
 SEAL_BYTES = 32
-WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Loaded(NamedTuple):
@@ -34,11 +34,6 @@ _loaded: dict[tuple[int, int], Loaded] = {}
 """By device and inode."""
 _names: set[str] = set()
 """All names that dlopen has seen."""
-
-
-def is_trusted(info: os.stat_result) -> bool:
-    """Whether a file belongs to this user, or to root, who needs no file to run code."""
-    return info.st_uid in (0, os.geteuid())
 
 
 def seal(library: Path) -> None:
@@ -71,7 +66,7 @@ def load_open(fd: int, path: Path) -> ctypes.CDLL:
         if loaded is None:
             own = os.dup(fd)
             try:
-                loaded = Loaded(_dlopen(own, info, path), own)
+                loaded = Loaded(_dlopen(own, path), own)
             except OSError:
                 os.close(own)
                 raise
@@ -88,7 +83,7 @@ def content(library: ctypes.CDLL) -> bytes:
 def _check(fd: int, info: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise OSError(f"{path} is not a regular file")
-    if not is_trusted(info) or info.st_mode & WRITE_OF_OTHERS:
+    if not own_files.is_trusted(info) or info.st_mode & own_files.WRITE_OF_OTHERS:
         raise OSError(f"other users can write to {path}")
     data = os.pread(fd, info.st_size, 0)
     # Loading a truncated file would kill the process instead of failing.
@@ -96,14 +91,14 @@ def _check(fd: int, info: os.stat_result, path: Path) -> None:
         raise OSError(f"{path} is incomplete")
 
 
-def _dlopen(fd: int, info: os.stat_result, path: Path) -> int:
+def _dlopen(fd: int, path: Path) -> int:
     """The handle of an open library. Raises OSError."""
-    folder = _descriptors(fd, info)
+    folder = own_files.descriptors(fd)
     if folder is None:
         logging.getLogger("pipeline").warning(
             "%s can't be used: loading %s by its path. If other users may rename a folder above it, they could put a "
             "library of theirs in its place while it is loaded; mount /proc, or set cache_dir to a folder of your own",
-            PROC / "self/fd",
+            own_files.PROC / "self/fd",
             path,
         )
     name = _unused_name(path.parent, path.name) if folder is None else _unused_name(folder, str(fd))
@@ -113,15 +108,6 @@ def _dlopen(fd: int, info: os.stat_result, path: Path) -> int:
         raise OSError(str(error).replace(name, str(path))) from error
     _names.add(name)
     return handle
-
-
-def _descriptors(fd: int, info: os.stat_result) -> Path | None:
-    """The folder in which this process's descriptors have names; None where `fd` has none, as without /proc."""
-    try:
-        folder = PROC / (PROC / "self").readlink() / "fd"
-        return folder if os.path.samestat((folder / str(fd)).stat(), info) else None
-    except OSError:
-        return None
 
 
 def _unused_name(folder: Path, name: str) -> str:

@@ -13,6 +13,7 @@ folder gets its name when it is complete.
 
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -25,9 +26,11 @@ from typing import Any
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.own_files import OpenFolder, own_folder
 from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.runtime.cache_path import CRASHES, cache_path
+from pipeline.runtime.private_files import create_private
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.process import Child, signal_name
 from pipeline.supervisor.process_usage import rss_bytes
@@ -39,6 +42,8 @@ again and again does not remove those of others; and the bound of both together.
 MAX_STACKS_BYTES = 256 * 1024
 PARTIAL = ".partial-"
 """Prefix of a report that is being written, or whose writer was killed."""
+NAME = re.compile(rf"({re.escape(PARTIAL)})?\d{{8}}T\d{{6}}\.\d{{6}}Z-\d+-[^/]+")
+"""Of reports, complete or not. Nothing else is removed."""
 SAMPLE_S = 1.0
 """The memory of each process is noted this often."""
 CLOSE_S = 5.0
@@ -113,11 +118,14 @@ class CrashReports:
         report = _report(child, reason, now, box, self.settings, rss)
         name = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}-{child.name}-{child.incarnation}"
         try:
-            folder = cache_path(self.settings).expanduser().absolute() / CRASHES
-            # Recordings and log lines may have text of requests, so only this user may read them.
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / f"{PARTIAL}{name}").mkdir(mode=0o700)
+            opened = self._open()
         except (OSError, RuntimeError) as error:  # the latter for an unknown ~user
+            self._failed(error)
+            return {}
+        try:
+            (opened.path / f"{PARTIAL}{name}").mkdir(mode=0o700)
+        except OSError as error:
+            opened.close()
             self._failed(error)
             return {}
         files = {
@@ -127,20 +135,38 @@ class CrashReports:
         }
         recording_fd = os.dup(box.recording_fd) if box.recording_fd >= 0 else -1
         thread = threading.Thread(
-            target=self._write, args=(folder, name, files, recording_fd), name="crash-report", daemon=True
+            target=self._write, args=(opened, name, files, recording_fd), name="crash-report", daemon=True
         )
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
         thread.start()
-        return {"report": str(folder / name)}
+        return {"report": str(opened.folder / name)}
 
-    def _write(self, folder: Path, name: str, files: dict[str, bytes], recording_fd: int) -> None:
-        """Fill the partial report, then remove the oldest. Runs in a thread; owns the descriptor."""
+    def _open(self) -> OpenFolder:
+        """The folder of reports. Recordings and log lines may have text of requests, so only this user may read them,
+        and no other one chooses where they are. Raises OSError and RuntimeError."""
+
+        def default_root() -> Path:
+            return cache_path(Settings()).expanduser().absolute()
+
+        root = cache_path(self.settings).expanduser().absolute()
+        opened = OpenFolder(own_folder(root, CRASHES, default_root, "crash reports", self._log.warning))
+        try:
+            opened.close_to_others()  # whatever is there by now
+        except OSError:
+            opened.close()
+            raise
+        return opened
+
+    def _write(self, opened: OpenFolder, name: str, files: dict[str, bytes], recording_fd: int) -> None:
+        """Fill the partial report, then remove the oldest. Runs in a thread; owns the descriptors."""
+        folder = opened.path
         partial = folder / f"{PARTIAL}{name}"
         try:
             with self._lock:
                 for file_name, data in files.items():
                     if data:
-                        (partial / file_name).write_bytes(data)
+                        with os.fdopen(create_private(partial / file_name), "wb") as file:
+                            file.write(data)
                 if recording_fd >= 0:
                     _copy(recording_fd, partial / "recording")
                 partial.rename(folder / name)
@@ -149,6 +175,7 @@ class CrashReports:
             shutil.rmtree(partial, ignore_errors=True)
             self._failed(error)
         finally:
+            opened.close()
             if recording_fd >= 0:
                 os.close(recording_fd)
 
@@ -168,7 +195,8 @@ def reports_in(folder: Path) -> list[Path]:
     """The reports in a folder `crashes`, the newest first, with those that are incomplete."""
     if not folder.is_dir():
         return []
-    return sorted(folder.iterdir(), key=lambda path: path.name.removeprefix(PARTIAL), reverse=True)
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.name.removeprefix(PARTIAL), reverse=True)
 
 
 def _remove_oldest(folder: Path) -> None:
@@ -189,7 +217,7 @@ def _copy(fd: int, path: Path) -> None:
     num_bytes = os.fstat(fd).st_size
     if not num_bytes:
         return
-    with path.open("wb") as file:
+    with os.fdopen(create_private(path), "wb") as file:
         place = 0
         while place < num_bytes and (copied := os.sendfile(file.fileno(), fd, place, num_bytes - place)):
             place += copied

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline import own_files
 from pipeline.config.settings import Settings
 from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
@@ -197,3 +199,64 @@ def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> Non
             resources.launch("schedule", "", [])
     finally:
         resources.close()
+
+
+def test_only_this_user_may_read_a_report(tmp_path: Path, boxes: BlackBoxes) -> None:
+    box = boxes.get("ingest.0", 2)
+    assert box is not None
+    os.write(box.recording_fd, b"a recording")
+    before = os.umask(0)
+    try:
+        folder = Path(died(settings_of(tmp_path), boxes)["report"])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
+    assert modes.pop("crashes") == modes.pop(folder.name) == 0o700
+    assert set(modes) >= {"recording", "report.json"} and set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize("theirs", ["folder", "link"])
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, boxes: BlackBoxes, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    """As in a cache that several users share. There, others could put links in place of the files of a report."""
+    (tmp_path / "elsewhere").mkdir(mode=0o777)
+    crashes = tmp_path / "crashes"
+    crashes.symlink_to("elsewhere") if theirs == "link" else crashes.mkdir()
+    number, is_trusted = crashes.lstat().st_ino, own_files.is_trusted
+    monkeypatch.setattr(own_files, "is_trusted", lambda info: is_trusted(info) and info.st_ino != number)
+    folder = Path(died(settings_of(tmp_path), boxes)["report"])
+    assert folder.parent == tmp_path / f"crashes-{os.geteuid()}" and (folder / "report.json").is_file()
+    assert not list(crashes.iterdir())
+
+
+def test_a_folder_in_place_of_the_open_one_gets_nothing(
+    tmp_path: Path, boxes: BlackBoxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a folder above may rename it at any moment."""
+    box = boxes.get("ingest.0", 2)
+    assert box is not None
+    os.write(box.recording_fd, b"prompts")
+    (victim := tmp_path / "victim").write_text("precious")
+    write = CrashReports._write
+    crashes = tmp_path / "crashes"
+
+    def late(self: CrashReports, opened: Any, name: str, *rest: Any) -> None:
+        crashes.rename(tmp_path / "moved")
+        partial = crashes / f".partial-{name}"
+        partial.mkdir(parents=True)
+        for file in ("recording", "report.json"):
+            (partial / file).symlink_to(victim)
+        write(self, opened, name, *rest)
+
+    monkeypatch.setattr(CrashReports, "_write", late)
+    name = Path(died(settings_of(tmp_path), boxes)["report"]).name
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "moved" / name / "recording").read_bytes() == b"prompts"
+
+
+def test_what_is_no_report_is_not_removed(tmp_path: Path, boxes: BlackBoxes) -> None:
+    for number in range(40):
+        (tmp_path / "crashes" / f"mine-{number}").mkdir(parents=True)
+    died(settings_of(tmp_path), boxes)
+    assert len(list((tmp_path / "crashes").glob("mine-*"))) == 40

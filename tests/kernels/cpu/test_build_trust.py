@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline import own_files
 from pipeline.kernels.cpu import build as build_module
-from pipeline.kernels.cpu import library_file
 from pipeline.kernels.cpu.build import BuildError
 from tests.kernels.cpu.test_build import Bench, answer
 
@@ -27,7 +27,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def give_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
     """Makes a file one of another user: only root could do so really."""
     given: dict[int, int] = {}
-    is_trusted = library_file.is_trusted
+    is_trusted = own_files.is_trusted
 
     def give(path: Path) -> None:
         given[path.lstat().st_ino] = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # so that no other file gets its number
@@ -35,17 +35,16 @@ def give_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
     def trusted(info: os.stat_result) -> bool:
         return is_trusted(info) and info.st_ino not in given
 
-    for module in (build_module, library_file):
-        monkeypatch.setattr(module, "is_trusted", trusted)
+    monkeypatch.setattr(own_files, "is_trusted", trusted)
     yield give
     for fd in given.values():
         os.close(fd)
 
 
 def test_files_of_this_user_and_of_root_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library_file.is_trusted(tmp_path.stat()) and library_file.is_trusted(Path("/").stat())
+    assert own_files.is_trusted(tmp_path.stat()) and own_files.is_trusted(Path("/").stat())
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert library_file.is_trusted(tmp_path.stat()) == (tmp_path.stat().st_uid == 0)
+    assert own_files.is_trusted(tmp_path.stat()) == (tmp_path.stat().st_uid == 0)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import own_files
 from pipeline.kernels.cpu import library_file
 from tests.kernels.cpu.test_build import Bench, answer
 
@@ -109,7 +110,7 @@ def test_no_two_libraries_are_taken_for_one(
     """dlopen compares names first. These have the same path, and get the same number of a descriptor."""
     made = [libraries(result) for result in (4, 5, 6)]
     if not with_proc:
-        monkeypatch.setattr(library_file, "PROC", tmp_path / "none")
+        monkeypatch.setattr(own_files, "PROC", tmp_path / "none")
     path, numbers, answers = tmp_path / "one.so", [], []
     for library in made:
         copy(library, path.with_suffix(".new")).replace(path)
@@ -161,7 +162,7 @@ def test_without_proc_a_warning_says_what_can_happen(
     libraries: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = copy(libraries(9), tmp_path / "ours.so")
-    monkeypatch.setattr(library_file, "PROC", tmp_path / "none")
+    monkeypatch.setattr(own_files, "PROC", tmp_path / "none")
     assert library_file.load(path).answer() == 9
     (record,) = caplog.records
     assert "other users may rename" in record.getMessage() and str(path) in record.getMessage()
