@@ -13,10 +13,13 @@ format, such as "q8_0" or "q4_k", is in the file's metadata under `format_key(na
 """
 
 import fcntl
+import os
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
+
+from pipeline.runtime.regular_files import open_regular
 
 CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
@@ -27,6 +30,7 @@ PANELS = "weights.panels"
 is complete without them."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
+MAX_STAMP_BYTES = 16 * 1024**2
 
 Architecture = Literal[
     "llama",
@@ -391,7 +395,7 @@ def hold(folder: Path) -> BinaryIO | None:
     """Mark the folder as used, so that `pipeline cache prune` keeps it, until the file is closed or this process ends.
     Returns None if it can't be marked, as on a file system without locks."""
     try:
-        file = (folder / STAMP).open("rb")
+        file = os.fdopen(open_regular(folder / STAMP), "rb")
     except OSError:
         return None
     try:
@@ -405,7 +409,7 @@ def hold(folder: Path) -> BinaryIO | None:
 def is_held(folder: Path) -> bool:
     """Whether a process has marked the folder with `hold`."""
     try:
-        with (folder / STAMP).open("r+b") as file:
+        with os.fdopen(open_regular(folder / STAMP, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -19,8 +19,10 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.own_files import open_lock
 from pipeline.runtime.cache_path import cache_path
-from pipeline.runtime.model_folder import PANELS, STAMP, is_held
+from pipeline.runtime.model_folder import MAX_STAMP_BYTES, PANELS, STAMP, is_held
+from pipeline.runtime.regular_files import read_regular
 from pipeline.stages.prepare.sources.source import ModelError, expanded
 
 POLL_S = 0.05
@@ -49,7 +51,7 @@ class Cache:
         """The folder of a complete entry, whose modification time becomes now, or None."""
         folder = self.root / key
         try:
-            stamp = msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp)
+            stamp = msgspec.json.decode(read_regular(folder / STAMP, MAX_STAMP_BYTES), type=Stamp)
             complete = all((folder / name).stat().st_size == size for name, size in stamp.files.items())
         except (OSError, ValueError):  # a missing or broken stamp: `ensure` fills the entry again
             return None
@@ -86,7 +88,7 @@ class Cache:
     def remove(self, key: str) -> bool:
         """Remove an entry, or what a killed process left of one. Returns False if it is used: a process is filling it,
         or a server has it. Raises OSError."""
-        with (self.root / f".lock-{key}").open("w") as lock:
+        with os.fdopen(open_lock(self.root / f".lock-{key}"), "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -107,7 +109,7 @@ class Cache:
         end = time.monotonic() + timeout_s
         waiting = False
         while True:
-            with path.open("w") as file:
+            with os.fdopen(open_lock(path), "rb") as file:
                 if _takes_lock(file.fileno(), path):
                     try:
                         yield

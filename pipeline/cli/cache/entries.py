@@ -15,9 +15,11 @@ import msgspec
 
 from pipeline.cli.server_choice import look
 from pipeline.config.settings import Settings
+from pipeline.own_files import OpenFolder
 from pipeline.runtime.cache_path import CRASHES
 from pipeline.runtime.draft_link import DRAFTS
-from pipeline.runtime.model_folder import STAMP, is_held
+from pipeline.runtime.model_folder import MAX_STAMP_BYTES, STAMP, is_held
+from pipeline.runtime.regular_files import open_regular, read_regular
 from pipeline.supervisor.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"
@@ -25,7 +27,9 @@ CACHE = "pipeline.stages.prepare.cache"
 
 Kind = Literal["model", "wheel", "kernels", "crashes", "unfinished", "other"]
 KERNELS = re.compile(r"kernels(-\d+)?")
-"""Folders of libraries; see kernels/cpu/build.py."""
+"""Folders of libraries; see pipeline/own_files.py."""
+REPORTS = re.compile(rf"{CRASHES}(-\d+)?")
+"""Folders of crash reports."""
 PARTIAL = ".partial-"
 
 
@@ -81,11 +85,13 @@ def remove(root: Path, entry: Entry) -> bool:
     """Remove an entry. Returns False if it is used by now. Raises OSError."""
     if entry.kind == "kernels":
         library = Path(entry.path)
-        library.unlink(missing_ok=True)
-        library.with_suffix(".log").unlink(missing_ok=True)
+        with OpenFolder(library.parent) as folder:  # another user may swap its own for a link
+            (folder.path / library.name).unlink(missing_ok=True)
+            (folder.path / library.name).with_suffix(".log").unlink(missing_ok=True)
         return True
     if entry.kind == "crashes":
-        shutil.rmtree(entry.path)
+        with OpenFolder(Path(entry.path).parent) as folder:
+            shutil.rmtree(entry.name, dir_fd=folder.fd)
         return True
     cache: Any = importlib.import_module(CACHE).Cache(root)
     removed: bool = cache.remove(entry.name.removeprefix(PARTIAL))
@@ -97,8 +103,9 @@ def _read(path: Path, starting_s: float) -> Iterator[Entry]:
         if KERNELS.fullmatch(path.name):
             with suppress(PermissionError):  # another user's
                 yield from _kernels(path)
-        elif path.name == CRASHES and path.is_dir():
-            yield from _crashes(path)
+        elif REPORTS.fullmatch(path.name) and path.is_dir():
+            with suppress(PermissionError):
+                yield from _crashes(path)
         elif path.is_dir() and path.name != DRAFTS:
             yield _folder(path, starting_s)
     except FileNotFoundError:
@@ -121,7 +128,7 @@ def _folder(path: Path, starting_s: float) -> Entry:
 def _is_locked(path: Path) -> bool:
     """Whether a process holds a lock of the cache: it is filling the entry."""
     try:
-        with path.open("r+") as file:
+        with os.fdopen(open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -146,7 +153,7 @@ def _crashes(folder: Path) -> Iterator[Entry]:
 
 def _source(folder: Path) -> str:
     try:
-        return msgspec.json.decode((folder / STAMP).read_bytes(), type=Stamp).source
+        return msgspec.json.decode(read_regular(folder / STAMP, MAX_STAMP_BYTES), type=Stamp).source
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return ""
 
