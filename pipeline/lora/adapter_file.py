@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,17 +103,30 @@ class Pair(msgspec.Struct, frozen=True):
     b: Any
 
 
+class PairShape(msgspec.Struct, frozen=True):
+    """The sizes of a pair."""
+
+    layer: int
+    target: Target
+    rank: int
+    num_inputs: int
+    num_outputs: int
+
+
 def write(path: Path, dtype: Dtype, pairs: list[Pair]) -> None:
     """Write a file; another one of this name is replaced at once, so that readers see one or the other."""
-    entries, arrays, end = [], [], 0
-    for pair in pairs:
+    write_each(path, dtype, [PairShape(one.layer, one.target, *one.a.shape, len(one.b)) for one in pairs], pairs)
+
+
+def write_each(path: Path, dtype: Dtype, shapes: Sequence[PairShape], pairs: Iterable[Pair]) -> None:
+    """As `write`, with pairs of these shapes that are made one after the other: none is kept."""
+    entries, end = [], 0
+    for one in shapes:
         places = []
-        for array in (pair.a, pair.b):
+        for num_values in (one.rank * one.num_inputs, one.rank * one.num_outputs):
             places.append(end)
-            arrays.append(np.ascontiguousarray(array, DTYPES[dtype]))
-            end = _aligned(end + arrays[-1].nbytes)
-        rank, num_inputs = pair.a.shape
-        entries.append(Entry(pair.layer, pair.target, rank, num_inputs, len(pair.b), *places))
+            end = _aligned(end + num_values * DTYPES[dtype].itemsize)
+        entries.append(Entry(one.layer, one.target, one.rank, one.num_inputs, one.num_outputs, *places))
     header = msgspec.json.encode(Header(dtype, max((entry.rank for entry in entries), default=0), entries))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -121,9 +134,12 @@ def write(path: Path, dtype: Dtype, pairs: list[Pair]) -> None:
     try:
         with partial.open("xb") as file:
             file.write(MAGIC + LENGTH.pack(len(header)) + header)
-            for array in arrays:
-                file.write(b"\0" * (-file.tell() % ALIGN))
-                file.write(array.data)
+            for one, pair in zip(shapes, pairs, strict=True):
+                assert (pair.layer, pair.target) == (one.layer, one.target)
+                assert pair.a.shape == (one.rank, one.num_inputs) and pair.b.shape == (one.num_outputs, one.rank)
+                for array in (pair.a, pair.b):
+                    file.write(b"\0" * (-file.tell() % ALIGN))
+                    file.write(np.ascontiguousarray(array, DTYPES[dtype]).data)
             file.write(b"\0" * (-file.tell() % ALIGN))
         partial.replace(path)
     finally:

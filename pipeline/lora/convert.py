@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import Any, get_args
 import numpy as np
 
 from pipeline.config.settings import LoraSettings, Settings
-from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, Target, path_of, write
-from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Part
+from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Target, path_of, write_each
+from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
 from pipeline.lora.peft_config import CONFIG, AdapterError, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
@@ -30,8 +30,8 @@ WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(?:\.[\w-]+)?\.weight\Z")
 _TARGETS: tuple[Target, ...] = get_args(Target)
 
-Module = tuple[str, list[Part], FloatMatrix, FloatMatrix]
-"""A module's name, the projections in it, A, and B with the scaling."""
+MAX_UNUSED = 4
+"""Rows of a module's B for each one that belongs to a projection of this model: gates of attention double them."""
 
 
 def convert(
@@ -48,31 +48,41 @@ def convert(
     resolved paths, if there are any, and be read at `deadline_s`, by time.monotonic(). Raises AdapterError if it can't
     be served or written, and NotAnAdapter if it can't be read."""
     digest = hashlib.blake2b(f"{FORMAT}|{dtype}|".encode(), digest_size=16)
-    modules: Callable[[ModelConfig], Iterator[Module]]
+    model = ModelConfig.load(model_dir)
+    modules: list[Module] = []
     if source.suffix.lower() == SUFFIX:
-        file, ranks, weights = GgufAdapter(source, max_bytes, deadline_s, folders), source, source
-        modules = file.modules
-        digest.update(file.data)
+        weights = source
+
+        def check_gguf(file: GgufAdapter) -> None:
+            modules.extend(_checked(weights, file.modules(model), model, max_rank))
+
+        digest.update(GgufAdapter(source, max_bytes, deadline_s, folders, check_gguf).data)
     else:
-        ranks, weights = source / CONFIG, source / WEIGHTS
+        weights = source / WEIGHTS
         config, config_bytes = read_config(source, deadline_s, folders)
-        tensors = AdapterTensors(weights, max_bytes, deadline_s, folders)
-        modules = partial(_modules_of_peft, config, tensors)
+
+        def check_peft(tensors: AdapterTensors) -> None:
+            modules.extend(_checked(weights, _modules_of_peft(config, tensors, model), model, max_rank))
+
+        tensors = AdapterTensors(weights, max_bytes, deadline_s, folders, check_peft)
         digest.update(config_bytes)
         digest.update(tensors.data)
     adapter_id = digest.hexdigest()
     path = path_of(model_dir, adapter_id)
     try:
-        rank = AdapterFile(path).header.max_rank
+        AdapterFile(path)
     except (OSError, ValueError):
-        model = ModelConfig.load(model_dir)
-        pairs = [pair for module in modules(model) for pair in _pairs(weights, module, model, dtype, max_rank)]
+        shapes = [
+            PairShape(layer, target, len_a, inputs, _num_rows(outputs, piece))
+            for _, parts, (len_a, inputs), (outputs, _), _ in modules
+            for layer, target, piece in parts
+        ]
+        pairs = (pair for module in modules for pair in _pairs(weights, module, dtype))
         try:
-            write(path, dtype, pairs)
+            write_each(path, dtype, shapes, pairs)
         except OSError as error:
             raise AdapterError(f"{path}: {error.strerror}") from error
     else:
-        _check_rank(rank, max_rank, ranks)
         with suppress(OSError):  # a cache that may only be read has no time of use
             os.utime(path)
     return adapter_id
@@ -95,28 +105,44 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
             )
         if missing := {"A", "B"} - set(names):
             raise AdapterError(f"{tensors.path}: {module!r} has no lora_{missing.pop()}.weight")
-        a, b = tensors.matrix(names["A"]), tensors.matrix(names["B"])
-        rank = len(a)
-        if rank != b.shape[1] or rank != config.rank(module):
+        a, b = tensors.shape(names["A"]), tensors.shape(names["B"])
+        rank = a[0]
+        if rank != b[1] or rank != config.rank(module):
             raise AdapterError(
-                f"{tensors.path}: {module!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but r or "
+                f"{tensors.path}: {module!r} has matrices of the shapes {list(a)} and {list(b)}, but r or "
                 f"rank_pattern in {CONFIG} give it rank {config.rank(module)}"
             )
-        yield module, parts[module], a, scaled(b, config.scaling(module, rank))
+        read = partial(_read_peft, tensors, names, config.scaling(module, rank))
+        yield Module(module, parts[module], a, b, read)
 
 
-def _pairs(path: Path, module: Module, model: ModelConfig, dtype: Dtype, max_rank: int) -> Iterator[Pair]:
-    name, parts, a, b = module
-    _check_rank(len(a), max_rank, path)
-    for layer, target, piece in parts:
-        rows = _rows_of(b, piece)
-        shape = shape_of(model, target)
-        if (len(rows), a.shape[1]) != shape:
-            raise AdapterError(
-                f"{path}: {name!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, but {target} of "
-                f"this model has {shape[1]} inputs and {shape[0]} outputs"
-            )
-        yield Pair(layer, target, _stored(a, dtype, name, "lora_A", path), _stored(rows, dtype, name, "lora_B", path))
+def _read_peft(tensors: AdapterTensors, names: dict[str, str], factor: float) -> tuple[FloatMatrix, FloatMatrix]:
+    return tensors.matrix(names["A"]), scaled(tensors.matrix(names["B"]), factor)
+
+
+def _checked(path: Path, modules: Iterable[Module], model: ModelConfig, max_rank: int) -> Iterator[Module]:
+    """Modules whose ranks and shapes are those of the model, by the file's header. Raises AdapterError."""
+    for module in modules:
+        a, b = module.a_shape, module.b_shape
+        _check_rank(a[0], max_rank, path)
+        for _, target, piece in module.parts:
+            shape = shape_of(model, target)
+            is_far_longer = b[0] > MAX_UNUSED * sum(shape_of(model, part[1])[0] for part in module.parts)
+            if (_num_rows(b[0], piece), a[1]) != shape or is_far_longer:
+                raise AdapterError(
+                    f"{path}: {module.name!r} has matrices of the shapes {list(a)} and {list(b)}, but {target} of "
+                    f"this model has {shape[1]} inputs and {shape[0]} outputs"
+                )
+        yield module
+
+
+def _pairs(path: Path, module: Module, dtype: Dtype) -> Iterator[Pair]:
+    """The projections of a module. Reads it. Raises AdapterError."""
+    name = module.name
+    a, b = module.read()
+    stored = _stored(a, dtype, name, "lora_A", path)
+    for layer, target, piece in module.parts:
+        yield Pair(layer, target, stored, _stored(_rows_of(b, piece), dtype, name, "lora_B", path))
 
 
 def _stored(matrix: FloatMatrix, dtype: Dtype, module: str, part: str, path: Path) -> "np.ndarray[Any, Any]":
@@ -193,12 +219,17 @@ def shape_of(model: ModelConfig, target: Target) -> tuple[int, int]:
             return hidden, inner
 
 
+def _num_rows(num_outputs: int, piece: Piece) -> int:
+    """How many rows of a stacked module's B belong to one projection; 0 if they can't be divided."""
+    if num_outputs % piece.groups:
+        return 0
+    return piece.groups * len(range(num_outputs // piece.groups)[piece.begin : piece.end])
+
+
 def _rows_of(b: FloatMatrix, piece: Piece) -> FloatMatrix:
     """The rows of a stacked module's B that belong to one projection."""
     if piece.groups == 1 and piece.begin == 0 and piece.end is None:
         return b
-    if len(b) % piece.groups:
-        return b[:0]  # refused for its shape
     groups = b.reshape(piece.groups, len(b) // piece.groups, b.shape[1])
     return groups[:, piece.begin : piece.end].reshape(-1, b.shape[1])
 

@@ -8,9 +8,10 @@ architectures (`LlamaModel.permute`): this module reverses that.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -47,12 +48,37 @@ Part = tuple[int, Target, Piece]
 """A projection that a module holds, or a part of it: layer, target, and its rows."""
 
 
+class Module(NamedTuple):
+    """A module's matrices, which are read and widened only when they are needed."""
+
+    name: str
+    parts: list[Part]
+    """The projections in it."""
+    a_shape: tuple[int, int]
+    b_shape: tuple[int, int]
+    read: Callable[[], tuple[FloatMatrix, FloatMatrix]]
+    """A, and B with the scaling. Raises AdapterError."""
+
+
 class GgufAdapter:
     """An adapter's file. Raises AdapterError if it can't be served, NotAnAdapter if it is something else."""
 
-    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf, folders: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        deadline_s: float = math.inf,
+        folders: Sequence[str] = (),
+        check: Callable[[Self], None] = lambda _: None,
+    ) -> None:
+        """`check` accepts the modules, or raises AdapterError, before the tensors are read."""
         self.path = path
-        self._file = SmallGguf(path, max_bytes, deadline_s, folders, self._take_keys)
+
+        def check_tensors(file: SmallGguf) -> None:
+            self._file = file
+            check(self)
+
+        self._file = SmallGguf(path, max_bytes, deadline_s, folders, self._take_keys, check_tensors)
         self.data = self._file.data
 
     def _take_keys(self, keys: dict[str, Any]) -> None:
@@ -73,8 +99,8 @@ class GgufAdapter:
             raise AdapterError(f"{path}: adapter.lora.alpha is {str(alpha)[:40]}")
         self._alpha = float(alpha)
 
-    def modules(self, model: ModelConfig) -> Iterator[tuple[str, list[Part], FloatMatrix, FloatMatrix]]:
-        """The name of each module, the projections in it, A, and B with the scaling."""
+    def modules(self, model: ModelConfig) -> Iterator[Module]:
+        """Each module, as the header describes it. Raises AdapterError."""
         found: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.names:
             match = _NAME.match(name)
@@ -94,22 +120,28 @@ class GgufAdapter:
                 )
             if missing := {"a", "b"} - set(names):
                 raise AdapterError(f"{self.path}: {where!r} has no lora_{missing.pop()}")
-            a, b = self._file.matrix(names["a"]), self._file.matrix(names["b"])
-            if len(a) != b.shape[1]:
-                raise AdapterError(
-                    f"{self.path}: {where!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}"
-                )
-            if self._architecture in PERMUTED and module in ("attn_q", "attn_k"):
-                b = self._unpermuted(where, b, model)
-            yield where, parts, a, scaled(b, self._alpha / len(a) if self._alpha else 1.0)
+            a, b = self._file.shape(names["a"]), self._file.shape(names["b"])
+            if a[0] != b[1]:
+                raise AdapterError(f"{self.path}: {where!r} has matrices of the shapes {list(a)} and {list(b)}")
+            head_dim = model.head_dim if self._architecture in PERMUTED and module in ("attn_q", "attn_k") else 0
+            if head_dim and b[0] % head_dim:
+                raise AdapterError(f"{self.path}: {where!r} has {b[0]} outputs, not whole heads of {head_dim}")
+            yield Module(where, parts, a, b, partial(self._read, names["a"], names["b"], head_dim))
+
+    def _read(self, a_name: str, b_name: str, head_dim: int) -> tuple[FloatMatrix, FloatMatrix]:
+        """A, and B with the scaling; rows of heads of `head_dim` get Hugging Face's order, unless it is 0."""
+        a, b = self._file.matrix(a_name), self._file.matrix(b_name)
+        if head_dim:
+            b = _unpermuted(b, head_dim)
+        return a, scaled(b, self._alpha / len(a) if self._alpha else 1.0)
 
     def _parts(self, layer: int, module: str, model: ModelConfig) -> list[Part]:
         if layer >= model.num_layers:
             return []
         queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         if module == "attn_qkv":
-            ends = queries, queries + keys, queries + 2 * keys
-            q, k, v = (Piece("", begin=begin, end=end) for begin, end in zip((0, *ends), ends, strict=False))
+            q, k = Piece("", end=queries), Piece("", begin=queries, end=queries + keys)
+            v = Piece("", begin=queries + keys)  # all that is left: more rows are refused for their number
             return [(layer, "q_proj", q), (layer, "k_proj", k), (layer, "v_proj", v)]
         if module not in TARGETS or (module.startswith("ffn") and model.has_experts(layer)):
             return []
@@ -119,18 +151,17 @@ class GgufAdapter:
             inner = model.intermediate_size
             return [
                 (layer, "gate_proj", Piece("", end=inner)),
-                (layer, "up_proj", Piece("", begin=inner, end=2 * inner)),
+                (layer, "up_proj", Piece("", begin=inner)),
             ]
         return [(layer, TARGETS[module], Piece(""))]
 
     def _is_stacked(self, layer: int, model: ModelConfig) -> bool:
         """Whether `ffn_up` holds gate and up: then B has the rows of both."""
         name = f"blk.{layer}.ffn_up.weight.lora_b"
-        return name in self._file.names and self._file.shape(name)[:1] == (2 * model.intermediate_size,)
+        return name in self._file.names and self._file.shape(name)[0] == 2 * model.intermediate_size
 
-    def _unpermuted(self, where: str, b: FloatMatrix, model: ModelConfig) -> FloatMatrix:
-        """B with rows in Hugging Face's order. For a head of size 6 the file has rows 0 3 1 4 2 5."""
-        if len(b) % model.head_dim:
-            raise AdapterError(f"{self.path}: {where!r} has {len(b)} outputs, not whole heads of {model.head_dim}")
-        rows = np.arange(len(b)).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-        return b[rows]
+
+def _unpermuted(b: FloatMatrix, head_dim: int) -> FloatMatrix:
+    """B with rows in Hugging Face's order. For a head of size 6 the file has rows 0 3 1 4 2 5."""
+    rows = np.arange(len(b)).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    return b[rows]

@@ -9,12 +9,12 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
-from pipeline.lora.tensors import FloatMatrix, bf16_to_float
+from pipeline.lora.tensors import FloatMatrix, bf16_to_float, require_contiguous
 from pipeline.runtime.regular_files import RegularFile
 
 MAGIC = b"GGUF"
@@ -51,9 +51,11 @@ class SmallGguf:
         deadline_s: float = math.inf,
         folders: Sequence[str] = (),
         check_keys: Callable[[dict[str, Any]], None] = lambda _: None,
+        check: Callable[[Self], None] = lambda _: None,
     ) -> None:
         """See `RegularFile`: the file may change while it is read. Its first bytes must be those of a GGUF file before
-        its header is read; `check_keys` accepts its keys, or raises AdapterError, before its tensors are read."""
+        its header is read. `check_keys` accepts its keys, and `check` its tensors, or they raise AdapterError, before
+        the tensors are read. No two may share bytes."""
         self.path = path
         self._at = len(MAGIC)
         self.keys: dict[str, Any] = {}
@@ -67,7 +69,11 @@ class SmallGguf:
                 self.data = file.read_to(MAX_HEADER_BYTES + NUMBER_BYTES)
                 self._read()
                 check_keys(self.keys)
-                self.data = file.read_to(self._end(file.size))
+                end = self._end(file.size)
+                places = [(name, one.offset, one.offset + self._num_bytes(name)) for name, one in self._tensors.items()]
+                require_contiguous(path, places, self._alignment)
+                check(self)
+                self.data = file.read_to(end)
         except AdapterError:
             raise
         except OSError as error:
@@ -79,14 +85,16 @@ class SmallGguf:
     def names(self) -> list[str]:
         return list(self._tensors)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of a tensor with two dimensions. Raises AdapterError."""
+        shape = self._tensors[name].shape
+        if len(shape) != 2 or any(size <= 0 for size in shape):
+            raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(shape)}, not that of a matrix")
+        return shape[0], shape[1]
 
     def matrix(self, name: str) -> FloatMatrix:
         """A tensor with two dimensions, as float32. Raises AdapterError."""
-        kind, shape, offset = self._tensors[name]
-        if len(shape) != 2 or any(size <= 0 for size in shape):
-            raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(shape)}, not that of a matrix")
+        shape, (kind, _, offset) = self.shape(name), self._tensors[name]
         num_bytes = self._num_bytes(name)
         if self._begin + offset + num_bytes > len(self.data):  # it was truncated while it was read
             raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
@@ -94,7 +102,10 @@ class SmallGguf:
         if kind == Q8_0:
             blocks = raw.reshape(-1, Q8_0_BYTES)
             scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
-            values = (blocks[:, 2:].view(np.int8).astype(np.float32) * scales).reshape(shape)
+            values = blocks[:, 2:].view(np.int8).astype(np.float32)
+            with np.errstate(invalid="ignore"):
+                values *= scales
+            values = values.reshape(shape)
         else:
             array = raw.view(FLOATS[kind]).reshape(shape)
             values = bf16_to_float(array) if kind == 30 else array.astype(np.float32)
@@ -139,6 +150,7 @@ class SmallGguf:
         alignment = self.keys.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MAX_COUNT:
             raise ValueError(f"general.alignment is {str(alignment)[:40]}")
+        self._alignment = alignment
         self._begin = -(-self._at // alignment) * alignment
 
     def _value(self, kind: int) -> Any:

@@ -5,14 +5,14 @@ data (https://github.com/huggingface/safetensors#format).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from pipeline.lora.peft_config import AdapterError
+from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.runtime.regular_files import RegularFile
 
 LENGTH_BYTES = 8
@@ -29,26 +29,38 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class AdapterTensors:
-    """The tensors of a file. Raises AdapterError if it is not a complete safetensors file."""
+    """The tensors of a file. Raises AdapterError if it can't be used, NotAnAdapter if it can't be read or does not
+    begin as a safetensors file."""
 
-    def __init__(self, path: Path, max_bytes: int, deadline_s: float = math.inf, folders: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        deadline_s: float = math.inf,
+        folders: Sequence[str] = (),
+        check: Callable[[Self], None] = lambda _: None,
+    ) -> None:
         """See `RegularFile`: the file may change while it is read. The header is read first, and the rest only if the
-        file has the size that the header describes."""
+        file has the size that the header describes, no two tensors share bytes, and `check` accepts them, or raises
+        AdapterError."""
         self.path = path
         try:
             with RegularFile(path, max_bytes, deadline_s, folders) as file:
                 length = int.from_bytes(file.read_to(LENGTH_BYTES), "little")
                 self._begin = LENGTH_BYTES + length
                 if length > MAX_HEADER_BYTES or self._begin > file.size:
-                    raise AdapterError(f"{path}: it is not a safetensors file, or it is incomplete")
+                    raise NotAnAdapter(f"{path}: it is not a safetensors file, or it is incomplete")
                 self._entries = self._decoded(file.read_to(self._begin))
                 end = self._begin + max((entry.data_offsets[1] for entry in self._entries.values()), default=0)
                 if end != file.size:
                     what = "tensors are not in the file" if end > file.size else "header does not describe all of it"
                     raise AdapterError(f"{path}: its {what}: it has {file.size} bytes, and the header describes {end}")
+                offsets = {name: entry.data_offsets for name, entry in self._entries.items()}
+                require_contiguous(path, ((name, *place) for name, place in offsets.items()))
+                check(self)
                 self.data = file.read_to(end)
         except OSError as error:
-            raise AdapterError(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
+            raise NotAnAdapter(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
 
     def _decoded(self, data: bytearray) -> dict[str, _Entry]:
         if len(data) < self._begin:
@@ -58,14 +70,14 @@ class AdapterTensors:
             header.pop("__metadata__", None)
             return {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise AdapterError(f"{self.path}: the header is damaged: {error}") from error
+            raise NotAnAdapter(f"{self.path}: the header is damaged: {error}") from error
 
     @property
     def names(self) -> list[str]:
         return list(self._entries)
 
-    def matrix(self, name: str) -> FloatMatrix:
-        """A tensor with two dimensions, as float32. Raises AdapterError."""
+    def shape(self, name: str) -> tuple[int, int]:
+        """Of a tensor whose entry is that of a matrix. Raises AdapterError."""
         entry = self._entries[name]
         if entry.dtype not in FLOATS:
             raise AdapterError(
@@ -73,15 +85,33 @@ class AdapterTensors:
             )
         if len(entry.shape) != 2 or any(size <= 0 for size in entry.shape):
             raise AdapterError(f"{self.path}: tensor {name!r} has the shape {list(entry.shape)}, not that of a matrix")
-        dtype, count = FLOATS[entry.dtype], math.prod(entry.shape)
         begin, end = entry.data_offsets
-        if begin < 0 or end - begin != count * dtype.itemsize or self._begin + end > len(self.data):
+        if begin < 0 or end - begin != math.prod(entry.shape) * FLOATS[entry.dtype].itemsize:
             raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
-        array = np.frombuffer(self.data, dtype, count, self._begin + begin).reshape(entry.shape)
+        return entry.shape[0], entry.shape[1]
+
+    def matrix(self, name: str) -> FloatMatrix:
+        """A tensor with two dimensions, as float32. Raises AdapterError."""
+        shape, entry = self.shape(name), self._entries[name]
+        begin, end = entry.data_offsets
+        if self._begin + end > len(self.data):  # it was truncated while it was read
+            raise AdapterError(f"{self.path}: the bytes of tensor {name!r} are not in the file")
+        array = np.frombuffer(self.data, FLOATS[entry.dtype], math.prod(shape), self._begin + begin).reshape(shape)
         values = bf16_to_float(array) if entry.dtype == "BF16" else array.astype(np.float32)
         if not np.isfinite(values).all():
             raise AdapterError(f"{self.path}: tensor {name!r} has values that are not finite")
         return values
+
+
+def require_contiguous(path: Path, tensors: Iterable[tuple[str, int, int]], alignment: int = 1) -> None:
+    """Each tensor (name, begin and end) must begin where the one before ends, up to the alignment, as both formats
+    require: tensors that shared bytes would cost more memory than the file has, and gaps cost memory for nothing.
+    Raises AdapterError."""
+    place = 0
+    for name, begin, end in sorted(tensors, key=lambda tensor: tensor[1:]):
+        if begin != place or end < begin:
+            raise AdapterError(f"{path}: the bytes of tensor {name[:200]!r} overlap others, or leave a gap")
+        place = -(-end // alignment) * alignment
 
 
 def scaled(matrix: FloatMatrix, factor: float) -> FloatMatrix:
@@ -93,7 +123,9 @@ def scaled(matrix: FloatMatrix, factor: float) -> FloatMatrix:
 
 def bf16_to_float(array: "np.ndarray[Any, Any]") -> FloatMatrix:
     """The bits of bfloat16 as float32."""
-    widened: FloatMatrix = (array.astype(np.uint32) << 16).view(np.float32)
+    words = array.astype(np.uint32)
+    words <<= 16
+    widened: FloatMatrix = words.view(np.float32)
     return widened
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,20 @@ def test_files_that_are_no_prepared_adapters_are_refused(tmp_path: Path, model_d
             AdapterFile(path)
     convert(tmp_path / "peft", model_dir, "f32", 16)
     assert path.read_bytes() == data, "it is made again"
+
+
+def test_a_conversion_takes_the_size_of_the_file_and_one_projection(tmp_path: Path) -> None:
+    config = config_of(hidden_size=1024, intermediate_size=2048, num_layers=6)
+    (model_dir := tmp_path / "large").mkdir()
+    config.save(model_dir)
+    folder = write_adapter(tmp_path / "peft", config, rank=32, dtype=np.float16)
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    largest = 4 * 32 * (1024 + 2048)
+    tracemalloc.start()
+    try:
+        convert(folder, model_dir, "bf16", 32)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size > 20 * largest / 4, "or the test would say nothing"
+    assert peak < size + 6 * largest, (peak, size, largest)
