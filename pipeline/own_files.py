@@ -30,8 +30,8 @@ class OpenFolder:
         if is_link and not is_trusted(info):
             raise NotOwn(errno.EPERM, "this is a link of another user: remove it", str(folder))
         self.fd = os.open(folder, flags if is_link else flags | os.O_NOFOLLOW)
-        place = descriptors(self.fd)
-        self.path = folder if place is None else place / str(self.fd)
+        # `self`: a child may use the name as its working directory before it runs another program.
+        self.path = folder if descriptors(self.fd) is None else PROC / "self" / "fd" / str(self.fd)
 
     def close_to_others(self) -> None:
         """Take the right to write from others. Raises NotOwn if it is another user's."""

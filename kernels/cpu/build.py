@@ -31,7 +31,7 @@ from typing import IO
 from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.isa import Isa
 from pipeline.kernels.cpu.library_file import load, seal
-from pipeline.own_files import WRITE_OF_OTHERS, NotOwn, is_closed, open_lock, own_folder
+from pipeline.own_files import WRITE_OF_OTHERS, NotOwn, OpenFolder, open_lock, own_folder
 
 PROGRAM = Path(__file__).parent / "program.cpp"
 
@@ -140,18 +140,17 @@ def build(
         library = folder / f"{_key(source, isa, compiler, options)}.so"
         if _is_usable(library):
             return library
-        with _lock(library, what, say):
-            if not is_closed(folder):
-                raise NotOwn(f"other users can write to {folder}: set cache_dir to a folder of your own")
-            if _is_usable(library):
+        with _opened(folder) as opened, _lock(opened / library.name, what, say):
+            place = opened / library.name
+            if _is_usable(place):
                 return library
-            library.unlink(missing_ok=True)
-            _remove_partials(library)
+            place.unlink(missing_ok=True)
+            _remove_partials(place)
             say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), once: about {about_s} s")
             start = time.monotonic()
-            _compile(compiler, options, source, isa, library, timeout_s)
+            _compile(compiler, options, source, isa, place, timeout_s)
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
-            _remove_oldest(folder)
+            _remove_oldest(opened)
     except NotOwn as error:
         raise BuildError(str(error)) from error
     except OSError as error:
@@ -160,6 +159,18 @@ def build(
             "with some MiB free"
         ) from error
     return library
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[Path]:
+    """A name of a folder of libraries that is this folder's whatever is renamed above it. Raises OSError and, with the
+    folder's own name in it, what BuildError is raised inside."""
+    with OpenFolder(folder) as opened:
+        opened.close_to_others()
+        try:
+            yield opened.path
+        except BuildError as error:
+            raise type(error)(str(error).replace(str(opened.path), str(folder))) from error
 
 
 def default_cache_root() -> Path:
@@ -247,7 +258,7 @@ def _compile(
     partial = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{library.stem}-", dir=library.parent))
     try:
         made = partial / "library.so"
-        code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", str(made)), timeout_s, partial)
+        code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", made.name), timeout_s, partial)
         _write_log(log, said)
         failed = f"{compiler.command[0]} could not compile {source.name} for {isa}: "
         all_of_it = f"; all it said is in {log}" if said else ""
@@ -270,7 +281,7 @@ def _run(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int 
     """A command's exit code, None if it had to be ended, and all that it wrote. Its temporary files go into `folder`,
     where it runs. Whatever it has started ends with it. Raises NoCompiler where it can't be run."""
     with os.fdopen(os.memfd_create("output"), "w+b") as output:
-        environment = os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)}
+        environment = os.environ | {"LC_ALL": "C", "TMPDIR": "."}
         try:
             process = subprocess.Popen(
                 command,

@@ -117,6 +117,30 @@ def test_a_folder_that_another_user_makes_meanwhile_is_not_used(
     assert not list(bench.kernels.iterdir())
 
 
+def test_a_folder_in_place_of_the_open_one_gets_no_files(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a folder above may rename it while the compiler runs, and put links in its place."""
+    (victim := tmp_path / "victim").write_text("precious")
+    run = build_module._run
+
+    def late(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int | None, str]:
+        if partials := list(bench.kernels.glob(".partial-*")):
+            (partial,) = partials
+            bench.kernels.rename(tmp_path / "moved")
+            (bench.kernels / partial.name).mkdir(parents=True)
+            (bench.kernels / partial.name / "library.so").symlink_to(victim)
+            (bench.kernels / f"{partial.name.removeprefix('.partial-').rpartition('-')[0]}.log").symlink_to(victim)
+        code, _ = run(command, timeout_s, folder)
+        return code, "a warning"
+
+    monkeypatch.setattr(build_module, "_run", late)
+    library = bench.build()
+    assert victim.read_text() == "precious"
+    kept = tmp_path / "moved" / library.name
+    assert answer(kept) == 42 and kept.with_suffix(".log").read_text() == "a warning\n"
+
+
 def test_a_link_in_place_of_a_library_is_not_followed(bench: Bench, tmp_path: Path) -> None:
     library = bench.build()
     library.rename(tmp_path / "elsewhere.so")
