@@ -115,7 +115,8 @@ class PairShape(msgspec.Struct, frozen=True):
 
 def write(path: Path, dtype: Dtype, pairs: list[Pair]) -> None:
     """Write a file; another one of this name is replaced at once, so that readers see one or the other."""
-    write_each(path, dtype, [PairShape(one.layer, one.target, *one.a.shape, len(one.b)) for one in pairs], pairs)
+    shapes = [PairShape(one.layer, one.target, len(one.a), one.a.shape[1], len(one.b)) for one in pairs]
+    write_each(path, dtype, shapes, pairs)
 
 
 def write_each(path: Path, dtype: Dtype, shapes: Sequence[PairShape], pairs: Iterable[Pair]) -> None:
