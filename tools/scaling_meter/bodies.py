@@ -9,9 +9,9 @@ import msgspec
 from msgspec import inspect as types
 
 from pipeline.config.settings import ChatSettings
+from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.stages.gateway.admin.abort_requests import AbortBody
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.routes import ROUTES
