@@ -168,7 +168,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     prompt_pieces: list[bytes] = []
     """For each of these records: the bytes of its likeliest ids."""
     tail: str | None = None
-    """The end of the prompt's text, if the reply parser needs it."""
+    """As in `Accepted`, for the reply parser. It stays the same if the request is submitted again."""
     began_s: float = 0.0
     """As in `Accepted`, like `done_s`."""
     done_s: float = 0.0

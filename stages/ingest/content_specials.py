@@ -48,7 +48,7 @@ class ContentSpecials:
         pattern = self._pattern
         if pattern is None or not _contains(variables, pattern):
             return None
-        masked: dict[str, Any] = _masked(variables, pattern)
+        masked: dict[str, Any] = with_masks(variables, pattern)
         return masked
 
     def encode(
@@ -91,16 +91,17 @@ def _contains(value: Any, pattern: re.Pattern[str]) -> bool:
     return False
 
 
-def _masked(value: Any, pattern: re.Pattern[str]) -> Any:
+def with_masks(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A value of a template's variables with all matches in its texts masked."""
     match value:
         case str():
             return pattern.sub(lambda match: MASK * len(match[0]), value)
         case dict():
-            return {_masked(key, pattern): _masked(each, pattern) for key, each in value.items()}
+            return {with_masks(key, pattern): with_masks(each, pattern) for key, each in value.items()}
         case list():
             if texts := _texts_of_parts(value):
                 return [part | {"text": text} for part, text in zip(value, _masked_parts(texts, pattern), strict=True)]
-            return [_masked(each, pattern) for each in value]
+            return [with_masks(each, pattern) for each in value]
     return value
 
 
@@ -125,6 +126,6 @@ def _masked_parts(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
 
 
 def _masked_together(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
-    whole = _masked("".join(texts), pattern)
+    whole = with_masks("".join(texts), pattern)
     ends = itertools.accumulate(map(len, texts))
     return [whole[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]

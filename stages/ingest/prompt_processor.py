@@ -8,6 +8,7 @@ Each may raise RequestRefused. `encode` takes about half a microsecond per chara
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,9 +37,10 @@ from pipeline.stages.ingest.content_specials import ContentSpecials
 from pipeline.stages.ingest.longest_id import longest_id_bytes
 from pipeline.stages.ingest.templates import chat_templates, conversation
 from pipeline.stages.ingest.templates.budget import OutOfTime
-from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
+from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLong
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -65,6 +67,13 @@ class RequestRefused(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+class EncodedPrompt(NamedTuple):
+    ids: Ids
+    """int32 [n]"""
+    reply_stage: ReasoningStage | None = None
+    """How the reply to a chat begins, if it was asked for."""
 
 
 class PromptProcessor:
@@ -104,16 +113,16 @@ class PromptProcessor:
         *,
         is_short: bool = False,
         embeds: bool = False,
-    ) -> Ids:
-        """The ids of a chat or a text, [n]. Chat templates write special tokens themselves; `now_s` is the time for
-        templates that write it, Unix seconds. Raises RequestRefused, or NeedsTime if it `is_short` but the chat's
-        template takes long."""
+        reasoning: ReasoningFormat | None = None,
+    ) -> EncodedPrompt:
+        """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. Chat templates
+        write special tokens themselves; `now_s` is the time for templates that write it, Unix seconds. Raises
+        RequestRefused, or NeedsTime if it `is_short` but the chat's template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
-        masked: str | None = None
         if isinstance(prompt, ChatPrompt):
-            text, masked = self._render(prompt, options, now_s, is_short)
+            text, masked, stage = self._render(prompt, options, now_s, is_short, reasoning)
         else:
-            text = prompt.text
+            text, masked, stage = prompt.text, None, None
         self._check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
 
@@ -136,7 +145,7 @@ class PromptProcessor:
         except Exception as error:  # the library raises nothing more precise
             raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
-            return _as_int32(ids)
+            return EncodedPrompt(_as_int32(ids), stage)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise _refusal(message, prompt) from error
@@ -303,8 +312,13 @@ class PromptProcessor:
             raise RequestRefused(Failure(400, message, _param(prompt), "prompt_too_large"))
 
     def _render(
-        self, prompt: ChatPrompt, options: PromptOptions, now_s: float | None, is_short: bool
-    ) -> tuple[str, str | None]:
+        self,
+        prompt: ChatPrompt,
+        options: PromptOptions,
+        now_s: float | None,
+        is_short: bool,
+        reasoning: ReasoningFormat | None,
+    ) -> RenderedChat:
         """The text of a chat, and the same with the client's special tokens masked, if it has any."""
         if not prompt.messages:
             raise RequestRefused(Failure(400, "'messages' must not be an empty array", "messages"))
@@ -312,12 +326,13 @@ class PromptProcessor:
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
-            return self._chat_templates.texts(
+            return self._chat_templates.render(
                 prompt,
                 max_chars=max_chars,
                 now_s=now_s,
                 is_short=is_short,
                 masked=self._specials.masked if self._specials is not None else None,
+                reasoning=reasoning,
             )
         except BadChat as error:
             raise RequestRefused(Failure(400, str(error), error.param)) from error

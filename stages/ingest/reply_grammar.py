@@ -2,17 +2,11 @@
 Pure."""
 
 import msgspec
-import numpy as np
-from tokenizers import Tokenizer
 
 from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
-from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.ingest.prompt_processor import RequestRefused
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
-
-TAIL_IDS = 48
-"""How many of the prompt's last ids are decoded to find out whether it opens the reasoning. A mark is one id or a
-few."""
+from pipeline.text.formats.reasoning import ReasoningFormat
 
 
 def calls_beside(submit: Submit, formats: ChatFormats, max_bytes: int) -> Grammar | None:
@@ -39,18 +33,12 @@ def as_answer(submit: Submit, grammar: Grammar, compiled: str, formats: ChatForm
     return formats.as_answer(compiled)
 
 
-def tail(submit: Submit, ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", tokenizer: Tokenizer) -> str | None:
-    """The end of a chat's text; None if it is not needed. Raises RequestRefused."""
-    if not isinstance(submit.prompt, ChatPrompt):
-        return None
-    if not (submit.prompt_options.with_tail or submit.options.compiled_grammar):
-        return None
-    try:
-        with panics_as_errors():
-            return str(tokenizer.decode(ids[-TAIL_IDS:].tolist(), skip_special_tokens=False))
-    except Exception as error:  # the library raises nothing more precise
-        message = f"the prompt's token ids cannot be decoded: {error}"
-        raise RequestRefused(Failure(400, message, "messages")) from error
+def format_of(submit: Submit, formats: ChatFormats) -> ReasoningFormat | None:
+    """The format of the reply's reasoning, if it matters how the reply begins."""
+    is_chat = isinstance(submit.prompt, ChatPrompt)
+    return (
+        formats.reasoning if is_chat and (submit.prompt_options.with_tail or submit.options.compiled_grammar) else None
+    )
 
 
 def after_reasoning(options: GenerationOptions, tail: str | None, formats: ChatFormats) -> GenerationOptions:

@@ -307,14 +307,22 @@ class IngestStage:
         NeedsTime if it `is_short` but takes long."""
         assert self._prompt_processor is not None
         prompt, prompt_options = submit.prompt, submit.prompt_options
+        tail: str | None = None
         if ids is None:
             assert not isinstance(prompt, IdsPrompt)
             embeds = submit.options.pooling != m.Pooling.NONE
             template_s = submit.template_s or submit.arrival_s
-            ids = self._prompt_processor.encode(prompt, prompt_options, template_s, is_short=is_short, embeds=embeds)
-        ids = self._prompt_processor.cut(ids, submit)
+            reasoning = reply_grammar.format_of(submit, self._formats)
+            whole, stage = self._prompt_processor.encode(
+                prompt, prompt_options, template_s, is_short=is_short, embeds=embeds, reasoning=reasoning
+            )
+            ids = self._prompt_processor.cut(whole, submit)
+            if reasoning is not None and stage is not None:
+                is_whole = not prompt_options.truncates_right or len(ids) == len(whole)
+                tail = reasoning.tail_of(stage) if is_whole else ""
+        else:
+            ids = self._prompt_processor.cut(ids, submit)
         max_tokens = self._prompt_processor.max_tokens(ids, submit)
-        tail = reply_grammar.tail(submit, ids, self._tokenizer)
         options = self._prompt_processor.complete(submit.options, max_tokens)
         options = reply_grammar.after_reasoning(options, tail, self._formats)
         text = token_strs = pieces = None

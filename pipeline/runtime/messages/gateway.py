@@ -29,8 +29,9 @@ class Accepted(Message, frozen=True, tag="accepted"):
     pieces: list[bytes] | None = None
     """The bytes of text of each id, if `Submit.prompt_options` asks for it."""
     tail: str | None = None
-    """The last characters of a chat's text, at least as many as pipeline/text/formats needs, if
-    `Submit.prompt_options` asks for them."""
+    """How the reply to a chat begins, if `Submit.prompt_options` asks for it: the last mark of reasoning that its
+    template has written behind the last message, empty if it has written none; see pipeline/text/formats. Ingest
+    decides it: the ids don't show which marks are the client's."""
     compiled_grammar: str | None = None
     """The grammar of the request, checked and converted, if it has one: submitted again, it needs no check."""
 

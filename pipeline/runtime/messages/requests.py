@@ -193,7 +193,7 @@ class PromptOptions(msgspec.Struct, array_like=True, frozen=True):
     """Keep only this many ids; 0 keeps all, -1 as many as fit into the model's context."""
     with_pieces: bool = False
     with_tail: bool = False
-    """The end of a chat's text, which shows whether it opens the model's reasoning; see pipeline/text/formats."""
+    """How the reply to a chat begins: inside of its reasoning, behind it, or before it."""
     truncates_right: bool = False
     """`truncate` keeps the first ids, not the last."""
     lowers_max_tokens: bool = False

@@ -6,8 +6,9 @@
 
     The answer is …
 
-Some templates open the reasoning in the prompt. Some also close it there if no reasoning is requested. Others leave it
-to the model. So the last mark of the prompt determines how the reply starts (`stage_of`).
+Some templates open the reasoning behind the last message. Some also close it there if no reasoning is requested. Others
+leave it to the model. So the last mark there determines how the reply starts (`stage_of`); if the reply continues a
+message, its text does (`stage_after`). Marks anywhere else in a prompt are text.
 """
 
 from enum import Enum
@@ -40,7 +41,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     start: str
     end: str
     default_stage: ReasoningStage
-    """How a reply starts if the prompt's end has neither mark."""
+    """How a reply starts if the template writes neither mark behind the last message."""
     others: tuple[tuple[str, str], ...] = ()
     """Other pairs of marks, which models of the family also write."""
     unclosed_before: tuple[str, ...] = ()
@@ -70,12 +71,40 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         """The pair of marks that grammars have, for models with this chat template."""
         return next((pair for pair in self.pairs if pair[1] in template), (self.start, self.end))
 
-    def stage_of(self, prompt_tail: str) -> ReasoningStage:
-        """How the reply to a prompt with this end starts."""
-        start, end = prompt_tail.rfind(self.start), prompt_tail.rfind(self.end)
+    @property
+    def stage_marks(self) -> tuple[str, ...]:
+        """`stage_of` looks for these."""
+        return tuple(mark for pair in self.pairs for mark in pair)
+
+    @property
+    def prompt_ends(self) -> tuple[str, ...]:
+        """If a prompt ends with one of these and white space, and the template has written it, `stage_of` needs
+        nothing else."""
+        return tuple(mark.rstrip() for mark in self.stage_marks)
+
+    def stage_of(self, tail: str) -> ReasoningStage:
+        """How a reply starts if the template writes this behind the last message."""
+        start = max(tail.rfind(start) for start, _ in self.pairs)
+        end = max(tail.rfind(end) for _, end in self.pairs)
         if start == end:  # neither
             return self.default_stage
         return ReasoningStage.OPEN if start > end else ReasoningStage.OVER
+
+    def stage_after(self, opening: str, text: str) -> ReasoningStage:
+        """How a reply starts that continues the message `text`. The template writes `opening` before it. Reasoning
+        stands before an answer, so a mark within an answer is text."""
+        if not text.strip():
+            return self.stage_of(opening)
+        begins = text.lstrip().startswith(tuple(start for start, _ in self.pairs))
+        is_marked = any(mark in opening for mark in self.stage_marks)
+        stage = self.stage_of(opening) if is_marked and not begins else ReasoningStage.OPTIONAL
+        parser = self.parser(stage)
+        parser.push(text, [])
+        return parser.stage
+
+    def tail_of(self, stage: ReasoningStage) -> str:
+        """A text of which `stage_of` returns this stage, if the format has it."""
+        return {ReasoningStage.OPEN: self.start, ReasoningStage.OVER: self.end}.get(stage, "")
 
     def parser(self, stage: ReasoningStage) -> "ReasoningParser":
         return ReasoningParser(self, stage)
@@ -97,11 +126,26 @@ class HarmonyReasoning(ReasoningFormat, frozen=True):
     def marks(self) -> tuple[str, ...]:
         return harmony.MARKS
 
-    def stage_of(self, prompt_tail: str) -> ReasoningStage:
-        header, is_body, _ = prompt_tail[max(prompt_tail.rfind(harmony.START), 0) :].partition(harmony.MESSAGE)
-        if not is_body or harmony.END in prompt_tail[prompt_tail.rfind(harmony.MESSAGE) :]:
+    @property
+    def stage_marks(self) -> tuple[str, ...]:
+        return (harmony.START, harmony.MESSAGE, harmony.END)
+
+    @property
+    def prompt_ends(self) -> tuple[str, ...]:
+        return (f"{harmony.START}{harmony.ROLE}",)
+
+    def stage_of(self, tail: str) -> ReasoningStage:
+        header, is_body, _ = tail[max(tail.rfind(harmony.START), 0) :].partition(harmony.MESSAGE)
+        if not is_body or harmony.END in tail[tail.rfind(harmony.MESSAGE) :]:
             return ReasoningStage.OPTIONAL
         return ReasoningStage.OPEN if harmony.ANALYSIS in header else ReasoningStage.OVER
+
+    def stage_after(self, opening: str, text: str) -> ReasoningStage:
+        return self.stage_of(opening + text)
+
+    def tail_of(self, stage: ReasoningStage) -> str:
+        answer = f"{harmony.CHANNEL}{harmony.FINAL}{harmony.MESSAGE}"
+        return {ReasoningStage.OPEN: self.start, ReasoningStage.OVER: answer}.get(stage, "")
 
 
 GEMMA_CHANNEL = "<|channel>"
@@ -145,7 +189,8 @@ class ReasoningParser:
 
     def __init__(self, form: ReasoningFormat, stage: ReasoningStage) -> None:
         self._form = form
-        self._stage = stage
+        self.stage = stage
+        """Where the text ends that has been pushed."""
         self._starts = tuple(start for start, _ in form.pairs)
         self._end = Marks.of(frozenset((*(end for _, end in form.pairs), *form.unclosed_before)))
         self._wrappers: SpecialTokenFilter | None = None
@@ -160,16 +205,16 @@ class ReasoningParser:
 
     def push(self, text: str, out: list[Event]) -> str:
         """Append the reasoning in a text to `out`. Returns the rest of the text."""
-        if self._stage is ReasoningStage.OVER and not self._is_just_over:
+        if self.stage is ReasoningStage.OVER and not self._is_just_over:
             return text if self._wrappers is None else self._wrappers.push(text)
         text, self._rest = self._rest + text, ""
-        if self._is_first and self._stage is not ReasoningStage.OVER:
+        if self._is_first and self.stage is not ReasoningStage.OVER:
             text = self._first(text)
             if self._is_first:
                 return ""
-        if self._stage is ReasoningStage.OPEN:
+        if self.stage is ReasoningStage.OPEN:
             text = self._reason(text, out)
-        if self._stage is ReasoningStage.OVER:
+        if self.stage is ReasoningStage.OVER:
             if self._wrappers is not None:
                 text = self._wrappers.push(text)
             if self._is_just_over:
@@ -181,7 +226,7 @@ class ReasoningParser:
         """End the reply: append remaining reasoning to `out`, and return the remaining other text."""
         rest = "".join(self._space) + self._rest
         self._space, self._rest = [], ""
-        if self._stage is not ReasoningStage.OPEN:
+        if self.stage is not ReasoningStage.OPEN:
             return rest if self._wrappers is None else self._wrappers.push(rest) + self._wrappers.finish()
         if rest:
             out.append(Reasoning(rest))
@@ -196,14 +241,14 @@ class ReasoningParser:
             return ""
         start = starts_with(word, 0, self._starts)
         if start:
-            self._stage, word = ReasoningStage.OPEN, word.removeprefix(start)
+            self.stage, word = ReasoningStage.OPEN, word.removeprefix(start)
             self._space.clear()
         elif start == "":
             self._space.append(space)
             self._rest = word
             return ""
         else:
-            self._stage = ReasoningStage.OPEN if self._stage is ReasoningStage.OPEN else ReasoningStage.OVER
+            self.stage = ReasoningStage.OPEN if self.stage is ReasoningStage.OPEN else ReasoningStage.OVER
             word = "".join(self._space) + space + word
             self._space.clear()
         self._is_first = False
@@ -218,7 +263,7 @@ class ReasoningParser:
             self._rest = text[held:]
             return ""
         self._space.clear()
-        self._stage = ReasoningStage.OVER
+        self.stage = ReasoningStage.OVER
         self._is_just_over = True
         if self._form.wrappers:
             self._wrappers = SpecialTokenFilter(frozenset(self._form.wrappers))

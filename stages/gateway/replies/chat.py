@@ -46,7 +46,7 @@ class ReplyReader:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether parsing must wait for the end of the prompt's text, which output may overtake."""
+        """Whether parsing must wait until it is known how the reply begins, which output may overtake."""
         needs_tail = self._request.parsed.prompt_options.with_tail and not self._request.is_finished
         return needs_tail and self._prompt_request.prompt_ids is None
 

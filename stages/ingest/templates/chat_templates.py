@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
-from pipeline.stages.ingest.templates import conversation
+from pipeline.stages.ingest.templates import conversation, reply_start
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure, TextTooLong
 from pipeline.stages.ingest.templates.tools_as_text import with_tools_as_text
+from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -28,6 +30,14 @@ class NeedsTime(Exception):
     """The template takes longer than the loop may wait."""
 
 
+class RenderedChat(NamedTuple):
+    text: str
+    masked: str | None = None
+    """A second text of the same length, if it was asked for."""
+    reply_stage: ReasoningStage | None = None
+    """How the reply begins, if it was asked for."""
+
+
 class ChatTemplates:
     """The templates of one model, by name. `failure` is the error if there is none."""
 
@@ -42,10 +52,10 @@ class ChatTemplates:
         self._timeout_s = timeout_s
 
     def text(self, prompt: ChatPrompt, *, max_chars: int, now_s: float | None, is_short: bool) -> str:
-        """The prompt's text: the first of `texts`."""
-        return self.texts(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short)[0]
+        """The prompt's text alone."""
+        return self.render(prompt, max_chars=max_chars, now_s=now_s, is_short=is_short).text
 
-    def texts(
+    def render(
         self,
         prompt: ChatPrompt,
         *,
@@ -53,10 +63,11 @@ class ChatTemplates:
         now_s: float | None,
         is_short: bool,
         masked: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None,
-    ) -> tuple[str, str | None]:
-        """The prompt's text, no longer than `max_chars`, and a second one of the same length, of `masked` variables, if
-        `masked` returns any. Raises BadChat, TemplateFailure, TextTooLong, or OutOfTime if it takes longer than the
-        settings allow.
+        reasoning: ReasoningFormat | None = None,
+    ) -> RenderedChat:
+        """The prompt's text, no longer than `max_chars`; a second one of the same length, of `masked` variables, if
+        `masked` returns any; and how the reply begins in this format of `reasoning`. Raises BadChat, TemplateFailure,
+        TextTooLong, or OutOfTime if it takes longer than the settings allow.
 
         With `is_short` it takes a few milliseconds at most, or raises NeedsTime. The result depends on the prompt
         alone, except that a very slow machine may raise OutOfTime.
@@ -67,11 +78,7 @@ class ChatTemplates:
         variables = conversation.variables(prompt, template.traits)
         conversation.check_roles(prompt, template.source)
         marked = conversation.with_marks(prompt)
-        if is_short:
-            budget = Budget(SHORT_STEPS)
-        else:
-            num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
-            budget = Budget(num_steps, self._timeout_s, time.monotonic)
+        budget = Budget(SHORT_STEPS) if is_short else self._budget(prompt)
         try:
             changed = masked(variables) if masked is not None else None  # before the template can change them
             if marked is not None:
@@ -83,19 +90,31 @@ class ChatTemplates:
             other = None
             if changed is not None:
                 other = template.render(changed, max_chars=max_chars, budget=budget, now_s=now_s)
+            if other is not None and len(other) != len(text):
+                raise BadChat(
+                    "a message contains special tokens of the model, and the chat template changes with them, so they "
+                    "can't be distinguished from its own: remove them, or set chat.allow_special_tokens_in_content",
+                    "messages",
+                )
+            if prompt.continue_final_message:
+                text = conversation.up_to_tag(text, prompt)
+            stage = None
+            if reasoning is not None:
+                stage = reply_start.evident(text, variables, prompt, reasoning)
+                if stage is None:
+                    budget = budget if is_short else self._budget(prompt)
+                    most = max_chars + reply_start.num_chars_added(prompt)
+                    render = partial(template.render, max_chars=most, budget=budget, now_s=now_s)
+                    stage = _reply_stage(text, variables, prompt, reasoning, render)
         except OutOfTime:
             if is_short:
                 raise NeedsTime from None
             raise
-        if other is not None and len(other) != len(text):
-            raise BadChat(
-                "a message contains special tokens of the model, and the chat template changes with them, so they "
-                "can't be distinguished from its own: remove them, or set chat.allow_special_tokens_in_content",
-                "messages",
-            )
-        if prompt.continue_final_message:
-            text = conversation.up_to_tag(text, prompt)
-        return text, None if other is None else other[: len(text)]
+        return RenderedChat(text, None if other is None else other[: len(text)], stage)
+
+    def _budget(self, prompt: ChatPrompt) -> Budget:
+        num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
+        return Budget(num_steps, self._timeout_s, time.monotonic)
 
     def _knows_system(self) -> bool:
         """Whether the default template shows system messages. Found out by a try, once."""
@@ -116,6 +135,24 @@ class ChatTemplates:
             if (template := self._templates.get(name)) is not None:
                 return template
         raise TemplateFailure(self._failure)
+
+
+def _reply_stage(
+    text: str,
+    variables: dict[str, Any],
+    prompt: ChatPrompt,
+    reasoning: ReasoningFormat,
+    render: Callable[[dict[str, Any]], str],
+) -> ReasoningStage:
+    """How the reply to a prompt begins, by another rendering. Raises OutOfTime."""
+    marked = reply_start.with_sentinels(variables, prompt, reasoning)
+    try:
+        again = render(marked)
+        if prompt.continue_final_message:
+            again = conversation.up_to_tag(again, prompt)
+    except (TemplateFailure, TextTooLong, BadChat):  # it takes messages as they are, but not with more text
+        return reply_start.stage_of(text, prompt, reasoning)
+    return reply_start.stage_of(reply_start.behind_sentinel(text, again, prompt, reasoning), prompt, reasoning)
 
 
 def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float, *, shows_tools: bool = True) -> ChatTemplates:

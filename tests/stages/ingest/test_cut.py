@@ -36,23 +36,25 @@ def cut(
     submitted = msgspec.structs.replace(tiny.submit(prompt, max_tokens=max_tokens), prompt_options=options)
     given = submitted.prompt
     ids = (
-        np.frombuffer(inline(given.ids), np.int32) if isinstance(given, m.IdsPrompt) else prompts.encode(given, options)
+        np.frombuffer(inline(given.ids), np.int32)
+        if isinstance(given, m.IdsPrompt)
+        else prompts.encode(given, options).ids
     )
     ids = prompts.cut(ids, submitted)
     return ids.tolist(), prompts.max_tokens(ids, submitted)
 
 
 def test_truncate_keeps_the_last_ids(prompts: PromptProcessor) -> None:
-    whole = prompts.encode(m.TextPrompt("abcdef")).tolist()
+    whole = prompts.encode(m.TextPrompt("abcdef")).ids.tolist()
     assert cut(prompts, "abcdef", 2) == (whole[-2:], 62)
     assert cut(prompts, "abcdef", 10)[0] == whole
-    chat = prompts.encode(tiny.chat("hi")).tolist()
+    chat = prompts.encode(tiny.chat("hi")).ids.tolist()
     assert cut(prompts, tiny.chat("hi"), 3)[0] == chat[-3:]
     assert cut(prompts, m.IdsPrompt(np.arange(9, dtype=np.int32).tobytes()), 4)[0] == [5, 6, 7, 8]
 
 
 def test_truncation_on_the_right_keeps_the_first_ids(prompts: PromptProcessor) -> None:
-    whole = prompts.encode(m.TextPrompt("abcdef")).tolist()
+    whole = prompts.encode(m.TextPrompt("abcdef")).ids.tolist()
     assert cut(prompts, "abcdef", 2, right=True) == (whole[:2], 62)
     assert cut(prompts, "abcdef", 10, right=True)[0] == whole
     ids = m.IdsPrompt(np.arange(90, dtype=np.int32).tobytes())
@@ -116,7 +118,7 @@ def test_ids_outside_of_the_vocabulary_are_rejected(
 
 def test_the_executor_gets_bad_words_as_ids(prompts: PromptProcessor, tmp_path: Path) -> None:
     submitted = tiny.submit("x", bad_words=["ab"]).options
-    ids = prompts.encode(m.TextPrompt("ab")).tolist()
+    ids = prompts.encode(m.TextPrompt("ab")).ids.tolist()
     completed = msgspec.structs.replace(submitted, max_tokens=5, bad_words=[], bad_words_ids=[ids])
     assert prompts.complete(submitted, 5) == completed
     with pytest.raises(RequestRefused) as caught:
@@ -139,7 +141,7 @@ def test_options_that_exclude_every_first_token_are_rejected(
     prompts: PromptProcessor, options: dict[str, Any], words: list[str], is_left: bool
 ) -> None:
     """Otherwise the sequence would end with a server error at once."""
-    begun = [prompts.encode(m.TextPrompt(word)).tolist() for word in "ab"]
+    begun = [prompts.encode(m.TextPrompt(word)).ids.tolist() for word in "ab"]
     ids = {97: begun[0][0], 98: begun[1][0]}
     allowed = np.array([ids.get(one, one) for one in options.pop("allowed")], np.int32).tobytes()
     submitted = m.GenerationOptions(allowed_ids=allowed, bad_words=words, **options)

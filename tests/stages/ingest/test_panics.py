@@ -6,14 +6,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tokenizers import decoders
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import PromptOptions
-from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.bad_words import BadWord, as_ids
-from pipeline.stages.ingest.prompt_processor import RequestRefused
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
@@ -89,16 +86,6 @@ def test_ids_beyond_int32_are_a_400_that_names_the_prompt(tmp_path: Path, token_
 def test_bad_words_that_make_the_tokenizer_panic_are_named() -> None:
     with pytest.raises(BadWord, match=r"can't be tokenized: .*retry-limit-in-match over"):
         as_ids(tiny.panicking_tokenizer(), [tiny.PANICS], 258)
-
-
-def test_a_panic_while_a_prompt_is_decoded_is_a_400() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    tokenizer.decoder = decoders.Strip("a", 0, 9)  # strips more from a token than it has
-    submit = msgspec.structs.replace(tiny.submit(tiny.chat("hi")), prompt_options=PromptOptions(with_tail=True))
-    ids = np.array([tokenizer.token_to_id("a")], np.int32)
-    with pytest.raises(RequestRefused) as caught:
-        reply_grammar.tail(submit, ids, tokenizer)
-    assert (caught.value.failure.status, caught.value.failure.param) == (400, "messages")
 
 
 def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def rejected(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
 
 def ids_of(prompts: PromptProcessor, submit: m.Submit) -> tuple[list[int], int]:
     prompt = submit.prompt
-    ids = np.frombuffer(inline(prompt.ids), np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt)
+    ids = np.frombuffer(inline(prompt.ids), np.int32) if isinstance(prompt, m.IdsPrompt) else prompts.encode(prompt).ids
     room = prompts.max_tokens(ids, submit)
     prompts.complete(submit.options, room)
     return ids.tolist(), room
@@ -55,7 +55,7 @@ def test_only_texts_get_the_tokenizers_special_tokens(tmp_path: Path) -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     made = prompt_processor.load(tiny.folder(tmp_path, "{{ messages[0].content }}"), tiny.facts(), tokenizer)
-    chat, text = made.encode(tiny.chat("a")).tolist(), made.encode(m.TextPrompt("a")).tolist()
+    chat, text = made.encode(tiny.chat("a")).ids.tolist(), made.encode(m.TextPrompt("a")).ids.tolist()
     assert text == [256, *chat]
 
 
@@ -169,7 +169,7 @@ def test_bos_and_eos_tokens_come_from_the_models_config(tmp_path: Path) -> None:
         tiny.facts(),
         tiny.byte_tokenizer(),
     )
-    ids = made.encode(tiny.chat("a")).tolist()
+    ids = made.encode(tiny.chat("a")).ids.tolist()
     assert (ids[0], ids[-1], len(ids)) == (256, 257, 3)
 
 
@@ -243,7 +243,7 @@ def test_smollm2_renders_a_chat_as_transformers_does(smollm2_dir: Path) -> None:
         {"role": "assistant", "content": "4 <5>"},
     ]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    ours = made.encode(m.ChatPrompt([m.ChatMessage(**message) for message in messages]))
+    ours = made.encode(m.ChatPrompt([m.ChatMessage(**message) for message in messages])).ids
     assert ours.tolist() == expected
 
 

@@ -74,20 +74,26 @@ def takes(engine: Engine, grammar: str, text: str) -> bool:
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-@pytest.mark.parametrize(
-    ("thinks", "end"),
-    [("yes", "assistant:<think>\n"), ("no", "assistant:<think>\n\n</think>\n\n"), ("perhaps", "user:hi\nassistant:")],
-)
-def test_the_gateway_gets_the_end_of_the_prompt(rig: Rig, thinks: str, end: str) -> None:
+@pytest.mark.parametrize(("thinks", "tail"), [("yes", "<think>"), ("no", "</think>"), ("perhaps", "")])
+def test_the_gateway_learns_how_the_reply_begins(rig: Rig, thinks: str, tail: str) -> None:
     rig.send(submit(thinks, None), "gateway.0")
-    tail = rig.receive("gateway", m.Accepted).tail
-    assert tail is not None and tail.endswith(end)
+    assert rig.receive("gateway", m.Accepted).tail == tail
     assert grammar(rig) == ""
 
 
-def test_the_end_of_the_prompt_is_sent_only_on_request(rig: Rig) -> None:
+def test_how_the_reply_begins_is_found_only_on_request(rig: Rig) -> None:
     rig.send(tiny.submit(tiny.chat("hi")), "gateway.0")
     assert rig.receive("gateway", m.Accepted).tail is None
+
+
+@pytest.mark.parametrize(
+    ("options", "tail"), [({"truncate": 1}, "<think>"), ({"truncate": 1, "truncates_right": True}, "")]
+)
+def test_a_prompt_without_its_end_does_not_begin_the_reasoning(rig: Rig, options: dict[str, Any], tail: str) -> None:
+    submitted = submit("yes", None)
+    cut = msgspec.structs.replace(submitted.prompt_options, **options)
+    rig.send(msgspec.structs.replace(submitted, prompt_options=cut), "gateway.0")
+    assert rig.receive("gateway", m.Accepted).tail == tail
 
 
 def test_the_grammar_applies_after_the_reasoning(rig: Rig, engine: Engine) -> None:
