@@ -22,6 +22,9 @@ SENTINEL = "TEXT_ENDS_HERE"
 END_CHARS = 256
 """A template ends a prompt with less white space than this."""
 
+CLEAR_CHARS = 16
+"""A message of so many characters is none of the words that a template writes behind marks."""
+
 TEXTS = ("role", "content", "reasoning", "reasoning_content", "thinking")
 """Fields of a message that have no marks behind the sentinel. Templates look for words in them, so they stay as they
 are."""
@@ -31,9 +34,14 @@ def evident(text: str, variables: dict[str, Any], prompt: ChatPrompt, form: Reas
     """How the reply to a prompt's text begins, if this is clear without another rendering, as it mostly is."""
     if not any(mark in text for mark in form.stage_marks):
         return stage_of(text, prompt, form)
-    if prompt.continue_final_message or not text[-END_CHARS:].rstrip().endswith(form.prompt_ends):
+    if prompt.continue_final_message:
         return None
-    return None if _contain(variables, form.stage_marks) else form.stage_of(text)
+    if text[-END_CHARS:].rstrip().endswith(form.prompt_ends) and not _contain(variables, form.stage_marks):
+        return form.stage_of(text)
+    rest = text[max(text.rfind(mark) + len(mark) for mark in form.stage_marks) :]
+    last = variables["messages"][-1]
+    said = "" if last.get("tool_calls") else _last_text(last).strip()
+    return form.stage_of("") if len(said) >= CLEAR_CHARS and said in rest else None
 
 
 def with_sentinels(variables: dict[str, Any], prompt: ChatPrompt, form: ReasoningFormat) -> dict[str, Any]:
@@ -82,6 +90,13 @@ def stage_of(opening: str, prompt: ChatPrompt, form: ReasoningFormat) -> Reasoni
     said = ((message.parts[-1] if message.parts else message.content) or "").strip()
     rest = opening.rstrip()
     return form.stage_after(rest.removesuffix(said), said) if rest.endswith(said) else form.stage_of(opening)
+
+
+def _last_text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return str(content[-1]["text"])
 
 
 def _mark(message: dict[str, Any], *, is_last: bool) -> None:

@@ -337,6 +337,14 @@ def test_most_chats_are_rendered_once_and_no_chat_more_than_twice(
     assert num_renderings(template, marked, monkeypatch) <= 2
 
 
+def test_an_agents_chat_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reasoning since the last question stays in the prompt, and the template writes nothing behind a result."""
+    turns = [assistant("Well.", reasoning="Hm.", tool_calls=call("a").tool_calls), result("The weather is fine.")]
+    assert num_renderings("qwen3", ChatPrompt([user("a"), *turns, *turns]), monkeypatch) == 1
+    assert num_renderings("qwen3", ChatPrompt([user("a"), *turns, result("</think> The weather")]), monkeypatch) == 2
+    assert num_renderings("qwen3", ChatPrompt([user("a"), *turns, result("fine")]), monkeypatch) == 2
+
+
 def test_the_second_rendering_counts_as_the_first_one_does() -> None:
     source = USERS + "{% for i in range(9000) %}{% endfor %}" + NONE
     templates = ChatTemplates({"default": ChatTemplate(source)}, "", 10.0)
