@@ -63,9 +63,6 @@ GENERIC = Generic()
 """The format for chat templates without one."""
 FALLBACK = LLAMA3
 """The format for required calls if the settings turn formats off. It needs no mark, and a grammar enforces it."""
-TAIL_CHARS = 64
-"""The length of the prompt's end that shows whether the prompt opens the reasoning."""
-
 PIECE_CHARS = 4096
 """Longer text is parsed in pieces: a parser that looks for the end of something then never looks through all the rest
 of a reply, for each of many beginnings."""
@@ -207,8 +204,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
         shows_specials: bool = False,
     ) -> ReplyParser:
         """A parser of one reply. `names` are the tools' names, perhaps with the schemas of their arguments. `tail` is
-        at least the last TAIL_CHARS of the prompt's text, or None if it is unknown. With `shows_specials`, special
-        tokens stay in the content."""
+        what the template writes behind the last message, or its last mark, or None if it is unknown. With
+        `shows_specials`, special tokens stay in the content."""
         tools = self.tools_of(choice)
         ids = {mark: self.added[mark].id for mark in self._marks(tools) if self._is_special(mark)}
         marks = ReplyMarks(ids, shows_specials=shows_specials)
@@ -255,8 +252,8 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return None if written is None else lark.grammar(written)
 
     def after_reasoning(self, grammar: str, tail: str) -> str:
-        """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is at least the
-        last TAIL_CHARS of the prompt's text."""
+        """The grammar of a reply with free reasoning, then an answer that matches `grammar`. `tail` is as
+        in `parser`."""
         if self.reasoning is None or (stage := self.reasoning.stage_of(tail)) is ReasoningStage.OVER:
             return grammar
         lark = LarkBuilder(self.template, self.added)

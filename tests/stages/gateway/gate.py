@@ -148,7 +148,7 @@ class Gate:
     def accept(
         self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None, tail: str | None = None
     ) -> None:
-        """`pieces` are the bytes of the prompt's ids; `tail` is the end of its text."""
+        """`pieces` are the bytes of the prompt's ids; `tail` is how the reply begins."""
         ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
         accepted = m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail)
         self.rig.send(accepted, "ingest.0")

@@ -198,7 +198,7 @@ def test_a_template_may_look_for_words_that_are_in_a_mark() -> None:
 
 
 def continued(*messages: ChatMessage, kwargs: Any = ()) -> ChatPrompt:
-    fields = {"template_kwargs": json.dumps(kwargs)} if kwargs else {}
+    fields: dict[str, Any] = {"template_kwargs": json.dumps(kwargs)} if kwargs else {}
     return ChatPrompt([*messages], add_generation_prompt=False, continue_final_message=True, **fields)
 
 
@@ -349,7 +349,7 @@ def test_the_second_rendering_counts_as_the_first_one_does() -> None:
     source = USERS + "{% for i in range(9000) %}{% endfor %}" + NONE
     templates = ChatTemplates({"default": ChatTemplate(source)}, "", 10.0)
     once, twice = ChatPrompt([user("hi")]), ChatPrompt([user("</think>")])
-    render = {"max_chars": 100, "now_s": NOW_S, "reasoning": THINK}
+    render: dict[str, Any] = {"max_chars": 100, "now_s": NOW_S, "reasoning": THINK}
     assert templates.render(once, is_short=True, **render).reply_stage == OPTIONAL
     with pytest.raises(NeedsTime):
         templates.render(twice, is_short=True, **render)
