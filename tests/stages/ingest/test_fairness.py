@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor, RequestRefused
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import replays_alike
@@ -42,7 +41,7 @@ class Encoding:
         self._changed = threading.Condition()
         really = PromptProcessor.encode
 
-        def encode(processor: PromptProcessor, prompt: m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
+        def encode(processor: PromptProcessor, prompt: m.TextPrompt, *others: Any, **options: Any) -> EncodedPrompt:
             if len(prompt.text) >= min_chars:
                 with self._changed:
                     self.running.append(len(prompt.text))

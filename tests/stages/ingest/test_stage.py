@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
@@ -180,7 +180,9 @@ def test_stopping_waits_only_for_the_text_being_encoded(smollm2_dir: Path, monke
     encoded = []
     really = PromptProcessor.encode
 
-    def counted(self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
+    def counted(
+        self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any
+    ) -> EncodedPrompt:
         encoded.append(prompt)
         return really(self, prompt, *others, **options)
 
@@ -238,7 +240,9 @@ def test_a_folder_without_a_tokenizer_ends_the_stage_before_it_is_ready(tmp_path
 def test_an_error_in_a_worker_thread_ends_the_stage_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any) -> np.ndarray:
+    def broken(
+        self: PromptProcessor, prompt: m.ChatPrompt | m.TextPrompt, *others: Any, **options: Any
+    ) -> EncodedPrompt:
         raise AssertionError("a broken invariant")
 
     monkeypatch.setattr(PromptProcessor, "encode", broken)
