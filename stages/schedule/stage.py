@@ -260,7 +260,8 @@ class ScheduleStage:
             case "detokenize":
                 self._detokenize_restarted(int(replica), message)
             case "gateway":
-                self._incarnations[message.peer.name] = message.incarnation
+                # Of one that is gone, nothing counts from now on (Inbox.removed).
+                self._incarnations[message.peer.name] = message.incarnation + message.is_removed
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
 

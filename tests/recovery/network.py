@@ -247,7 +247,9 @@ class ModelStage(Stage[Any]):
         stage, _, replica = name.partition(".")
         row = topology.row(stage)
         incarnation = network.incarnations[name]
-        incarnations = dict(network.incarnations)
+        # As SharedResources._incarnations_for.
+        gone = {peer: number + 1 for peer, number in network.last_of_removed.items()}
+        incarnations = gone | network.incarnations
         self.launch = m.Launch(
             stage,
             int(replica),
@@ -273,8 +275,7 @@ class ModelStage(Stage[Any]):
         self.control_requests = ControlRequests(self)
         self.replay_context = context
         self._network = network
-        gone = {peer: number + 1 for peer, number in network.last_of_removed.items()}
-        self.inbox = self._model_inbox = ModelInbox(union, gone | network.incarnations)
+        self.inbox = self._model_inbox = ModelInbox(union, incarnations)
         self.inbox.on_peer_restarted = self._renew
         self._row = row
         peers = [SUPERVISOR, *(peer for each in row.sends_to for peer in topology.among(names, each))]

@@ -358,6 +358,18 @@ def test_a_request_of_a_gateway_that_has_died_is_dropped() -> None:
         assert rig.receive("ingest", m.Release).offsets, "its ids are released"
 
 
+def test_a_request_of_a_gateway_that_is_gone_is_dropped() -> None:
+    """One that was removed has no successor with a higher number."""
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        rig.send(m.PeerRestarted(1, m.PeerInbox("gateway.0", "", 0), 1, [], is_removed=True), "supervisor")
+        around.admit(1, list(range(2000)), gateway=1)
+        around.admit(2, [1, 2], gateway=2)
+        assert rig.receive("detokenize", m.Open).request_id == 2
+        assert rig.receive("ingest", m.Release).offsets, "its ids are released"
+
+
 def send_stale_result(rig: Rig) -> None:
     """A result of another scheduler's step, with an array in shared memory."""
     records = rig.arena("execute.0").put(bytes(5000), readers=("schedule.0",))
