@@ -92,9 +92,9 @@ def _chain(n: int, branches: int, keyword: str = "anyOf", end: Any = None) -> st
     return _object({"p": {"$ref": "#/$defs/d0"}}, {**some, f"d{num}": end or {"type": "string"}})
 
 
-def _all_to_all(n: int) -> str:
+def _all_to_all(n: int, keyword: str = "anyOf") -> str:
     num = max(int((n / 24) ** 0.5), 1)
-    refs = {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(num)]}
+    refs = {keyword: [{"$ref": f"#/$defs/d{i}"} for i in range(num)]}
     return _object({"p": {"$ref": "#/$defs/d0"}}, {f"d{i}": refs for i in range(num)} | {"d0": {"type": "string"}})
 
 
@@ -119,6 +119,24 @@ SCHEMAS: Mapping[str, Grow] = {
     "allOf of 2 refs": lambda n: _chain(n, 2, "allOf"),
     "a ring of refs": lambda n: _chain(n, 2, end={"$ref": "#/$defs/d0"}),
     "refs of all to all": _all_to_all,
+    "allOf of refs of all to all": lambda n: _all_to_all(n, "allOf"),
+    "refs into a deep part": lambda n: json.dumps(
+        {
+            "$defs": {"d": functools.reduce(lambda part, _: {"allOf": [part]}, range(DEPTH), {"type": "string"})},
+            "properties": {
+                f"p{i}": {"$ref": "#/$defs/d" + "/allOf/0" * (i % DEPTH)} for i in range(max(n // (5 * DEPTH), 1))
+            },
+        }
+    ),
+    "properties behind refs": lambda n: json.dumps(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {
+                f"d{i}": {"properties": {f"p{i % 8}": {"type": "string"}}, "anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2}
+                for i in range(max(n // 120, 1))
+            },
+        }
+    ),
     "properties to a chain of refs": lambda n: _object(
         {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(max(n // 80, 1))},
         {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(max(n // 80, 1))},

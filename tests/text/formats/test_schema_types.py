@@ -1,5 +1,6 @@
 """The types that schemas allow."""
 
+import json
 from typing import Any
 
 import pytest
@@ -24,6 +25,19 @@ TEXT = {"type": "string"}
         ({"anyOf": [TEXT, {}]}, {}, None),
         ({"type": "text"}, {}, {OTHER}),
         ({"anyOf": []}, {}, None),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "default": "x"}, {"a": TEXT}, {"string"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"$ref": "#/$defs/a"}, {"minLength": 1}]}, {"a": TEXT}, {"string"}),
+        ({"allOf": [{"type": "number"}, INTEGER]}, {}, {"integer"}),
+        ({"allOf": [{"anyOf": [TEXT, INTEGER]}, {"oneOf": [INTEGER, {"type": "null"}]}]}, {}, {"integer"}),
+        ({"allOf": [{"$ref": "#/$defs/a"}]}, {"a": {"allOf": [{"anyOf": [{"$ref": "#/$defs/a"}, TEXT]}]}}, {"string"}),
+        ({"allOf": [{"minLength": 1}]}, {}, None),
+        ({"allOf": [TEXT, INTEGER]}, {}, None),
+        ({"minLength": 1, "$ref": "#/$defs/a", "anyOf": [{"pattern": "a"}, {"pattern": "b"}]}, {"a": TEXT}, {"string"}),
+        ({"type": ["string", "null"], "enum": ["1", "2"]}, {}, {"string"}),
+        ({"type": "text", "enum": ["1", "2"]}, {}, {OTHER}),
+        ({"$ref": "#/$defs/a/properties/b~1c"}, {"a": {"properties": {"b/c": TEXT}}}, {"string"}),
+        ({"$ref": "#/$defs/a%20b/anyOf/0"}, {"a b": {"anyOf": [TEXT, INTEGER]}}, {"string"}),
+        ({"$ref": "#/$defs/a/anyOf/2"}, {"a": {"anyOf": [TEXT, INTEGER]}}, None),
     ],
 )
 def test_types(schema: Any, definitions: Any, types: set[str] | None) -> None:
@@ -38,3 +52,28 @@ def test_definitions_may_be_deep() -> None:
 def test_properties_of_invalid_schemas_have_no_types() -> None:
     for schema in ("", "{", "[]", '{"properties": 1}', '{"properties": {"a": {"maximum": ' + "1" * 5000 + "}}}"):
         assert not property_types(schema)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        {"properties": {"a": TEXT}},
+        {"$ref": "#/$defs/args"},
+        {"$ref": "#/definitions/args"},
+        {"$ref": "#/$defs/again"},
+        {"allOf": [{"$ref": "#/$defs/args"}, {"properties": {"b": INTEGER}}]},
+        {"properties": {"a": {"minLength": 1}}, "allOf": [{"properties": {"a": TEXT}}]},
+        {"oneOf": [{"$ref": "#/$defs/args"}, {"properties": {"b": INTEGER}}]},
+        {"properties": {"a": {"$ref": "#/properties/b/items"}, "b": {"items": TEXT}}},
+        {"anyOf": [{"properties": {"a": TEXT}}, {"properties": {"a": {"const": "x"}}}, {"$ref": "#"}]},
+    ],
+)
+def test_properties_behind_the_root_have_types(root: dict[str, Any]) -> None:
+    args = {"properties": {"a": TEXT}}
+    definitions = {"$defs": {"args": args, "again": {"$ref": "#/$defs/args"}}, "definitions": {"args": args}}
+    assert property_types(json.dumps(root | definitions))["a"] == {"string"}
+
+
+def test_alternatives_of_a_property_add_up() -> None:
+    root = {"oneOf": [{"properties": {"a": TEXT}}, {"properties": {"a": INTEGER}}], "properties": {"a": {}}}
+    assert property_types(json.dumps(root)) == {"a": {"string", "integer"}}
