@@ -8,6 +8,8 @@
     </tool_call>                             GLM                  …     Qwen; Seed-OSS has <seed:tool_call>
 
 Values have no quotes: the tool's schema determines whether 5 is a number or a text. Texts are streamed.
+A value whose end tag is missing ends before another parameter of the tool, and where the call ends. Such tags may be
+part of a text: they count if what follows them could follow a call.
 Sources: the chat templates of zai-org/GLM-4.6, GLM-4.7-Flash, Qwen/Qwen3-Coder and ByteDance-Seed/Seed-OSS
 """
 
@@ -28,6 +30,10 @@ from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 _NAME = re.compile(r"[\w.\-]+")
+_KEY = re.compile(r"[^<>\n]{1,256}")
+"""The name of a parameter, where the tag that ends the value before it is missing"""
+MAX_SPACE_CHARS = 64
+"""White space between the end tags of a call whose last value has no end tag"""
 
 
 class Tags(msgspec.Struct, frozen=True):
@@ -125,8 +131,21 @@ class XmlParser(CallParser):
         """The current key has had a value before; this one is dropped."""
         self._is_text = False
         """The current value is a string, which is emitted chunk by chunk."""
-        self._is_first_chunk = False
         self._value: list[str] = []
+        self._is_over = False
+        """The reply has ended: nothing follows the text that waits for more."""
+        self._value_ends = (tags.after_value, tags.before_key, *([tags.call_end] if tags.call_end else []), tags.end)
+        self._value_end = re.compile("|".join(map(re.escape, self._value_ends)))
+
+    def finish(self) -> list[Event]:
+        out: list[Event] = []
+        if self._read == self._in_value:
+            self._is_over = True
+            text, self._rest = self._rest, ""
+            at = 0
+            while at < len(text):
+                at = self._read(text, at, out)
+        return out + super().finish()
 
     # ---------------------------------------------------------------------------------------------- before the call
 
@@ -250,24 +269,64 @@ class XmlParser(CallParser):
         return at
 
     def _in_value(self, text: str, at: int, out: list[Event]) -> int:
-        mark = self._tags.after_value
-        end = text.find(mark, at)
-        if end < 0:
-            held = len(text)
-            for place in range(max(at, len(text) - len(mark)), len(text)):
-                if mark.startswith(text[place:]) or (
-                    self._tags.has_lines and text[place] == "\n" and mark.startswith(text[place + 1 :])
-                ):
-                    held = place
+        begin = at
+        while (found := self._value_end.search(text, at)) is not None:
+            place, at = found.span()
+            if found[0] == self._tags.after_value:
+                return self._end_value(text[begin:place], out, at, drops_line=self._tags.has_lines)
+            match self._ends_without_tag(text, found):
+                case True:
+                    return self._end_value(text[begin:place], out, place, drops_line=True)
+                case None:
+                    held = place - (text[place - 1 : place] == "\n" and place > begin)
                     break
-            self._take(text[at:held], out)
-            return self._hold(text, held)
-        value = text[at:end]
-        self._take(value.removesuffix("\n") if self._tags.has_lines else value, out)
+        else:
+            held = self._held(text, at)
+        self._take(text[begin:held], out)
+        return self._hold(text, held)
+
+    def _held(self, text: str, at: int) -> int:
+        """Where the end of a value may begin, of which the text has no more than a part."""
+        for place in range(max(at, len(text) - max(map(len, self._value_ends))), len(text)):
+            rest = text[place:].removeprefix("\n")
+            if any(mark.startswith(rest) for mark in self._value_ends):
+                return place
+        return len(text)
+
+    def _end_value(self, rest: str, out: list[Event], end: int, *, drops_line: bool) -> int:
+        self._take(rest.removesuffix("\n") if drops_line else rest, out)
         if not self._is_repeated:
             self._write('"' if self._is_text else self._converted("".join(self._value)), out)
         self._read = self._in_arguments
-        return end + len(mark)
+        return end
+
+    def _ends_without_tag(self, text: str, found: "re.Match[str]") -> bool | None:
+        """Whether a tag ends the value before it; None if that needs more text."""
+        tags = self._tags
+        end = found.end()
+        if found[0] == tags.before_key:
+            name = _KEY.match(text, end)
+            behind = name.end() if name else end
+            match starts_with(text, behind, (tags.after_key,)):
+                case "":
+                    return False if self._is_over else None
+                case None:
+                    return False
+            key = name[0].strip() if name else ""
+            return key not in self._keys and (key in self._types if self._types else _NAME.fullmatch(key) is not None)
+        if len(found[0]) == 1:  # a special token
+            return True
+        while end < len(text) and text[end] in SPACE:
+            end += 1
+        if end - found.end() > MAX_SPACE_CHARS:
+            return False
+        follows = self._starts if found[0] == tags.end else (*self._starts, tags.end)
+        match starts_with(text, end, follows):
+            case "":
+                return True if self._is_over else None
+            case None:
+                return False
+        return True
 
     def _converted(self, value: str) -> str:
         """The JSON of a value. Models write lists and objects as JSON or as Python."""

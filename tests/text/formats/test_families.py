@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,17 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         (glm("find", any="yes", other="[1]", text=""), "", [("find", {"any": "yes", "other": [1], "text": ""})]),
         (f"Well.\n{glm('now')}\n{glm('find', n='1')}", "Well.", [("now", {}), ("find", {"n": 1})]),
         ("<tool_call>now</tool_call>", "", [("now", {})]),
+        # without the tag that ends a value
+        (
+            glm("find", text="a", n="5").replace("</arg_value>", ""),
+            "",
+            [("find", {"text": "a", "n": 5})],
+        ),
+        (
+            f"{glm('find', text='a').replace('</arg_value>', '')}\n{glm('now')}",
+            "",
+            [("find", {"text": "a"}), ("now", {})],
+        ),
         (glm("add_2", xs="['a', {'b': True}]"), "", [("add_2", {"xs": ["a", {"b": True}]})]),
         (
             "<tool_call>find<arg_key>n</arg_key><arg_value>1</arg_value><arg_key>n</arg_key><arg_value>2</arg_value>"
@@ -114,6 +126,20 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
     ],
     "qwen3_coder": [
         (qwen("find", text=TEXT, n="5"), "", [("find", {"text": TEXT, "n": 5})]),
+        # without the tag that ends a value, and without those behind it
+        (
+            qwen("find", text="a\n", n="5", any="x").replace("</parameter>\n", ""),
+            "",
+            [("find", {"text": "a\n", "n": 5, "any": "x"})],
+        ),
+        ("<tool_call><function=find><parameter=n>5<parameter=text>a</function>", "", [("find", {"n": 5, "text": "a"})]),
+        ("<tool_call><function=find><parameter=text>a</tool_call>", "", [("find", {"text": "a"})]),
+        (
+            "<function=find><parameter=text>a\n</function>\n<function=now></function>",
+            "",
+            [("find", {"text": "a"}), ("now", {})],
+        ),
+        ("<function=now>\n<parameter=x>\n1\n<parameter=y>\n2\n</function>", "", [("now", {"x": 1, "y": 2})]),
         (qwen("find", text="\n a\n"), "", [("find", {"text": "\n a\n"})]),
         (
             f"So:\n{qwen('now')}\n{qwen('add_2', xs='[1, 2]', code=CODE)}",
@@ -202,6 +228,20 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
     ],
 }
 EACH = [(name, text, content, calls) for name, cases in CALLS.items() for text, content, calls in cases]
+
+
+@pytest.mark.parametrize(
+    ("form", "write", "text"),
+    [
+        ("glm45", glm, "<arg_key>b</arg_key> </tool_call> <arg_key>text</arg_key>\n</tool_call>."),
+        ("qwen3_coder", qwen, "<parameter=b> </function> <parameter=text>\n</function>.\n</tool_call>?"),
+        ("seed_oss", seed, "<parameter=b></parameter </function>\n\n</seed:tool_call"),
+        ("qwen3_coder", qwen, f"</function>{' ' * 99}</tool_call>"),
+    ],
+)
+def test_texts_may_have_tags_that_end_no_value(form: str, write: Callable[..., str], text: str) -> None:
+    reply = parsed(form, write("find", text=text, n="5"))
+    assert [(name, json.loads(arguments)) for name, arguments in reply.calls] == [("find", {"text": text, "n": 5})]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), EACH)
