@@ -3,6 +3,9 @@
 {text:<|"|>a<|"|>,at:{x:1},tags:[<|"|>b<|"|>]}          Gemma: names without quotes, and quotes of its own
 {'text': 'a', "at": {"x": 1}, 'tags': [True, None]}     Python
 {"text": "a", "at": {"x": 1}}                           JSON, in both
+
+Of Python's strings, prefixes, triple quotes and strings in a row are read; an f-string is the text that it is written
+as. Tuples are arrays.
 """
 
 import re
@@ -17,10 +20,14 @@ from pipeline.text.formats.text_scan import SPACE, starts_with
 _PLAIN = re.compile(r'[^"\'\\]+')
 _BARE_END = re.compile(r"[,}\])]")
 _KEY_END = re.compile(r"[:,{}\[\]]")
+_PREFIX = re.compile("[rRbBuUfF]{0,2}")
 _HEX = {"x": 2, "u": 4, "U": 8}
 _OCTAL = re.compile(r"[0-7]{1,3}")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\"}
 MAX_BARE_CHARS = 1024
+MAX_GROUPS = 32
+"""Open parentheses that may be tuples: what is in them waits"""
+_CLOSING = {"{": "}", "[": "]", "(": ")", "tuple": ")"}
 NO_TYPES: Mapping[str, Types] = {}
 
 
@@ -34,6 +41,8 @@ class Expected(Enum):
     """The inside of a string in the format's own quotes"""
     TEXT = auto()
     """The inside of a string in JSON's or Python's quotes"""
+    AFTER_TEXT = auto()
+    """After a string of Python: another one may continue it."""
     NOTHING = auto()
 
 
@@ -48,13 +57,17 @@ class LooseValue:
         self._is_python = is_python
         self._types = types
         self._stack: list[str] = []
-        """The open `{` and `[`"""
+        """The open `{`, `[`, `(` and `tuple`, which is a `(` with a comma behind its first value"""
+        self._groups: list[list[str]] = []
+        """What has been read in each open `(`"""
+        self._out: list[str] = []
         self._is_first = True
         """The innermost of them has no members yet."""
         self._expected = Expected.VALUE
         self._is_key = False
         self._key = ""
         self._delimiter = ""
+        self._is_raw = False
         self._held: list[str] | None = None
         """A string whose text is kept, because it becomes a key or another type."""
         self._num_searched = 0
@@ -67,9 +80,9 @@ class LooseValue:
     def push(self, text: str, at: int) -> tuple[int, str]:
         """Continue at `text[at]`. Returns where to go on, and the JSON of what has been read. If that is not the
         text's end, and the value is neither whole nor broken, more text is needed."""
-        out: list[str] = []
+        out = self._out = []
         while at < len(text) and not self.is_whole and not self.is_broken:
-            end = self._step(text, at, out)
+            end = self._step(text, at, self._sink)
             if end is None:
                 break
             at = end
@@ -81,13 +94,19 @@ class LooseValue:
         match self._expected:
             case Expected.COLON:
                 tail = "null"
-            case Expected.VALUE if not self._in_array:
+            case Expected.VALUE if not self._in_array or self._stack[-1] == "(":
                 tail = "null"
-            case Expected.TEXT | Expected.MARKED_TEXT if not self._is_key:
+            case Expected.TEXT | Expected.MARKED_TEXT | Expected.AFTER_TEXT if not self._is_key:
                 tail = '"' if self._held is None else quoted("".join(self._held))
             case _:
                 tail = ""
-        return tail + "".join("}" if one == "{" else "]" for one in reversed(self._stack))
+        ends = ("" if one == "(" else "}" if one == "{" else "]" for one in reversed(self._stack))
+        return "".join((*(piece for group in self._groups for piece in group), tail, *ends))
+
+    @property
+    def _sink(self) -> list[str]:
+        """Where the JSON goes."""
+        return self._groups[-1] if self._groups else self._out
 
     def _step(self, text: str, at: int, out: list[str]) -> int | None:
         """Read something. None if that needs more text."""
@@ -107,25 +126,43 @@ class LooseValue:
                 return at + 1
             case Expected.NEXT:
                 return self._next(char, at, out)
+            case Expected.AFTER_TEXT:
+                begun = self._begin_string(text, at)
+                if begun == at:
+                    self._text_ended(out)
+                return begun
             case Expected.KEY:
                 return self._end(at, out) if char == "}" else self._begin_key(text, at, out)
-        return self._end(at, out) if char == "]" and self._in_array else self._begin_value(text, at, out)
+        if self._in_array and char == _CLOSING[self._stack[-1]]:
+            return self._end(at, out)
+        return self._begin_value(text, at, out)
 
     @property
     def _in_array(self) -> bool:
-        return bool(self._stack) and self._stack[-1] == "["
+        return bool(self._stack) and self._stack[-1] != "{"
 
     def _next(self, char: str, at: int, out: list[str]) -> int:
         if char == ",":
+            if self._stack[-1] == "(":
+                self._stack[-1] = "tuple"
+                group = self._groups.pop()
+                self._sink.extend(("[", *group))
             self._expected = Expected.VALUE if self._in_array else Expected.KEY
             return at + 1
-        if char == ("]" if self._in_array else "}"):
+        if char == _CLOSING[self._stack[-1]]:
             return self._end(at, out)
         return self._break(at)
 
     def _end(self, at: int, out: list[str]) -> int:
         """End an object or array. A comma before its end is ignored."""
-        out.append("]" if self._stack.pop() == "[" else "}")
+        match self._stack.pop():
+            case "(":
+                group = self._groups.pop()
+                self._sink.extend(group or ["[]"])
+            case "{":
+                out.append("}")
+            case _:
+                out.append("]")
         self._value_ended()
         return at + 1
 
@@ -170,6 +207,14 @@ class LooseValue:
             self._is_first = True
             self._expected = Expected.KEY if char == "{" else Expected.VALUE
             return at + 1
+        if char == "(" and self._is_python:
+            if len(self._groups) == MAX_GROUPS:
+                return self._break(at)
+            self._begin_member(out)
+            self._stack.append(char)
+            self._groups.append([])
+            self._is_first = True
+            return at + 1
         if (begun := self._begin_string(text, at)) is None:
             return None
         if begun > at:
@@ -197,9 +242,12 @@ class LooseValue:
 
     def _own_types(self) -> Types:
         """The types of the value that begins, if its schema is known."""
-        if not self._stack:
+        depth = len(self._stack)
+        while depth and self._stack[depth - 1] == "(":
+            depth -= 1
+        if not depth:
             return self._types.get("")
-        return self._types.get(self._key) if self._stack == ["{"] else None
+        return self._types.get(self._key) if depth == 1 and self._stack[0] == "{" else None
 
     def _begin_string(self, text: str, at: int) -> int | None:
         """Returns the offset after a string's quotation mark, or `at` if there is none; None if more text is needed."""
@@ -210,11 +258,26 @@ class LooseValue:
                 case str(mark):
                     self._expected = Expected.MARKED_TEXT
                     return at + len(mark)
-        if text[at] == '"' or (self._is_python and text[at] == "'"):
-            self._delimiter = text[at]
+        if not self._is_python:
+            if text[at] != '"':
+                return at
+            self._delimiter = '"'
             self._expected = Expected.TEXT
             return at + 1
-        return at
+        prefix = _PREFIX.match(text, at)
+        assert prefix is not None
+        begin = prefix.end()
+        quotes = text[begin : begin + 3]
+        if not quotes:
+            return None
+        if quotes[0] not in "\"'":
+            return at
+        if len(quotes) < 3 and quotes == quotes[0] * len(quotes):
+            return None
+        self._delimiter = quotes if quotes == quotes[0] * 3 else quotes[0]
+        self._is_raw = "r" in prefix[0].lower()
+        self._expected = Expected.TEXT
+        return begin + len(self._delimiter)
 
     # ------------------------------------------------------------------------------------------------------- strings
 
@@ -237,15 +300,26 @@ class LooseValue:
 
     def _in_text(self, text: str, at: int, out: list[str]) -> int | None:
         char = text[at]
-        if char == self._delimiter:
-            self._string_ended(out)
-            return at + 1
+        if char == self._delimiter[0]:
+            num = len(self._delimiter)
+            quotes = text[at : at + num]
+            if quotes == self._delimiter:
+                self._string_ended(out)
+                return at + num
+            if self._delimiter.startswith(quotes):
+                return None
         if char == "\\":
-            return self._in_escape(text, at, out)
+            return self._in_raw_escape(text, at, out) if self._is_raw else self._in_escape(text, at, out)
         plain = _PLAIN.match(text, at)
-        end = plain.end() if plain else at + 1  # the other quotation mark
+        end = plain.end() if plain else at + 1  # a quotation mark that does not end the string
         self._take(text[at:end], out)
         return end
+
+    def _in_raw_escape(self, text: str, at: int, out: list[str]) -> int | None:
+        if at + 1 == len(text):
+            return None
+        self._take(text[at : at + 2], out)
+        return at + 2
 
     def _in_escape(self, text: str, at: int, out: list[str]) -> int | None:
         if at + 1 == len(text):
@@ -297,10 +371,16 @@ class LooseValue:
     def _string_ended(self, out: list[str]) -> None:
         if self._is_key:
             self._write_key("".join(self._held or ()), out)
+            self._held = None
+        elif self._is_python:
+            self._expected = Expected.AFTER_TEXT
         else:
-            out.append('"' if self._held is None else as_json("".join(self._held), self._own_types()))
-            self._value_ended()
+            self._text_ended(out)
+
+    def _text_ended(self, out: list[str]) -> None:
+        out.append('"' if self._held is None else as_json("".join(self._held), self._own_types()))
         self._held = None
+        self._value_ended()
 
 
 def of_python(text: str) -> str | None:

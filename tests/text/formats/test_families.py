@@ -1,9 +1,10 @@
 """Replies of model families with formats of their own: valid, malformed and cut, in any pieces."""
 
+import ast
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +28,44 @@ KIMI = (
 TEXT = 'a "b"\n\\é💥 {x}'
 """A text with what needs an escape, or looks like syntax"""
 CODE = "if x < 1:\n    <b>"
+
+PYTHON_STRINGS = {
+    text: ast.literal_eval(f"({text})".replace("f'", "'"))
+    for text in (
+        '""',
+        "''",
+        '"""a\n"b" \'\'\' ""\\""""',
+        "'''a''b\\n'''",
+        '""""""',
+        "'a' \"b\"\n'c'",
+        "'' ''",
+        "('a'\n 'b')",
+        "(('a'))",
+        "r'\\d\\\\ \\' x'",
+        "R'''\\d'''",
+        "u'a' r'\\n' '\\n'",
+        "f'a {b}' 'c'",
+    )
+}
+PYTHON_TUPLES = {
+    text: json.loads(json.dumps(ast.literal_eval(text)))
+    for text in (
+        "()",
+        "(1,)",
+        "(1, 'a', (2, 3))",
+        "[(1, 2), ('a' 'b', None)]",
+        "{'a': (1, [True]), 'b': ((), ((1)))}",
+        "(((1, 2)))",
+        "({'a': 1}, )",
+    )
+}
+
+
+def python_calls() -> Iterator[tuple[str, str, list[tuple[str, object]]]]:
+    for text, value in PYTHON_STRINGS.items():
+        yield f"[find(text={text}, n=5, any={text})]", "", [("find", {"text": value, "n": 5, "any": value})]
+    for text, value in PYTHON_TUPLES.items():
+        yield f"[find(any={text}, n=5), now()]", "", [("find", {"any": value, "n": 5}), ("now", {})]
 
 
 def v31(*calls: tuple[str, str]) -> str:
@@ -182,7 +221,10 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
             "",
             [("find", {"text": "a 'b'\nAé", "n": 5}), ("now", {})],
         ),
-        ('[find(at={"x": [1, (2)]}, all=True)]', "", [("find", {"at": {"x": [1, "(2"]}})]),
+        ('[find(at={"x": [1, (2)]}, all=True)]', "", [("find", {"at": {"x": [1, 2]}, "all": True})]),
+        *python_calls(),
+        ("[find(text=(5), n=('5'))]", "", [("find", {"text": "5", "n": 5})]),
+        ("[find(text='a' f='b' n='5')]", "", [("find", {"text": "a", "f": "b", "n": 5})]),
         (
             '[find(at={"x": [1, {}]}, all=True, any=None)]',
             "",
@@ -250,8 +292,7 @@ def test_calls_are_parsed(form: str, text: str, content: str, calls: list[tuple[
         reply = parsed(form, text, specials=specials)
         assert [(name, json.loads(arguments)) for name, arguments in reply.calls][: len(calls)] == calls
         assert reply.num_ended == len(reply.calls)
-        if "(2)" not in text:
-            assert (reply.content, len(reply.calls)) == (content, len(calls))
+        assert (reply.content, len(reply.calls)) == (content, len(calls))
 
 
 @pytest.mark.parametrize(
@@ -316,6 +357,9 @@ def test_text_that_only_resembles_a_call_is_unchanged_content(form: str, text: s
         ("gemma4", "<|tool_call>call:find{at:{x:}}<tool_call|>", [{"at": {"x": None}}], ""),
         ("pythonic", "[find(text='a' oops)", [{"text": "a"}], "oops)"),
         ("pythonic", "[find(text=)]", [{"text": None}], ")]"),
+        ("pythonic", "[find(any=(1, ('a' oops", [{"any": [1, "a"]}], "oops"),
+        ("pythonic", "[find(any=((1, {'a': ( }", [{"any": [1, {"a": None}]}], "}"),
+        ("pythonic", f"[find(any={'(' * 33}", [{"any": None}], "("),
     ],
 )
 def test_a_malformed_call_ends_with_valid_arguments(form: str, text: str, calls: list[object], content: str) -> None:
@@ -446,11 +490,21 @@ def texts(form: str) -> st.SearchStrategy[str]:
         "deepseek_v3": [v3(("find", FIND))],
         "deepseek_v31": [v31(("now", "{}"))],
         "kimi_k2": [kimi(("find", FIND))],
-        "glm45": ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", glm("find", text=TEXT, n="5")],
-        "qwen3_coder": ["<function=", "<parameter=", "</parameter>", "</function>", qwen("find", text="a", n="1")],
+        "glm45": [
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+            "<arg_key>n</arg_key>",
+            glm("find", text=TEXT, n="5"),
+        ],
+        "qwen3_coder": [
+            *("<function=find>", "<parameter=n>", "<parameter=text>", "<parameter=", "</parameter>", "</function>"),
+            qwen("find", text="a", n="1"),
+        ],
         "seed_oss": ["<function=", "<parameter=", "</parameter>", "</function>", seed("find", text="a")],
         "gemma4": [gemma('text:<|"|>a<|"|>,at:{x:[1,2]}')],
-        "pythonic": ["[find(text='a', n=1), now()]"],
+        "pythonic": ["[find(text='a', n=1), now()]", "[find(any=", "[find(any=('a' ", "(", ")", "'''", 'r"', "f'a'"],
         "openai": ["<|channel|>commentary to=functions.find<|message|>{}<|call|>", "<|end|><|start|>assistant"],
     }.get(form, [])
     marks = [*TOOLS[form].marks, *(mark[:4] for mark in TOOLS[form].marks), *extra]
