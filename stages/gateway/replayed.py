@@ -51,6 +51,7 @@ class ReplayedClients:
         replay_context.perform("refused", self._refuse)
         replay_context.perform("leave", self._release)
         replay_context.perform("abort", self._abort)
+        replay_context.perform("stop", self._stop)
         replay_context.perform("timeout", self._expire)
         replay_context.perform("late", self._fail_late)
         replay_context.perform(PREEMPT, partial(self._move, preemption.preempt))
@@ -94,6 +95,10 @@ class ReplayedClients:
         if isinstance(event, list):  # a recording from before scopes
             event = AbortEvent(event, NO_SCOPE)
         self._aborter.begin(event.names, event.scope)
+
+    def _stop(self, number: int, _: bytes) -> None:
+        if number in self._open_requests:
+            self._requests.stop(self._open_requests[number][0])
 
     def _expire(self, number: int, _: bytes) -> None:
         if number in self._open_requests:

@@ -359,6 +359,12 @@ class RequestTable:
                 self._abort(request, "abort request")
         return found
 
+    def stop(self, request: Request) -> None:
+        """Abort a request whose client still has to read its output. Idempotent."""
+        if not all(one.is_finished or one.is_aborted for one in request.prompt_requests):
+            self._stage.replay_context.event("stop", request.number)
+            self._abort(request, "abort request")
+
     def expire(self, request: Request) -> None:
         """A request has reached its deadline. If it has output, abort it and keep that; else fail it."""
         if request.is_finished or request.failure is not None:

@@ -50,7 +50,7 @@ RETRY_S = 0.02
 """First delay before a full connection is tried again. It doubles each time the connection is still full."""
 MAX_RETRY_S = 0.3
 MAX_PENDING_MESSAGES = 2048
-"""Unsent messages of a client, besides deltas."""
+"""Small messages to a client that wait for it."""
 LINE_S = 1.0
 """Shortest time between log lines about connections that were ended for others."""
 LINGER_S = 0.5
@@ -68,7 +68,7 @@ class ClientPeer:
         """Of its API key."""
         self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
         self.pending: deque[bytes] = deque()
-        """Messages that the full connection did not take. Deltas stay in their streams."""
+        """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
         self.full_s: float | None = None
         """When the connection became full."""
         self.retry: asyncio.TimerHandle | None = None
@@ -97,11 +97,11 @@ class PeerChannel:
         self._peer = peer
 
     @property
-    def takes_deltas(self) -> bool:
-        return self._peer.full_s is None
+    def is_full(self) -> bool:
+        return self._peer.full_s is not None
 
-    def send_delta(self, delta: p.Delta) -> bool:
-        return self._zmq_server.send_delta(self._peer, delta)
+    def send(self, message: p.ServerMessage) -> bool:
+        return self._zmq_server.send(self._peer, message)
 
     def post(self, message: p.ServerMessage) -> None:
         self._zmq_server.post(self._peer, message)
@@ -280,11 +280,11 @@ class ZmqServer:
 
     # -------------------------------------------------------------------------------------------------------- send
 
-    def send_delta(self, peer: ClientPeer, delta: p.Delta) -> bool:
+    def send(self, peer: ClientPeer, message: p.ServerMessage) -> bool:
         """Send now, or return False; the peer's streams are woken when it may take more."""
         if peer.full_s is not None:
             return False
-        if self._socket.send(peer.connection, self._encoder.encode(delta)) == "full":
+        if self._socket.send(peer.connection, self._encoder.encode(message)) == "full":
             self._is_full(peer)
             return False
         peer.sent()

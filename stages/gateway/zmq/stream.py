@@ -5,6 +5,7 @@ longest sequence. Other requests do not wait. A client that does not take its ou
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
 
@@ -29,14 +30,14 @@ class ClientChannel(Protocol):
     """Sends messages to a client."""
 
     @property
-    def takes_deltas(self) -> bool:
-        """Whether the connection is not full. Streams are woken when this becomes true."""
+    def is_full(self) -> bool:
+        """Whether the connection takes nothing now. Streams are woken when this becomes false."""
 
-    def send_delta(self, delta: p.Delta) -> bool:
+    def send(self, message: p.ServerMessage) -> bool:
         """Send it, or return False if the connection is full."""
 
     def post(self, message: p.ServerMessage) -> None:
-        """Send it now or later, in order."""
+        """Send it now or later, in order. What waits is not counted by admission, so it must be small."""
 
 
 class ZmqStream:
@@ -100,20 +101,29 @@ class ZmqStream:
                 lambda: request.is_accepted or request.is_finished or self._is_aborted or self._failure is not None
             )
             if request.is_accepted:
-                channel.post(self._accepted())
+                await self._send(channel, self._accepted)
             await self._write(channel)
             if self._is_aborted:
                 self._choose()
-                last = self._delta([one.output(is_last=True) for one in self._unfinished])
-                self._requests.release(request)  # drops the output
                 if request.parsed.embedding is None:
-                    channel.post(last)
-            channel.post(self._finished())
+                    await self._send(channel, self._last)
+            await self._send(channel, self._finished)
         except ApiError as error:
             self._send_due(channel)
             channel.post(p.Failed(self.request_id, on_the_wire(error)))
         finally:
             self._requests.release(request)
+
+    async def _send(self, channel: ClientChannel, message: Callable[[], p.ServerMessage]) -> None:
+        """Send a message when the connection takes it. Until then the request has what the message is made of, so that
+        admission counts it. Raises ApiError as `_write`."""
+        while channel.is_full or not channel.send(message()):
+            if self._failure is not None:
+                raise self._failure
+            if self._is_aborted:
+                self._requests.stop(self._request)
+            await self._change(is_due=True)
+        self._stalled_s = None
 
     async def _write(self, channel: ClientChannel) -> None:
         """Send output as credits allow, until all has been sent or the client has aborted. Raises ApiError if the
@@ -127,14 +137,14 @@ class ZmqStream:
             if not self._send_due(channel):
                 if request.is_finished and not self._is_due:
                     return
-                await self._change()
+                await self._change(is_due=self._is_due)
 
     def _send_due(self, channel: ClientChannel) -> bool:
         """Send all output that is due in one delta. Returns whether a delta was sent."""
-        if not self._is_due or not self._num_credits or not channel.takes_deltas:
+        if not self._is_due or not self._num_credits or channel.is_full:
             return False
         due = [one for one in self._unfinished if one.is_due]
-        if not channel.send_delta(self._delta([one.output() for one in due])):
+        if not channel.send(self._delta([one.output() for one in due])):
             return False
         for one in due:
             one.sent()
@@ -144,10 +154,11 @@ class ZmqStream:
         self._stalled_s = None
         return True
 
-    async def _change(self) -> None:
-        """Wait for a change. Raises ApiError if the request fails, or if the client takes nothing for too long."""
+    async def _change(self, *, is_due: bool) -> None:
+        """Wait for a change; `is_due`: output waits. Raises ApiError if the request fails, or if the client takes
+        nothing for too long."""
         now_s = asyncio.get_running_loop().time()
-        if not self._is_due:
+        if not is_due:
             self._stalled_s = None
         elif self._stalled_s is None:
             self._stalled_s = now_s
@@ -183,6 +194,10 @@ class ZmqStream:
         records = bytes(prompt_request.prompt_records[begin * width : end * width])
         pieces = prompt_request.prompt_pieces[begin * num_top : end * num_top]
         return p.Delta(self.request_id, outputs, records, begin, pieces)
+
+    def _last(self) -> p.Delta:
+        """All unsent output of a request that the client has aborted."""
+        return self._delta([one.output(is_last=True) for one in self._unfinished])
 
     def _accepted(self) -> p.Accepted:
         (prompt_request,) = self._request.prompt_requests

@@ -21,6 +21,10 @@ from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, is_served
 
 
+def open_bytes(gate: Gate) -> int:
+    return int(gate.client.get("/load").json()["open_bytes"])
+
+
 class TestSlowClients:
     def test_without_credit_deltas_merge_and_others_do_not_wait(self, gate: Gate) -> None:
         with RawPeer(gate) as slow, RawPeer(gate) as quick:
@@ -99,6 +103,45 @@ class TestSlowClients:
                 num_deltas += 1
             assert texts == "x" * 6_000_000 + "end"
             assert num_deltas < 601
+
+    @pytest.mark.parametrize("what", ["ids", "output"])
+    def test_what_an_aborted_request_has_for_a_full_connection_is_counted(
+        self, gate: Gate, monkeypatch: pytest.MonkeyPatch, what: str
+    ) -> None:
+        """Otherwise a client that reads nothing could abort any number of requests, and the gateway would have the
+        ids or the output of all of them."""
+        send = listener.ZmtpListener.send
+        is_stuck = False
+
+        def stuck(self: Any, connection: Any, data: bytes) -> Any:
+            return "full" if is_stuck else send(self, connection, data)
+
+        monkeypatch.setattr(listener.ZmtpListener, "send", stuck)
+        with RawPeer(gate) as peer:
+            is_stuck = what == "ids"
+            peer.generate(1)
+            submit = gate.begin()
+            if what == "output":
+                peer.receive(p.Accepted)
+                is_stuck = True
+            gate.delta(submit, "x" * 100_000)
+            gate.rig.load()
+            num_before = open_bytes(gate)
+            assert num_before > 100_000
+            peer.send(p.Abort(1))
+            assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id, "it computes no more"
+            assert open_bytes(gate) >= num_before
+            gate.finish(submit, finish=m.Finish.ABORT)
+            gate.closed()
+            assert open_bytes(gate) > 100_000, "the client has not read it"
+            is_stuck = False
+            if what == "ids":
+                peer.receive(p.Accepted)
+            (output,) = peer.receive(p.Delta).outputs
+            assert (output.text, output.finish_reason) == ("x" * 100_000, "abort")
+            assert isinstance(peer.receive(), p.Finished)
+            assert open_bytes(gate) == 0
+            assert peer.is_still_served()
 
     def test_retries_on_a_full_connection_back_off(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         tried: list[str] = []
