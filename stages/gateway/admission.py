@@ -16,12 +16,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, overloaded
 
 ID_BYTES = 4
-BYTES_PER_TOKEN = 4
-"""Typical of English text."""
 WINDOW_S = 30.0
 """Time over which the rate of ending requests is measured."""
 MAX_ENDS = 256
@@ -140,16 +137,9 @@ class Admission:
         )
         self._ends.append(_End(now_s, num_sequences, num_tokens, num_bytes))
 
-    def estimate(self, prompt: m.Prompt, *, is_computed: bool) -> int:
-        """Tokens of a prompt: exact for ids. `is_computed`: the prompt must fit the model, so that bounds the
-        estimate."""
-        match prompt:
-            case m.IdsPrompt(ids):
-                num_tokens = len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
-            case m.TextPrompt(text):
-                num_tokens = _num_bytes(text) // BYTES_PER_TOKEN
-            case m.ChatPrompt(messages):
-                num_tokens = sum(_num_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
+    def estimate(self, num_tokens: int, *, is_computed: bool) -> int:
+        """Tokens to count for a prompt of about `num_tokens`. `is_computed`: the prompt must fit the model, so that
+        bounds the estimate."""
         if is_computed and self.max_prompt_tokens is not None:
             num_tokens = min(num_tokens, self.max_prompt_tokens)
         return max(1, num_tokens)
@@ -171,7 +161,3 @@ class Admission:
             if lacking:
                 wait_s = max(wait_s, span_s * lacking / freed if freed else span_s)
         return min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(wait_s)))
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())

@@ -21,7 +21,9 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestSize
+
+_encoder = msgspec.json.Encoder()
 
 REQUEST_BYTES = 12 * 1024
 """A prompt request without its prompt, options and sequences: structs of all stages, its task and its response."""
@@ -51,6 +53,12 @@ NUM_EVENT_COPIES = 5
 """How often the events of a response repeat its text and log probabilities."""
 VECTOR_ENTRY_BYTES = 6
 """JSON of one byte of an embedding's record: a number has four."""
+FIRST_EVENTS = 2
+"""A stream of /v1/responses begins with two events that repeat the request's fields, and ends with one."""
+ECHO_COPIES = 2
+"""What a complete reply repeats of its request is there twice while it is put together and sent."""
+BYTES_PER_TOKEN = 4
+"""Typical of English text."""
 MESSAGE_BYTES = 416
 """A message of a chat, without its texts."""
 VALUE_BYTES = 72
@@ -95,19 +103,37 @@ def _texts_bytes(texts: Iterable[str]) -> int:
     return sum(map(text_bytes, texts)) + VALUE_BYTES
 
 
+def typical_tokens(prompt: m.Prompt) -> int:
+    """An estimate of a prompt's tokens: exact for ids."""
+    match prompt:
+        case m.IdsPrompt(ids):
+            return len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
+        case m.TextPrompt(text):
+            return _utf8_bytes(text) // BYTES_PER_TOKEN
+        case m.ChatPrompt(messages):
+            return sum(_utf8_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def options_bytes(options: m.GenerationOptions) -> int:
     """The options in one process, without their fixed part."""
-    size = len(options.allowed_ids) + len(options.predicted_ids)
-    for text in (options.compiled_grammar, options.cache_salt, options.prediction, options.adapter_id):
+    size = len(options.allowed_ids) + len(options.predicted_ids) + _grammar_bytes(options)
+    for text in (options.cache_salt, options.prediction, options.adapter_id):
         if text:
             size += text_bytes(text)
-    if options.grammar is not None:
-        size += text_bytes(options.grammar.source)
     for texts in (options.bad_words, options.stop):
         if texts:
             size += _texts_bytes(texts) + VALUE_BYTES * len(texts)
     num = len(options.bias_ids) + len(options.bias_values)
     return size + VALUE_BYTES * (num + len(options.stop_token_ids) + len(options.logprob_token_ids))
+
+
+def _grammar_bytes(options: m.GenerationOptions) -> int:
+    size = text_bytes(options.compiled_grammar) if options.compiled_grammar else 0
+    return size if options.grammar is None else size + text_bytes(options.grammar.source)
 
 
 def stop_bytes(stop: Sequence[str]) -> int:
@@ -117,33 +143,59 @@ def stop_bytes(stop: Sequence[str]) -> int:
 
 def form_bytes(parsed: ParsedRequest) -> int:
     """What a request keeps for its reply, whatever becomes of its prompts."""
-    size = text_bytes(parsed.echoed) + text_bytes(parsed.request_id)
+    size = text_bytes(parsed.request_id)
+    if parsed.echoed:
+        size += text_bytes(parsed.echoed) + ECHO_COPIES * parsed.n * json_bytes(parsed.echoed)
     if parsed.reply is not None and parsed.reply.tools:
         size += sum(
             text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
         )
     if (form := parsed.response) is not None:
-        size += form.conversation_bytes
-        for text in (form.instructions, form.text, form.tool_choice, form.tools, form.user, form.prompt_cache_key):
-            size += text_bytes(text)
+        own = form.instructions, form.user, form.prompt_cache_key, form.safety_identifier
+        raw = form.text, form.tool_choice, form.tools  # JSON already
+        size += form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
         size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
+        repeated = sum(map(json_bytes, own)) + sum(map(_utf8_bytes, raw)) + json_bytes(form.metadata)
+        size += (FIRST_EVENTS if parsed.stream else ECHO_COPIES) * repeated
     return size
 
 
-def _fixed_bytes(options: m.GenerationOptions) -> int:
+def json_bytes(value: object) -> int:
+    """A value in a reply. Characters that JSON escapes take up to six times their size."""
+    return len(_encoder.encode(value))
+
+
+def measured(parsed: ParsedRequest) -> ParsedRequest:
+    """The request with its size. The time for that grows with everything that the client sent: call it where the body
+    is parsed."""
+    sizes = [prompt_bytes(one) for one in parsed.prompts]
+    size = RequestSize(form_bytes(parsed), sizes, [typical_tokens(one) for one in parsed.prompts])
+    return msgspec.structs.replace(parsed, size=size)
+
+
+def size_of(parsed: ParsedRequest) -> RequestSize:
+    """The size of a measured request."""
+    assert parsed.size is not None, "it was not measured"
+    return parsed.size
+
+
+def fixed_bytes(options: m.GenerationOptions) -> int:
+    """A prompt request without its prompt, output and grammar. All prompts of a request have the same options: compute
+    it once for them."""
     size = REQUEST_BYTES + SEQUENCE_BYTES * options.n + stop_bytes(options.stop)
-    return size + OPTION_COPIES * options_bytes(options)
+    return size + OPTION_COPIES * (options_bytes(options) - _grammar_bytes(options))
 
 
-def submitted_bytes(parsed: ParsedRequest, prompt: m.Prompt) -> int:
-    """A prompt request that ingest has not answered."""
-    received = sum(map(len, parsed.outputs))
-    return _fixed_bytes(parsed.options) + PROMPT_COPIES * prompt_bytes(prompt) + 6 * received
+def submitted_bytes(parsed: ParsedRequest, fixed: int) -> list[int]:
+    """Each prompt request of a measured request, as long as ingest has not answered. `fixed` is `fixed_bytes`."""
+    fixed += OPTION_COPIES * _grammar_bytes(parsed.options) + 6 * sum(map(len, parsed.outputs))
+    return [fixed + PROMPT_COPIES * size for size in size_of(parsed).prompts]
 
 
-def accepted_bytes(submit: m.Submit, accepted: m.Accepted) -> int:
-    """A prompt request whose prompt's ids are known, without output. `submit` is what is submitted again."""
-    options, size = submit.options, _fixed_bytes(submit.options)
+def accepted_bytes(submit: m.Submit, accepted: m.Accepted, fixed: int) -> int:
+    """A prompt request whose prompt's ids are known, without output. `submit` is what is submitted again, and `fixed`
+    is `fixed_bytes`."""
+    options, size = submit.options, fixed + OPTION_COPIES * _grammar_bytes(submit.options)
     if isinstance(submit.prompt, m.IdsPrompt):
         size += prompt_bytes(submit.prompt) // ID_BYTES * (PROMPT_ID_BYTES + ID_BYTES_OF_SEQUENCE * options.n)
     else:
@@ -229,14 +281,15 @@ def output_bytes(cost: OutputCost, sequence: "Output") -> int:
 
 
 def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:
-    """The size of a request without output, and what one more output id of each of its sequences adds at most."""
-    size = form_bytes(parsed) + sum(submitted_bytes(parsed, prompt) for prompt in parsed.prompts)
+    """The size of a measured request without output, and what one more output id of each of its sequences adds at
+    most."""
+    size = size_of(parsed).form + sum(submitted_bytes(parsed, fixed_bytes(parsed.options)))
     return size, len(parsed.prompts) * parsed.num_sequences * output_cost(parsed, hidden_size).most_id_bytes
 
 
 def bounded(parsed: ParsedRequest, max_bytes: int, hidden_size: int | None, max_model_len: int | None) -> ParsedRequest:
-    """The request, if it fits into `max_bytes` when nothing else is open. A default `max_tokens` is lowered for that.
-    Raises ApiError, 400."""
+    """The measured request, if it fits into `max_bytes` when nothing else is open. A default `max_tokens` is lowered
+    for that. Raises ApiError, 400."""
     size, id_bytes = most_bytes(parsed, hidden_size)
     max_tokens = parsed.options.max_tokens
     if max_tokens is None:

@@ -290,6 +290,7 @@ class Request:
         number: int,
         formats: ChatFormats,
         output_cost: OutputCost = PLAIN,
+        fixed_bytes: int = 0,
     ) -> None:
         self.parsed = parsed
         self.formats = formats
@@ -311,6 +312,8 @@ class Request:
         self.on_response: Callable[[ResponseObject], None] | None = None
         """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""
         self.output_cost = output_cost
+        self.fixed_bytes = fixed_bytes
+        """Of each of its prompt requests, for admission."""
         self.num_bytes = self.num_base_bytes = 0
         """What admission counts, besides its prompt requests; and the part without output."""
         self.prompt_requests: list[PromptRequest] = []

@@ -32,7 +32,7 @@ from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
 from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
-from pipeline.stages.gateway.open_bytes import bounded, form_bytes, output_cost, submitted_bytes
+from pipeline.stages.gateway.open_bytes import bounded, fixed_bytes, measured, output_cost, size_of, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.timings import RecentRequests
@@ -227,15 +227,18 @@ class RequestTable:
     def _open(self, parsed: ParsedRequest) -> Request:
         replay = self._stage.replay_context
         self.num_opened += 1
-        estimates = [self.admission.estimate(prompt, is_computed=not parsed.is_lookup) for prompt in parsed.prompts]
+        if parsed.size is None:
+            parsed = measured(parsed)
+        size, fixed = size_of(parsed), fixed_bytes(parsed.options)
+        estimates = [self.admission.estimate(one, is_computed=not parsed.is_lookup) for one in size.num_tokens]
         now_s = time.monotonic()
-        form, sizes = form_bytes(parsed), [submitted_bytes(parsed, prompt) for prompt in parsed.prompts]
+        form, sizes = size.form, submitted_bytes(parsed, fixed)
         if not replay.is_replaying:  # a recording has only what was admitted
             parsed = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
         if replay.is_recording:
             replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
         cost = output_cost(parsed, self.hidden_size)
-        request = Request(parsed, self._stage, self.num_opened, self.formats, cost)
+        request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
         self._register(request)
         self.keep(request, form, form)
         for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):

@@ -97,7 +97,7 @@ class ResultHandler:
                 options=options,
                 prompt_options=m.PromptOptions(lowers_max_tokens=submit.prompt_options.lowers_max_tokens),
             )
-        self._table.count_base(prompt_request, accepted_bytes(prompt_request.submit, message))
+        self._table.count_base(prompt_request, accepted_bytes(prompt_request.submit, message, request.fixed_bytes))
         if request.is_accepted:
             request.drop_prompts()
 

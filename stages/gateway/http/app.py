@@ -44,6 +44,7 @@ from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
+from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, resumption
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
@@ -265,7 +266,7 @@ class Api:
         num_point_bytes = resumption.num_point_bytes(http_request.headers)
 
         def parse_body(body: bytes) -> ParsedRequest:
-            parsed = parser(body[num_point_bytes:], self._limits)
+            parsed = measured(parser(body[num_point_bytes:], self._limits))
             if not num_point_bytes:
                 return parsed
             arrived_s = time.time() - (time.monotonic() - received_s)

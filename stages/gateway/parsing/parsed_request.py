@@ -68,6 +68,18 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """From the arrival at the first server to that at this one: its deadline is nearer by this."""
 
 
+class RequestSize(msgspec.Struct, frozen=True):
+    """What is measured where a body is parsed, which is a thread if it takes long: it needs a walk through everything
+    that the client sent. See open_bytes.py."""
+
+    form: int
+    """Bytes that are kept for the reply, whatever becomes of the prompts."""
+    prompts: list[int]
+    """Bytes of each prompt in one process."""
+    num_tokens: list[int]
+    """Estimates of the tokens of each prompt; exact for ids."""
+
+
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked client request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt.
 
@@ -136,6 +148,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The stream has resume points."""
     left_s: float | None = None
     """What it may take from `received_s` on, if an ingress has said so."""
+    size: RequestSize | None = None
+    """None if it was not measured yet."""
 
     @property
     def age_s(self) -> float:

@@ -28,6 +28,7 @@ from pipeline.text.special_spans import packed
 from tests.fakes import FakeExecutor
 from tests.rig import raw
 from tests.stages.detokenize.test_output_processor import VOCABULARY
+from tests.stages.gateway.gate import Gate
 from tests.stages.schedule.test_logprob_records import LIMITS as SCHEDULE_LIMITS
 
 MODEL = "tiny"
@@ -58,11 +59,17 @@ def submit_of(parsed: ParsedRequest) -> m.Submit:
 
 def chat(**fields: Any) -> ParsedRequest:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | fields
-    return parse_chat(json.dumps(body).encode(), LIMITS)
+    return open_bytes.measured(parse_chat(json.dumps(body).encode(), LIMITS))
 
 
 def completion(**fields: Any) -> ParsedRequest:
-    return parse_completion(json.dumps({"model": MODEL, "prompt": "Hi"} | fields).encode(), LIMITS)
+    parsed = parse_completion(json.dumps({"model": MODEL, "prompt": "Hi"} | fields).encode(), LIMITS)
+    return open_bytes.measured(parsed)
+
+
+def submitted_bytes(parsed: ParsedRequest) -> int:
+    (size,) = open_bytes.submitted_bytes(parsed, open_bytes.fixed_bytes(parsed.options))
+    return size
 
 
 def tools(num: int) -> list[Any]:
@@ -107,7 +114,7 @@ class TestSubmitted:
         packed = msgspec.msgpack.encode(submit)
         in_ingest = msgspec.msgpack.decode(packed, type=m.Submit)
         taken = deep_bytes(parsed, set()) + deep_bytes(in_ingest, set())
-        counted = open_bytes.form_bytes(parsed) + open_bytes.submitted_bytes(parsed, parsed.prompts[0])
+        counted = open_bytes.form_bytes(parsed) + submitted_bytes(parsed)
         assert counted >= taken, name
         fixed = open_bytes.REQUEST_BYTES + open_bytes.SEQUENCE_BYTES
         options = parsed.options  # schedule and detokenize have them too
@@ -127,12 +134,52 @@ class TestSubmitted:
         took_s = []
         for _ in range(50):
             begin_s = time.perf_counter()
+            open_bytes.measured(parsed)
             open_bytes.bounded(parsed, 2**28, 64, 8192)
-            open_bytes.form_bytes(parsed)
-            open_bytes.submitted_bytes(parsed, parsed.prompts[0])
+            submitted_bytes(parsed)
             open_bytes.output_cost(parsed, 64)
             took_s.append(time.perf_counter() - begin_s)
         assert median(took_s) < 0.0005, "about 20 us on an idle machine"
+
+
+class TestEstimate:
+    @pytest.mark.parametrize(
+        ("prompt", "num_tokens"),
+        [
+            (m.IdsPrompt(bytes(4 * 17)), 17),
+            (m.TextPrompt("x" * 400), 100),
+            (m.TextPrompt("é" * 400), 200),
+            (m.TextPrompt(""), 0),
+            (m.ChatPrompt([m.ChatMessage("user", "x" * 40), m.ChatMessage("user", "é" * 20)]), 20),
+        ],
+    )
+    def test_it_is_exact_for_ids_and_by_bytes_for_text(self, prompt: m.Prompt, num_tokens: int) -> None:
+        assert open_bytes.typical_tokens(prompt) == num_tokens
+
+
+class TestManyPrompts:
+    def test_options_are_measured_once_for_all_prompts(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        """1,024 prompts with 1,024 words each are a million words, in 10 kB."""
+        measured: list[m.GenerationOptions] = []
+        options_bytes = open_bytes.options_bytes
+
+        def counted(options: m.GenerationOptions) -> int:
+            measured.append(options)
+            return options_bytes(options)
+
+        monkeypatch.setattr(open_bytes, "options_bytes", counted)
+        reply = gate.complete({"prompt": ["a"] * 200, "bad_words": ["b"] * 200, "max_tokens": 1})
+        submits = [gate.begin() for _ in range(200)]
+        for submit in submits:
+            gate.finish(submit)
+        assert reply.result().status_code == 200
+        assert len(measured) <= 2, "not for each prompt"
+
+    def test_a_message_that_each_choice_repeats_counts_for_each(self) -> None:
+        body = {"messages": turns(1, "a" * 10_000), "add_generation_prompt": False, "echo": True}
+        one, many = chat(**body), chat(**body, n=100)
+        assert open_bytes.form_bytes(one) >= 30_000
+        assert open_bytes.form_bytes(many) - open_bytes.form_bytes(one) >= 99 * 20_000
 
 
 class TestOutput:
@@ -197,7 +244,9 @@ class TestOtherStages:
         prompt = np.arange(1, 1 + num_prompt, dtype=np.int32).tobytes()
         submit = m.Submit(2, 1, 0, 0.0, m.IdsPrompt(prompt), options)
         cost = open_bytes.output_cost(completion(stream=True, logprobs=None if num_top < 0 else num_top), None)
-        counted = open_bytes.accepted_bytes(submit, m.Accepted(2, 1, prompt)) + n * num_output * cost.id_bytes
+        accepted = m.Accepted(2, 1, prompt)
+        counted = open_bytes.accepted_bytes(submit, accepted, open_bytes.fixed_bytes(options))
+        counted += n * num_output * cost.id_bytes
         scheduler = Scheduler(SchedulerConfig(**SCHEDULE_LIMITS))
         executor, processor = FakeExecutor(SCHEDULE_LIMITS["num_blocks"]), OutputProcessor(VOCABULARY)
 
