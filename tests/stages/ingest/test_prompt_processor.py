@@ -282,6 +282,22 @@ def test_resumed_ids_that_no_stream_can_contain_are_rejected(
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")
 
 
+@pytest.mark.parametrize("field", ["bad_words", "prediction"])
+def test_what_the_prompts_of_a_request_share_is_tokenized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Else a thousand prompts with a thousand bad words, in a body of 10 kB, are a million words."""
+    facts = msgspec.structs.replace(tiny.facts(), num_speculative_tokens=5)
+    processor = prompt_processor.load(tiny.folder(tmp_path), facts, tiny.byte_tokenizer())
+    value: Any = [f"a{i}" for i in range(100)] if field == "bad_words" else "ab" * 100
+    options = m.GenerationOptions(**{field: value})
+    first = processor.complete(options, 8)
+    assert first.bad_words_ids or first.predicted_ids
+    monkeypatch.setattr(processor, "_tokenizer", None)
+    again = processor.complete(msgspec.structs.replace(options, seed=2, **{field: value[:]}), 8)
+    assert (again.bad_words_ids, again.predicted_ids) == (first.bad_words_ids, first.predicted_ids)
+
+
 def test_a_prediction_becomes_ids_if_they_are_used(tmp_path: Path) -> None:
     options = m.GenerationOptions(prediction="ab" * 100)
     for num, expected in ((0, b""), (5, np.array(tiny.byte_tokenizer().encode("ab" * 32).ids, np.int32).tobytes())):
