@@ -6,8 +6,9 @@ import contextvars
 import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -25,22 +26,22 @@ TURN_TIMEOUT_S = 60.0
 """Time for a large body to wait until it is parsed."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
-class MuchWork(Exception):
-    """A parser in the event loop has found that a small body makes much work, such as a large body of `num_bytes`."""
+@dataclass(frozen=True)
+class Rest(Generic[T]):
+    """What a parser returns if it has read its body and has to work on what the server stores, too: a small body may
+    name much of that."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self.num_bytes = num_bytes
+    num_bytes: int
+    """Size of what is stored."""
+    finish: Callable[[], T]
+    """Do the rest."""
 
-
-def leave_loop(num_bytes: int) -> None:
-    """Call it in a parser before much work. In the event loop it raises MuchWork, and the parser is called again in
-    the thread, where this does nothing."""
-    with contextlib.suppress(RuntimeError):
-        asyncio.get_running_loop()
-        raise MuchWork(num_bytes)
+    def then(self, work: Callable[[T], U]) -> "Rest[U]":
+        """The rest, and more after it."""
+        return Rest(self.num_bytes, lambda: work(self.finish()))
 
 
 class BodyTimeout(ApiError):
@@ -73,14 +74,14 @@ class BodyReader:
     async def parse(
         self,
         http_request: web.Request,
-        parser: Callable[[bytes], T],
+        parser: Callable[[bytes], T | Rest[T]],
         timeout_s: float = BODY_TIMEOUT_S,
         left_s: float = math.inf,
     ) -> T:
         """Read the body within `timeout_s` and parse it. Its bytes count against the upload budget until it is parsed.
-        Reading it, and the wait until it is parsed, end when the request's own time has passed, in `left_s`. `parser`
-        may raise MuchWork (`leave_loop`) to be called again in the thread of large bodies. Raises BodyTimeout,
-        OutOfTime, or another ApiError."""
+        A large body, and work on much that is stored, wait for their turn and have a thread. Reading the body, and the
+        waits, end when the request's own time has passed, in `left_s`. Raises BodyTimeout, OutOfTime, or another
+        ApiError."""
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + left_s
         if (encoding := http_request.headers.get("Content-Encoding", "").lower() or "identity") not in ENCODINGS:
@@ -88,22 +89,27 @@ class BodyReader:
         self.check_declared(http_request)
         scope, turn_end_s = current_scope(), math.inf
         deadline, turn = asyncio.timeout(min(timeout_s, left_s)), asyncio.timeout(None)
+
+        async def in_turn(num_bytes: int, work: Callable[[], U]) -> U:
+            nonlocal turn, turn_end_s
+            turn = asyncio.timeout_at(turn_end_s := min(now_s() + TURN_TIMEOUT_S, end_s))
+            async with AsyncExitStack() as stack:
+                async with turn:
+                    await stack.enter_async_context(self._large_body_lock.hold(num_bytes, scope))
+                return await self._in_thread(work)
+
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
             async with deadline:
                 body = await self._read(http_request, upload)
             upload.complete()
-            size = len(body)
-            if size <= LARGE_BYTES:
-                try:
-                    return self._parsed(body, parser)
-                except MuchWork as found:
-                    size = found.num_bytes
-            async with AsyncExitStack() as stack:
-                async with turn:
-                    turn.reschedule(turn_end_s := min(now_s() + TURN_TIMEOUT_S, end_s))
-                    await stack.enter_async_context(self._large_body_lock.hold(size, scope))
-                return await self._in_thread(lambda: self._parsed(body, parser))
+            if len(body) <= LARGE_BYTES:
+                parsed = self.parse_now(body, parser)
+            else:
+                parsed = await in_turn(len(body), lambda: self._parsed(body, parser, LARGE_BYTES))
+            if isinstance(parsed, Rest):
+                return await in_turn(len(body) + parsed.num_bytes, parsed.finish)
+            return parsed
         except TimeoutError:
             if upload.why_given_up == "slow":
                 raise _too_slow() from None
@@ -121,9 +127,15 @@ class BodyReader:
         finally:
             upload.release()
 
-    def _parsed(self, body: bytes, parser: Callable[[bytes], T]) -> T:
+    def parse_now(self, body: bytes, parser: Callable[[bytes], T | Rest[T]]) -> T | Rest[T]:
+        """What is done in the loop with a body that is not large."""
+        return self._parsed(body, parser, LARGE_BYTES - len(body))
+
+    def _parsed(self, body: bytes, parser: Callable[[bytes], T | Rest[T]], num_more: int) -> T | Rest[T]:
+        """Parse a body, with its rest if that is no more than `num_more` bytes."""
         check_depth(body, self._max_depth)
-        return parser(body)
+        parsed = parser(body)
+        return parsed.finish() if isinstance(parsed, Rest) and parsed.num_bytes <= num_more else parsed
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run the parser of a large body in the thread, so that the event loop serves other clients meanwhile. Returns

@@ -25,7 +25,7 @@ from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, 
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.responses_api.names import renamed
-from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.parsing import StoredSize, parse_response
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
 from tools.scaling_meter.case import Case, Make
@@ -55,10 +55,13 @@ Parse = Callable[[bytes, RequestLimits], object]
 
 
 class _Nothing:
-    """No stored responses."""
+    """No stored responses. Cases with some are in stored.py."""
 
     is_on = True
     why_off = ""
+
+    def size(self, response_id: str) -> StoredSize:
+        raise ApiError(404, response_id[:10])
 
     def conversation(self, response_id: str) -> list[Any]:
         raise ApiError(404, response_id[:10])

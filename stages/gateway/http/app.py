@@ -14,7 +14,7 @@ from aiohttp import web
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import body_reader, expect, request_ids, time_left
 from pipeline.http_server.abort_body import AbortBody
-from pipeline.http_server.body_reader import BodyReader, OutOfTime
+from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
@@ -67,7 +67,7 @@ PIPELINE_MAX_AGE_S = 0.2
 
 _aborts = msgspec.json.Decoder(AbortBody)
 
-Parser = Callable[[bytes, RequestLimits], ParsedRequest]
+Parser = Callable[[bytes, RequestLimits], ParsedRequest | Rest[ParsedRequest]]
 
 
 class Api:
@@ -265,8 +265,14 @@ class Api:
         left_s = received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
         num_point_bytes = resumption.num_point_bytes(http_request.headers)
 
-        def parse_body(body: bytes) -> ParsedRequest:
-            parsed = measured(parser(body[num_point_bytes:], self._limits))
+        def parse_body(body: bytes) -> ParsedRequest | Rest[ParsedRequest]:
+            parsed = parser(body[num_point_bytes:], self._limits)
+            if isinstance(parsed, Rest):
+                return parsed.then(lambda parsed: complete(parsed, body))
+            return complete(parsed, body)
+
+        def complete(parsed: ParsedRequest, body: bytes) -> ParsedRequest:
+            parsed = measured(parsed)
             if not num_point_bytes:
                 return parsed
             arrived_s = time.time() - (time.monotonic() - received_s)

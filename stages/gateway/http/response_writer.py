@@ -25,6 +25,7 @@ from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
+from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
@@ -60,6 +61,13 @@ async def whole_body(request: Request) -> bytes:
     """The body of a finished request. Raises ApiError if there is none. Large bodies are built in a thread: a finished
     request does not change any more."""
     return await _replies.run(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
+
+
+async def last_events(request: Request, events: shapes.Events) -> bytes:
+    """The end of a stream that has not failed. Built in a thread if the response stores a large conversation."""
+    if isinstance(events, ResponseEvents) and request.num_bytes > shapes.LARGE_BYTES:
+        return request.log_output("last", await _replies.run(events.ended))
+    return events.last()
 
 
 async def send_stream(
@@ -117,7 +125,7 @@ async def send_stream(
                     break
                 data = due()
             else:
-                data += events.last()
+                data += await last_events(request, events)
         if len(data) > HIGH_BYTES:
             await write(http_request, response, data)
             data = b""

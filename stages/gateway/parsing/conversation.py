@@ -198,8 +198,13 @@ def is_given(raw: Raw) -> bool:
 
 
 def num_parts(messages: Sequence[MessageParam]) -> int:
-    """Number of messages and tool calls: templates write at least one token for each."""
-    return len(messages) + sum(len(message.tool_calls or ()) for message in messages)
+    """Number of messages, tool calls and parts of contents: templates write about a token for each at least."""
+    return sum(map(_num_parts, messages))
+
+
+def _num_parts(message: MessageParam) -> int:
+    num_texts = len(message.content) if isinstance(message.content, list) else 1
+    return max(1, num_texts) + len(message.tool_calls or ())
 
 
 def reply_form(

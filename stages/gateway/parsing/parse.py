@@ -364,11 +364,11 @@ def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits
 
 
 def check_num_messages(num_messages: int, limits: RequestLimits) -> None:
-    """Check the number of messages: templates write at least one token for each."""
+    """Check the number of messages, tool calls and parts: templates write about a token for each at least."""
     if limits.max_prompt_tokens is not None and num_messages > limits.max_prompt_tokens:
         message = (
             f"this model's maximum context length is {limits.max_prompt_tokens} tokens, and the chat has "
-            f"{num_messages} messages of at least one token each"
+            f"{num_messages} messages, tool calls and parts of contents, of at least one token each"
         )
         raise invalid("messages", message, "context_length_exceeded")
 

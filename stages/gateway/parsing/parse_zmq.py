@@ -130,10 +130,15 @@ def _prompt_of(prompt: p.Prompt, limits: RequestLimits) -> m.Prompt:
             check_num_ids(len(ids) // 4, "prompt", limits.max_prompt_tokens)
             return m.IdsPrompt(_whole_ids(ids, "prompt"))
         case p.ChatPrompt():
-            check_num_messages(sum(1 + len(one.tool_calls) for one in prompt.messages), limits)
+            check_num_messages(sum(map(_num_parts, prompt.messages)), limits)
             return zmq_fields.chat_of(prompt, limits.caps)
         case _:
             assert_never(prompt)
+
+
+def _num_parts(message: p.ChatMessage) -> int:
+    num_texts = len(message.content) if isinstance(message.content, list) else 1
+    return max(1, num_texts) + len(message.tool_calls)
 
 
 def _whole_ids(packed: bytes, param: str) -> bytes:

@@ -12,7 +12,7 @@ from pipeline.stages.gateway.responses_api import reply
 from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 
 LARGE_BYTES = 64 * 1024
-"""Size of records from which building the reply takes more than about 5 ms."""
+"""Size of records, or of what the request keeps for its reply, from which building it takes more than about 5 ms."""
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"
@@ -39,12 +39,13 @@ def body_of(request: Request) -> bytes:
 
 
 def is_large(request: Request) -> bool:
-    """Whether to build the body in a thread, so that the event loop is not blocked."""
+    """Whether to build the body in a thread, so that the event loop is not blocked: it is long, or what it repeats or
+    stores of the request is."""
     size = sum(len(one.records) for one in request.sequences) + sum(
         len(one.prompt_records) * one.submit.options.n for one in request.prompt_requests
     )
     num_parsed = sum(one.num_chars for one in request.choices) if request.parsed.reply is not None else 0
-    return size > LARGE_BYTES or num_parsed > LARGE_CHARS
+    return size > LARGE_BYTES or num_parsed > LARGE_CHARS or request.num_bytes > LARGE_BYTES
 
 
 def log_output(request: Request, body: bytes) -> bytes:

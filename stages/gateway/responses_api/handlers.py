@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
-from pipeline.http_server.body_reader import leave_loop
+from pipeline.http_server.body_reader import Rest
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
@@ -24,7 +24,7 @@ from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api import reply
 from pipeline.stages.gateway.responses_api.event_log import EventLog
 from pipeline.stages.gateway.responses_api.names import renamed
-from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.parsing import StoredSize, finish_response, read_response
 from pipeline.stages.gateway.responses_api.sizes import SizedItem
 from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.responses_api.types import (
@@ -37,9 +37,7 @@ from pipeline.stages.gateway.responses_api.types import (
     ResponseObject,
 )
 
-Parser = Callable[[bytes, RequestLimits], ParsedRequest]
-LOOP_BYTES = 1024 * 1024
-"""A request that takes more than this from stored responses is parsed in the thread of large bodies."""
+Parser = Callable[[bytes, RequestLimits], Rest[ParsedRequest]]
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
 Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
@@ -78,19 +76,23 @@ class ResponsesApi:
         stored = _Stored(self._store, self._why_off, current_scope(), max_bytes)
         items: list[SizedItem] = []
 
-        def parse(body: bytes, limits: RequestLimits) -> ParsedRequest:
-            parsed = parse_response(body, limits, stored, secrets.token_hex(16))
-            items.extend(parsed.items)
-            return parsed.request
+        def parse(body: bytes, limits: RequestLimits) -> Rest[ParsedRequest]:
+            read = read_response(body, limits, stored, secrets.token_hex(16))
+
+            def finish() -> ParsedRequest:
+                parsed = finish_response(read, limits, stored)
+                if read.is_stored:
+                    items.extend(parsed.items)
+                return parsed.request
+
+            return Rest(read.num_stored_bytes, finish)
 
         request = self._requests.open(await self._read(http_request, parse))
         form, scope = request.parsed.response, request.parsed.scope
         assert form is not None
         http_request[REQUEST_ID] = request.id
         log = EventLog() if form.background and request.parsed.stream else None
-        if not form.store:
-            items.clear()
-        else:  # `open` has counted the conversation, which is kept until the response is stored
+        if form.store:  # `open` has counted the conversation, which is kept until the response is stored
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
         if form.background:
             queued = self._start(request, items, log)
@@ -202,7 +204,7 @@ class ResponsesApi:
                 self._requests.keep(request, num_before + log.num_bytes)
                 await request.change()
                 log.append(events.due())
-            log.append(events.last())
+            log.append(await response_writer.last_events(request, events))
             error = None
         except ApiError as failure:
             error = failure
@@ -255,7 +257,14 @@ class _Stored:
         self.why_off = why_off
         self._scope = scope
 
+    def size(self, response_id: str) -> StoredSize:
+        stored = self._complete(response_id)
+        return StoredSize(stored.conversation_bytes, stored.num_parts)
+
     def conversation(self, response_id: str) -> list[SizedItem]:
+        return self._complete(response_id).conversation
+
+    def _complete(self, response_id: str) -> StoredResponse:
         try:
             stored = self._store.get(response_id, self._scope)
         except ApiError:
@@ -266,7 +275,7 @@ class _Stored:
         if stored.is_running:
             message = f"Previous response with id '{shown(response_id)}' is not finished."
             raise invalid("previous_response_id", message, "invalid_value")
-        return stored.conversation
+        return stored
 
     def item(self, param: str, item_id: str) -> SizedItem:
         if not self.is_on:
@@ -281,8 +290,6 @@ class _Stored:
                 "gateway.max_stored_response_bytes and three quarters of gateway.max_open_bytes"
             )
             raise invalid(param, message, "request_too_large")
-        if num_bytes > LOOP_BYTES:
-            leave_loop(num_bytes)
 
 
 def _first_event(query: Mapping[str, str]) -> int | None:

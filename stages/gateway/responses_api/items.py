@@ -5,6 +5,7 @@ write in several ways; `item_of` checks it and converts it.
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -79,6 +80,20 @@ PREFIXES: dict[type, str] = {
     ReasoningItem: "rs",
 }
 """Of the ids of items"""
+
+
+def num_parts(items: Iterable[Item]) -> int:
+    """Number of items and of the parts of their contents: a prompt has about a token for each at least."""
+    return sum(map(_num_parts, items))
+
+
+def _num_parts(item: Item) -> int:
+    match item:
+        case MessageItem():
+            return max(1, len(item.content))
+        case ReasoningItem():
+            return max(1, len(item.content), len(item.summary))
+    return 1
 
 
 def item_id(kind: type, seed: str) -> str:

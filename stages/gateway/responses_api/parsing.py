@@ -27,7 +27,7 @@ from pipeline.stages.gateway.responses_api.body import (
     TextConfig,
 )
 from pipeline.stages.gateway.responses_api.form import ResponseForm
-from pipeline.stages.gateway.responses_api.items import InputText, MessageItem, item_id, item_of
+from pipeline.stages.gateway.responses_api.items import InputText, MessageItem, item_id, item_of, num_parts
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
@@ -44,6 +44,9 @@ class Stored(Protocol):
     is_on: bool
     why_off: str
 
+    def size(self, response_id: str) -> "StoredSize":
+        """The size of `conversation`, without a walk through it. Raises ApiError."""
+
     def conversation(self, response_id: str) -> list[SizedItem]:
         """The items before and of a response. Raises ApiError."""
 
@@ -55,6 +58,27 @@ class Stored(Protocol):
         refers to the last one."""
 
 
+class StoredSize(NamedTuple):
+    """The size of a stored conversation, or of a part of it."""
+
+    num_bytes: int = 0
+    num_parts: int = 0
+    """As `num_parts`"""
+
+
+class ReadResponse(NamedTuple):
+    """A body, without the conversation that it continues: that may be large even if the body is small."""
+
+    body: ResponsesBody
+    is_stored: bool
+    new: list[SizedItem]
+    """The field `input`"""
+    num_parts: int
+    """Of the whole conversation"""
+    num_stored_bytes: int
+    """Size of what the body refers to: the conversation, and items, each as often as it does."""
+
+
 class ParsedResponse(NamedTuple):
     request: ParsedRequest
     items: list[SizedItem]
@@ -62,17 +86,32 @@ class ParsedResponse(NamedTuple):
 
 
 def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ParsedResponse:
-    """Read a body. `seed` makes the ids of new items unique. Raises ApiError."""
+    """Read a body and what it names. `seed` makes the ids of new items unique. Raises ApiError."""
+    return finish_response(read_response(body, limits, stored, seed), limits, stored)
+
+
+def read_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ReadResponse:
+    """Read a body alone. Refuses a conversation with too many parts. Raises ApiError."""
     response: ResponsesBody = decode(_bodies, body, RESPONSES_NEUTRAL)
     _check(response)
     is_stored = _is_stored(response, stored)
+    before = StoredSize() if response.previous_response_id is None else stored.size(response.previous_response_id)
     with _renamed_errors():
-        items, num_stored = _items(response, limits, stored, seed)
+        new, num_stored_bytes = _new_items(response, limits, stored, seed, before)
+        num_all = before.num_parts + num_parts(one.item for one in new)
+        check_num_messages(num_all, limits)
+    return ReadResponse(response, is_stored, new, num_all, num_stored_bytes)
+
+
+def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -> ParsedResponse:
+    """Check a body with the conversation that it continues. Raises ApiError."""
+    response = read.body
+    before = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
+    num_stored, items = len(before), before + read.new
     messages = messages_of(response.instructions, [one.item for one in items], num_stored)
     chat = _chat(response)
 
     def prompts() -> list[m.Prompt]:
-        check_num_messages(len(messages), limits)
         return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps), messages=messages)]
 
     details = TokenDetailOptions(num_top=_num_top(response, limits))
@@ -88,7 +127,7 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
             details=details,
         )
         parsed = with_reply(parsed, limits)
-    form = _form(response, is_stored, sum_of(items) if is_stored else 0)
+    form = _form(response, read.is_stored, sum_of(items) if read.is_stored else 0)
     return ParsedResponse(
         msgspec.structs.replace(parsed, options=_renamed_grammar(parsed.options), response=form, prompt_param="input"),
         items,
@@ -145,21 +184,24 @@ def _is_stored(response: ResponsesBody, stored: Stored) -> bool:
     return response.store is not False
 
 
-def _items(response: ResponsesBody, limits: RequestLimits, stored: Stored, seed: str) -> tuple[list[SizedItem], int]:
-    """The conversation, and how many of its items come from the previous response."""
-    items = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
-    num_stored, num_bytes = len(items), sum_of(items)
+def _new_items(
+    response: ResponsesBody, limits: RequestLimits, stored: Stored, seed: str, before: StoredSize
+) -> tuple[list[SizedItem], int]:
+    """The items of the field `input`, and the size of all that the request refers to, after a conversation of the size
+    `before`."""
+    num_bytes = before.num_bytes
     stored.check_size("previous_response_id", num_bytes)
     match response.input:
         case None:
             raise invalid("input", "'input' is required")
         case str(text):
             found = MessageItem(item_id(MessageItem, f"{seed} 0"), "user", "completed", [InputText(text)])
-            items.append(sized(found))
+            return [sized(found)], num_bytes
         case []:
             raise invalid("input", "'input' must not be an empty array", "invalid_value")
         case given:
-            check_num_messages(num_stored + len(given), limits)
+            check_num_messages(before.num_parts + len(given), limits)
+            items: list[SizedItem] = []
             for place, one in enumerate(given):
                 if (item_of_body := item_of(place, one, f"{seed} {place}")) is not None:
                     items.append(sized(item_of_body))
@@ -168,7 +210,7 @@ def _items(response: ResponsesBody, limits: RequestLimits, stored: Stored, seed:
                 items.append(referred := stored.item(param, one.id or ""))
                 num_bytes += referred.num_bytes
                 stored.check_size(param, num_bytes)
-    return items, num_stored
+            return items, num_bytes
 
 
 def _chat(response: ResponsesBody) -> ChatBody:

@@ -216,11 +216,15 @@ class ResponseEvents:
 
     def last(self) -> bytes:
         """The end of a stream that has not failed."""
+        return self._request.log_output("last", self.ended())
+
+    def ended(self) -> bytes:
+        """As `last`, in any thread: the caller records it. Stores the response."""
         response = _finished(self._request, self._reader.builder.items)
         _keep(self._request, response)
         name = "completed" if response.status == "completed" else "incomplete"
         event = ResponseEvent(type=f"response.{name}", response=response)
-        return self._request.log_output("last", self._framed(event))
+        return self._framed(event)
 
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that has failed."""

@@ -16,6 +16,7 @@ import msgspec
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
+from pipeline.stages.gateway.responses_api.items import num_parts
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, response_bytes, sized, sum_of
 from pipeline.stages.gateway.responses_api.types import ResponseObject
 
@@ -36,13 +37,19 @@ class StoredResponse(msgspec.Struct, eq=False):
     """Of `response`."""
     num_bytes: int = 0
     """What the store counts for it."""
+    conversation_bytes: int = 0
+    """Of the conversation with its output."""
+    num_parts: int = 0
+    """Of the conversation with its output, as `items.num_parts`."""
 
     def __post_init__(self) -> None:
         self.output = [*map(sized, self.response.output)]
 
     def count(self) -> None:
-        """Set `num_bytes`."""
-        self.num_bytes = response_bytes(self.response) + sum_of(self.items) + sum_of(self.output)
+        """Set `num_bytes`, `conversation_bytes` and `num_parts`."""
+        self.conversation_bytes = sum_of(self.items) + sum_of(self.output)
+        self.num_parts = num_parts(one.item for one in self.conversation)
+        self.num_bytes = response_bytes(self.response) + self.conversation_bytes
         if self.events is not None:
             self.num_bytes += self.events.num_bytes
 

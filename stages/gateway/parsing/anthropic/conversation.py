@@ -51,10 +51,15 @@ class _Turn(msgspec.Struct):
 
 
 def num_parts(messages: Sequence[b.InputMessage]) -> int:
-    """Number of messages, tool calls and results: templates write at least one token for each."""
-    counted = (b.ToolUseBlockParam, b.ToolResultBlockParam)
-    calls = (one for one in messages if isinstance(one.content, list))
-    return len(messages) + sum(isinstance(block, counted) for one in calls for block in one.content)
+    """Number of messages, their blocks, and the blocks of results: templates write about a token for each at least."""
+    return sum(map(_num_parts, messages))
+
+
+def _num_parts(message: b.InputMessage) -> int:
+    if isinstance(message.content, str):
+        return 1
+    results = [one.content for one in message.content if isinstance(one, b.ToolResultBlockParam)]
+    return max(1, len(message.content) + sum(len(content) for content in results if isinstance(content, list)))
 
 
 def prompt_of(body: b.CountTokensBody, caps: Caps) -> m.ChatPrompt:

@@ -19,6 +19,7 @@ from pipeline.stages.gateway.parsing.anthropic import parse as anthropic
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.responses_api import parsing as responses_api
+from pipeline.stages.gateway.responses_api.parsing import StoredSize
 
 LIMITS = RequestLimits("tiny", 8, max_prompt_tokens=512, vocab_size=1000, hidden_size=8, has_priorities=True)
 EXTREME = [
@@ -29,7 +30,12 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 PROMPT = {"model": "tiny", "prompt": "x"}
 
 NOTHING_STORED: Any = SimpleNamespace(
-    is_on=True, why_off="", conversation=lambda _: [], item=lambda *_: None, check_size=lambda *_: None
+    is_on=True,
+    why_off="",
+    size=lambda _: StoredSize(),
+    conversation=lambda _: [],
+    item=lambda *_: None,
+    check_size=lambda *_: None,
 )
 
 Parser = Callable[[bytes, RequestLimits], Any]

@@ -1,6 +1,7 @@
 """/v1/responses of a gateway, whose stages the test plays: replies, streams, stored and background responses."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from openai.types.responses import Response, ResponseCompletedEvent
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.http import app
+from pipeline.stages.gateway.responses_api import parsing
+from pipeline.stages.gateway.responses_api.store import ResponseStore
 from pipeline.text.formats.lark import AddedToken
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
@@ -316,6 +320,52 @@ def test_a_wrong_query_is_refused(gate: Gate, query: str, param: str) -> None:
     found = reply(gate, BODY)
     refused = gate.client.get(f"{PATH}/{found['id']}/input_items?{query}")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_small_body_continues_is_read_and_stored_in_a_thread(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The body's size says nothing of the work: the stored conversation's does."""
+    threads: dict[str, str] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    small = reply(gate, BODY)
+    long = [{"role": "user", "content": [{"type": "input_text", "text": "x" * 500}] * 400}]
+    large = reply(gate, BODY | {"input": long, "truncation": "auto"})
+    watch(parsing, "messages_of")
+    watch(parsing, "sum_of")
+    watch(app, "measured")
+    watch(ResponseStore, "put")
+
+    def names(response: Any) -> set[str]:
+        threads.clear()
+        body = BODY | {"previous_response_id": response["id"], "truncation": "auto", "stream": stream}
+        future = gate.post(body, PATH)
+        gate.finish(gate.begin(), "Hello")
+        assert future.result().status_code == 200, future.result().text
+        assert set(threads) == {"messages_of", "sum_of", "measured", "put"}
+        return set(threads.values())
+
+    (loop,) = names(small)
+    assert loop not in names(large)
+
+
+def test_parts_of_a_stored_conversation_count(gate: Gate) -> None:
+    parts = [{"type": "input_text", "text": "x"}] * 300
+    body = BODY | {"input": [{"role": "user", "content": parts}], "truncation": "auto"}
+    first = reply(gate, body)
+    refused = gate.post(body | {"previous_response_id": first["id"]}, PATH).result()
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert "601 messages, tool calls and parts" in refused.json()["error"]["message"]
 
 
 def test_a_stored_response_is_not_streamed(gate: Gate) -> None:

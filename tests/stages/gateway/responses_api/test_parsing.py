@@ -12,8 +12,20 @@ from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.responses_api.body import RESPONSES_NEUTRAL, ResponsesBody
 from pipeline.stages.gateway.responses_api.form import ResponseForm
-from pipeline.stages.gateway.responses_api.items import FunctionCallItem, InputText, MessageItem, OutputText
-from pipeline.stages.gateway.responses_api.parsing import ParsedResponse, parse_response
+from pipeline.stages.gateway.responses_api.items import (
+    FunctionCallItem,
+    InputText,
+    MessageItem,
+    OutputText,
+    num_parts,
+)
+from pipeline.stages.gateway.responses_api.parsing import (
+    ParsedResponse,
+    StoredSize,
+    finish_response,
+    parse_response,
+    read_response,
+)
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -39,6 +51,10 @@ class Stored:
         self.why_off = WHY_OFF
         self.checked: list[tuple[str, int]] = []
 
+    def size(self, response_id: str) -> StoredSize:
+        items = self.conversation(response_id)
+        return StoredSize(sum_of(items), num_parts(one.item for one in items))
+
     def conversation(self, response_id: str) -> list[SizedItem]:
         if response_id != "resp_1":
             raise invalid("previous_response_id", "not found")
@@ -52,6 +68,30 @@ class Stored:
 
     def check_size(self, param: str, num_bytes: int) -> None:
         self.checked.append((param, num_bytes))
+
+
+class Large:
+    """A stored conversation of one message with many parts."""
+
+    is_on = True
+    why_off = ""
+
+    def __init__(self, num: int) -> None:
+        self.message = sized(MessageItem("msg_1", "user", "completed", [InputText("x")] * num))
+        self.num_read = 0
+
+    def size(self, response_id: str) -> StoredSize:
+        return StoredSize(self.message.num_bytes, num_parts([self.message.item]))
+
+    def conversation(self, response_id: str) -> list[SizedItem]:
+        self.num_read += 1
+        return [self.message]
+
+    def item(self, param: str, item_id: str) -> SizedItem:
+        return self.message
+
+    def check_size(self, param: str, num_bytes: int) -> None:
+        pass
 
 
 def parsed(*, is_on: bool = True, **fields: Any) -> ParsedResponse:
@@ -384,3 +424,49 @@ def test_without_a_store_what_needs_it_is_refused(fields: dict[str, Any]) -> Non
     with pytest.raises(ApiError, match=WHY_OFF) as refused:
         parsed(is_on=False, **fields)
     assert refused.value.param == next(iter(fields))
+
+
+PARTS = [{"type": "input_text", "text": "x"}]
+AFTER = {"previous_response_id": "resp_1"}
+
+
+class TestStoredConversations:
+    """A small body may name much that is stored."""
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"input": [{"role": "user", "content": PARTS * 513}]},
+            {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}] * 513}]},
+            AFTER | {"input": [{"role": "user", "content": PARTS * 14}]},
+            AFTER | {"input": [{"role": "user", "content": "x"}] * 14},
+            AFTER | {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        ],
+    )
+    def test_more_parts_than_the_model_takes_tokens_are_refused_before_they_are_read(
+        self, fields: dict[str, Any]
+    ) -> None:
+        stored = Large(500)
+        with pytest.raises(ApiError) as refused:
+            parse_response(json.dumps({"model": "tiny", "input": "Hi"} | fields).encode(), LIMITS, stored, "seed")
+        assert (refused.value.status, refused.value.param, refused.value.code) == (
+            400,
+            "input",
+            "context_length_exceeded",
+        )
+        assert not stored.num_read
+
+    @pytest.mark.parametrize("num", [1, 500])
+    def test_reading_the_body_alone_tells_how_much_is_stored(self, num: int) -> None:
+        stored = Large(num)
+        body = json.dumps({"model": "tiny", "input": "Hi"} | AFTER).encode()
+        read = read_response(body, LIMITS, stored, "seed")
+        assert (read.num_stored_bytes, stored.num_read, read.num_parts) == (stored.message.num_bytes, 0, num + 1)
+        parsed = finish_response(read, LIMITS, stored)
+        assert (len(parsed.items), stored.num_read) == (2, 1)
+        assert num_parts(one.item for one in parsed.items) == num + 1
+
+    def test_items_that_a_body_names_count_as_stored(self) -> None:
+        body = json.dumps({"model": "tiny", "input": [{"type": "item_reference", "id": "a"}] * 2}).encode()
+        stored = Large(100)
+        assert read_response(body, LIMITS, stored, "seed").num_stored_bytes == 2 * stored.message.num_bytes
