@@ -20,9 +20,9 @@ from pipeline.http_server.guard import Handle, current_scope
 from pipeline.runtime import suspension
 
 HIGH_BYTES = 16 * 1024
-"""Bytes buffered in the transport of a slow client, besides one event."""
+"""Bytes buffered in the transport of a slow client, besides one piece of PIECE_BYTES."""
 PIECE_BYTES = 64 * 1024
-"""Written to a TLS transport at once."""
+"""The most that `write` gives to the transport at once."""
 UNREAD_PART = 4
 """Complete replies that clients have not taken may have a quarter of the bytes of open requests, on top of these."""
 MIN_UNREAD_BYTES = 16 * 1024**2
@@ -75,17 +75,13 @@ async def flushed(http_request: web.BaseRequest) -> None:
 
 
 async def write(http_request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
-    """Write a part of a body, and wait while the client is slow. Over TLS in pieces: what a TLS transport has encrypted
-    is in the buffer of the transport below it, whose size it doesn't tell, and the first write goes there as a
-    whole."""
-    if len(data) > PIECE_BYTES and _is_tls(http_request):
-        view = memoryview(data)
-        for begin in range(0, len(data), PIECE_BYTES):
-            await response.write(view[begin : begin + PIECE_BYTES])
-            await http_request.writer.drain()
-        return
-    await response.write(data)
-    await http_request.writer.drain()
+    """Write a part of a body in pieces, and wait while the client is slow. A transport would copy a large part. What a
+    TLS transport has encrypted is in the buffer of the transport below it, whose size it doesn't tell, and the first
+    write goes there as a whole."""
+    view = memoryview(data)
+    for begin in range(0, len(data), PIECE_BYTES):
+        await response.write(view[begin : begin + PIECE_BYTES])
+        await http_request.writer.drain()
 
 
 async def send_body(http_request: web.BaseRequest, response: web.StreamResponse) -> None:

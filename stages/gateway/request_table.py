@@ -35,6 +35,7 @@ from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.open_bytes import bounded, fixed_bytes, measured, output_cost, size_of, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.responses_api.event_log import EventLog as ResponseLog
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -307,6 +308,13 @@ class RequestTable:
         num_base_bytes = request.num_base_bytes if num_base_bytes is None else num_base_bytes
         self.admission.change_bytes(num_bytes - request.num_bytes, num_base_bytes - request.num_base_bytes)
         request.num_bytes, request.num_base_bytes = num_bytes, num_base_bytes
+
+    def count_log(self, log: ResponseLog) -> None:
+        """Count the events of a background response, once for all clients that read them: a client that reads slowly
+        keeps them although the request is over, and its response perhaps not stored any more."""
+        num_bytes = log.num_bytes if log.num_readers else 0
+        self.admission.change_bytes(num_bytes - log.num_counted)
+        log.num_counted = num_bytes
 
     def count_output(self, prompt_request: PromptRequest, num_more: int) -> None:
         """Count more or fewer bytes for the output of an open prompt request."""

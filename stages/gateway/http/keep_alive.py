@@ -28,10 +28,13 @@ class KeepAlive:
         self._interval_s = interval_s
         self._write = write
         self._num_written = -1
+        self.is_in_event = False
+        """A part of an event was written, and the rest will be: nothing may come between."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "KeepAlive":
         self._set_timer()
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._timer is not None:
@@ -45,7 +48,8 @@ class KeepAlive:
         transport = self._http_request.transport
         if transport is None or transport.is_closing():
             return
-        if self._http_request.writer.output_size == self._num_written and not transport.get_write_buffer_size():
+        is_silent = self._http_request.writer.output_size == self._num_written and not self.is_in_event
+        if is_silent and not transport.get_write_buffer_size():
             self._write()
         self._num_written = self._http_request.writer.output_size
         self._set_timer()

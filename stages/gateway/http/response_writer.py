@@ -16,7 +16,15 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
-from pipeline.http_server.slow_clients import HIGH_BYTES, SlowClientTimeout, UnreadReplies, flushed, send_body, write
+from pipeline.http_server.slow_clients import (
+    HIGH_BYTES,
+    PIECE_BYTES,
+    SlowClientTimeout,
+    UnreadReplies,
+    flushed,
+    send_body,
+    write,
+)
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError
@@ -111,10 +119,12 @@ async def send_stream(
         await response.prepare(http_request)
         http_request.writer.send_headers()
         data = due(b"" if is_continued else events.first())
-        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))):
+        with KeepAlive(
+            http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))
+        ) as keep_alive:
             while not events.are_over:
                 if data:
-                    await write(http_request, response, data)
+                    await _write_all(http_request, response, data, keep_alive)
                 try:
                     if events.has_more:
                         await asyncio.sleep(0)
@@ -126,9 +136,9 @@ async def send_stream(
                 data = due()
             else:
                 data += await last_events(request, events)
-        if len(data) > HIGH_BYTES:
-            await write(http_request, response, data)
-            data = b""
+            if len(data) > HIGH_BYTES:
+                await _write_all(http_request, response, data, keep_alive)
+                data = b""
         await response.write_eof(data)
         await flushed(http_request)
     return response
@@ -144,8 +154,8 @@ async def send_log(
     unread: UnreadReplies,
 ) -> web.StreamResponse:
     """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
-    `send_stream`; only the headers if the method is HEAD. What the client does not take counts in `unread`: an event
-    may repeat the whole response. Raises ConnectionError as `send`."""
+    `send_stream`; only the headers if the method is HEAD. What the client does not take counts in `unread`,
+    besides the log. Raises ConnectionError as `send`."""
     headers = {"Content-Type": shapes.EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
     if http_request.method == "HEAD":
@@ -153,17 +163,27 @@ async def send_log(
     with SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()
-        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)):
+        with KeepAlive(http_request, keep_alive_s, lambda: _write(http_request, response, COMMENT)) as keep_alive:
             while first < len(log) or not log.is_over:
                 data, first = log.read(first)
                 if data:
-                    with unread.counted(http_request, len(data)):
-                        await write(http_request, response, data)
+                    # A large event is the log's own, which `count_log` counts: only a piece of it is copied.
+                    with unread.counted(http_request, min(len(data), HIGH_BYTES + PIECE_BYTES)):
+                        await _write_all(http_request, response, data, keep_alive)
                 else:
                     await log.more(first)
         await response.write_eof()
         await flushed(http_request)
     return response
+
+
+async def _write_all(
+    http_request: web.Request, response: web.StreamResponse, data: bytes, keep_alive: KeepAlive
+) -> None:
+    """Write events, with no keep-alive between the pieces of one."""
+    keep_alive.is_in_event = True
+    await write(http_request, response, data)
+    keep_alive.is_in_event = False
 
 
 def _write(http_request: web.Request, response: web.StreamResponse, data: bytes) -> None:

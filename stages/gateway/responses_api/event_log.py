@@ -27,6 +27,10 @@ class EventLog:
         """Size of the events, each with what an object takes."""
         self.is_over = False
         """No more events follow."""
+        self.num_readers = 0
+        """Clients that read it now. They keep it, also when its response is stored no more."""
+        self.num_counted = 0
+        """Bytes that admission counts for them."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -45,10 +49,13 @@ class EventLog:
         self._wake()
 
     def read(self, first: int) -> tuple[bytes, int]:
-        """Events from the position `first` on, about READ_BYTES at most, and the position after them."""
+        """Events from the position `first` on, about READ_BYTES at most, and the position after them. A larger event
+        comes alone, because it is not copied then."""
         end, num_bytes = first, 0
         while end < len(self._events) and num_bytes < READ_BYTES:
             num_bytes += len(self._events[end])
+            if num_bytes > 2 * READ_BYTES and end > first:
+                break
             end += 1
         return b"".join(self._events[first:end]), end
 

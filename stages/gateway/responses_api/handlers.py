@@ -213,12 +213,15 @@ class ResponsesApi:
             if error is not None:
                 log.append(events.failed(error))
             log.close()
+            self._requests.count_log(log)
             self._requests.release(request)
 
     async def _send_log(
         self, http_request: web.Request, log: EventLog, first: int, response_id: str
     ) -> web.StreamResponse:
         """Send the events of a background response from the position `first` on. It goes on without the client."""
+        log.num_readers += 1
+        self._requests.count_log(log)
         try:
             return await response_writer.send_log(
                 http_request,
@@ -231,6 +234,9 @@ class ResponsesApi:
             )
         except ConnectionError:
             return web.Response()  # the client has disconnected
+        finally:
+            log.num_readers -= 1
+            self._requests.count_log(log)
 
     def cancel_background(self, error: ApiError) -> int:
         """End all background responses with an error: the server stops. Returns their number."""

@@ -133,6 +133,12 @@ class Gate:
         connection.sendall(head.encode() + content)
         return connection
 
+    def raw_get(self, path: str) -> socket.socket:
+        """A raw connection that has sent a GET."""
+        connection = socket.create_connection(self.address, timeout=PATIENCE_S)
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        return connection
+
     # ------------------------------------------------------------------------------------------------ as the stages
 
     def submit(self) -> m.Submit:

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.http.keep_alive import KeepAlive
+from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, MODEL, Gate, read_until
 
 COMMENT = b": keep-alive\n\n"
@@ -71,3 +74,17 @@ def test_sse_keep_alive_s_of_0_writes_nothing(tmp_path: Path) -> None:
         assert b"Hello" in data and b"keep-alive" not in data
         silent.close()
         noisy.close()
+
+
+async def test_nothing_comes_between_the_parts_of_an_event() -> None:
+    written: list[bytes] = []
+    transport = SimpleNamespace(is_closing=lambda: False, get_write_buffer_size=lambda: 0)
+    http_request: Any = SimpleNamespace(transport=transport, writer=SimpleNamespace(output_size=9))
+    with KeepAlive(http_request, PATIENCE_S, lambda: written.append(COMMENT)) as keep_alive:
+        keep_alive.is_in_event = True
+        keep_alive._check()
+        keep_alive._check()
+        assert not written
+        keep_alive.is_in_event = False
+        keep_alive._check()
+        assert written == [COMMENT]

@@ -1,12 +1,18 @@
 """Streamed background responses: they go on without their client, and are streamed again from any event on."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import END, Gate, read_until
+from tests.stages.gateway.peers import until
 from tests.stages.gateway.responses_api.test_handlers import PATH, STREAMED, events_of, until_ended
+
+
+def open_bytes(gate: Gate) -> int:
+    return int(gate.client.get("/load").json()["open_bytes"])
 
 
 def id_in(begin: bytes) -> str:
@@ -40,6 +46,25 @@ def test_a_background_stream_goes_on_without_its_client(gate: Gate) -> None:
         rest = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: ")]
         assert rest == events[after + 1 :]
     assert gate.client.get(f"{path}?stream=true&starting_after={len(events)}").text == ""
+
+
+def test_the_events_that_a_slow_client_keeps_are_counted_once(tmp_path: Path) -> None:
+    """Also when their response is not stored any more: else a client could have the gateway keep any number."""
+    body = STREAMED | {"instructions": "a" * 4_000_000, "truncation": "auto"}
+    with Gate(tmp_path, send_buffer_bytes=4096) as gate, gate.raw(body, PATH) as connection:
+        submit = gate.begin()
+        response_id = read_until(connection, b'"object"').partition(b'"id":"')[2].partition(b'"')[0].decode()
+        gate.finish(submit, "Hi")
+        until_ended(gate, response_id)
+        gate.closed()
+        path = f"{PATH}/{response_id}"
+        assert 4 * 4_000_000 < open_bytes(gate) < 5 * 4_000_000, "four events have the instructions"
+        with gate.raw_get(f"{path}?stream=true") as second:
+            read_until(second, b"data: {")
+            assert gate.client.delete(path).status_code == 200
+            assert 4 * 4_000_000 < open_bytes(gate) < 5 * 4_000_000
+        connection.close()
+        until(lambda: open_bytes(gate) == 0, "nobody reads it")
 
 
 def test_a_background_stream_that_fails_ends_with_an_error(gate: Gate) -> None:

@@ -42,3 +42,14 @@ async def test_all_readers_wake_at_news_and_at_the_end() -> None:
     assert log.is_over
     await asyncio.wait_for(asyncio.gather(*waiting), 10)
     await asyncio.wait_for(log.more(1), 10)
+
+
+def test_a_large_event_is_not_copied_for_its_readers() -> None:
+    log = EventLog()
+    log.append(event(0, 10) + event(1, 10 * READ_BYTES) + event(2, 10))
+    pieces, first = [], 0
+    while first < len(log):
+        data, first = log.read(first)
+        pieces.append(data)
+    assert pieces == [event(0, 10), event(1, 10 * READ_BYTES), event(2, 10)]
+    assert log.read(1)[0] is log.read(1)[0]
