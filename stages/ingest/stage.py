@@ -44,6 +44,9 @@ LONG_CHARS = 20_000
 VERY_LONG_CHARS = 100_000
 """Prompts of this length or more have threads of their own: those of shorter ones are free again after 50 ms or so."""
 
+TRIM_CHARS = 500_000
+"""After encoding this many characters or more, the memory that it took is given back: hundreds of megabytes."""
+
 MANY_IDS = 10_000
 """This many ids or more are decoded in a thread."""
 
@@ -280,7 +283,7 @@ class IngestStage:
         threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
         try:
             outcome = await threads.run(
-                submit.scope_id, cost, lambda breadcrumb: self._prepare_in_thread(submit, ids, breadcrumb)
+                submit.scope_id, cost, lambda breadcrumb: self._prepare_in_thread(submit, ids, cost, breadcrumb)
             )
             await self._stage.replay_context.await_external("encoded", submit.request_id)
             with self._stage.breadcrumb.at(*key):
@@ -294,13 +297,16 @@ class IngestStage:
             self._encoding.pop(key, None)
 
     def _prepare_in_thread(
-        self, submit: Submit, ids: Ids | None, breadcrumb: Breadcrumb
+        self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
     ) -> PreparedPrompt | RequestRefused:
         with breadcrumb.at(submit.request_id, submit.attempt):
             try:
                 return self._prepare(submit, ids)
             except RequestRefused as refusal:
-                return refusal
+                return refusal.with_traceback(None)  # which keeps what was encoded
+            finally:
+                if cost >= TRIM_CHARS:
+                    heap.trim()
 
     def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
         """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRefused, or

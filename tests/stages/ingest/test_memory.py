@@ -1,0 +1,53 @@
+"""The memory that long prompts take while they are encoded is given back."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from pipeline.runtime import heap
+from pipeline.runtime import messages as m
+from pipeline.stages.ingest import stage as ingest_stage
+from tests.rig import Rig
+from tests.stages.ingest import models as tiny
+
+MIB = 1024**2
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_memory_is_given_back_after_a_long_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    trimmed: list[str] = []
+    monkeypatch.setattr(heap, "trim", lambda: trimmed.append(threading.current_thread().name))
+    with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
+        rig.start(tiny.facts(max_model_len=512 if is_refused else 1_000_000))
+        rig.send(tiny.submit("x" * (ingest_stage.TRIM_CHARS // 10), request_id=1), "gateway.0")
+        rig.receive("gateway", m.Rejected if is_refused else m.Accepted)
+        assert not trimmed
+        rig.send(tiny.submit("x" * ingest_stage.TRIM_CHARS, request_id=2), "gateway.0")
+        rig.receive("gateway", m.Rejected if is_refused else m.Accepted)
+        (thread,) = trimmed
+        assert thread.startswith("encode-long"), "not in the loop"
+
+
+def test_trimming_gives_freed_memory_back() -> None:
+    """Without it, a thread's heap keeps what the tokenizer has freed."""
+    process, tokenizer = psutil.Process(), tiny.byte_tokenizer()
+    sizes: list[int] = []
+    thread = threading.Thread(target=_encode, args=(tokenizer, "ab " * 100_000))
+    before = process.memory_info().rss
+    thread.start()
+    thread.join()
+    sizes.append(process.memory_info().rss - before)
+    heap.trim()
+    sizes.append(process.memory_info().rss - before)
+    assert sizes[1] < max(sizes[0] // 2, 8 * MIB), sizes
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> None:
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    assert np.array(encoding.ids[:3]).size == 3
