@@ -5,6 +5,7 @@ import sys
 import time
 import tracemalloc
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,17 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway import open_bytes
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import logprobs
-from pipeline.stages.gateway.request import SequenceOutput
+from pipeline.stages.gateway.request import Request, SequenceOutput
+from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.reply import response_of
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.special_spans import packed
 from tests.fakes import FakeExecutor
 from tests.rig import raw
@@ -180,6 +186,24 @@ class TestManyPrompts:
         one, many = chat(**body), chat(**body, n=100)
         assert open_bytes.form_bytes(one) >= 30_000
         assert open_bytes.form_bytes(many) - open_bytes.form_bytes(one) >= 99 * 20_000
+
+
+class TestForm:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("character", ["a", "\x01", '"', "é"])
+    def test_it_bounds_what_the_first_events_or_a_reply_repeat(self, stream: bool, character: str) -> None:
+        """The request's fields, and two events with them, or a body that is copied once."""
+        tool = {"type": "function", "name": "f", "parameters": {"a": character * 3000}}
+        body = {"model": MODEL, "input": "Hi", "instructions": character * 10_000, "tools": [tool], "stream": stream}
+        nothing: Any = SimpleNamespace(is_on=False, why_off="it is off", check_size=lambda *_: None)
+        limits = msgspec.structs.replace(LIMITS, formats=ChatFormats.of("", ChatSettings(tool_call_parser="hermes")))
+        parsed = parse_response(json.dumps(body).encode(), limits, nothing, "0").request
+        stage: Any = SimpleNamespace(replay_context=ReplayContext(), trace=SimpleNamespace(on=False))
+        response = response_of(Request(parsed, stage, 1, limits.formats), "in_progress", [])
+        event = len(msgspec.json.encode(response))
+        taken = 2 * event + deep_bytes(parsed.response, set())
+        counted = open_bytes.form_bytes(parsed)
+        assert taken - 2 * 2000 <= counted <= 1.5 * taken, "an event has about 1 kB of its own"
 
 
 class TestOutput:

@@ -64,7 +64,7 @@ def test_the_events_that_a_slow_client_keeps_are_counted_once(tmp_path: Path) ->
             assert gate.client.delete(path).status_code == 200
             assert 4 * 4_000_000 < open_bytes(gate) < 5 * 4_000_000
         connection.close()
-        until(lambda: open_bytes(gate) == 0, "nobody reads it")
+        until(lambda: open_bytes(gate) == 0, "it is not read any more")
 
 
 def test_a_background_stream_that_fails_ends_with_an_error(gate: Gate) -> None:
