@@ -230,10 +230,10 @@ class RequestTable:
         self.num_opened += 1
         if parsed.size is None:
             parsed = measured(parsed)
-        size, fixed = size_of(parsed), fixed_bytes(parsed.options)
-        estimates = [self.admission.estimate(one, is_computed=not parsed.is_lookup) for one in size.num_tokens]
+        sized, fixed = size_of(parsed), fixed_bytes(parsed.options)
+        estimates = [self.admission.estimate(one, is_computed=not parsed.is_lookup) for one in sized.num_tokens]
         now_s = time.monotonic()
-        form, sizes = size.form, submitted_bytes(parsed, fixed)
+        form, sizes = sized.form, submitted_bytes(parsed, fixed)
         if not replay.is_replaying:  # a recording has only what was admitted
             parsed = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
         if replay.is_recording:
