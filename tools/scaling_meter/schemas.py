@@ -112,6 +112,12 @@ def _nested(inner: Callable[[int], Any]) -> Grow:
     return grow
 
 
+def _wrapped(part: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(DEPTH):
+        part = {"allOf": [part]}
+    return part
+
+
 SCHEMAS: Mapping[str, Grow] = {
     "anyOf of 2 refs": lambda n: _chain(n, 2),
     "anyOf of 8 refs": lambda n: _chain(n, 8),
@@ -122,7 +128,7 @@ SCHEMAS: Mapping[str, Grow] = {
     "allOf of refs of all to all": lambda n: _all_to_all(n, "allOf"),
     "refs into a deep part": lambda n: json.dumps(
         {
-            "$defs": {"d": functools.reduce(lambda part, _: {"allOf": [part]}, range(DEPTH), {"type": "string"})},
+            "$defs": {"d": _wrapped({"type": "string"})},
             "properties": {
                 f"p{i}": {"$ref": "#/$defs/d" + "/allOf/0" * (i % DEPTH)} for i in range(max(n // (5 * DEPTH), 1))
             },
