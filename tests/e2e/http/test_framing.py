@@ -339,9 +339,12 @@ def ingress(gateway: Target) -> Iterator[Target]:
     async def close(ingress: Ingress) -> None:
         await ingress.close()
         num_quiet = 0  # turns without transports that are closing, or connections that are being accepted
+        transports = loop._transports  # type: ignore[attr-defined]
         async with asyncio.timeout(PATIENCE_S):
             while num_quiet < 5:
-                is_quiet = len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
+                # One that does not read, and has nothing to write, is not in the selector.
+                is_open = any(one._sock is not None for one in list(transports.values()))
+                is_quiet = not is_open and len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
                 num_quiet = num_quiet + 1 if is_quiet else 0
                 await asyncio.sleep(0.01)
 
