@@ -102,7 +102,6 @@ class ChatTemplates:
             if reasoning is not None:
                 stage = reply_start.evident(text, variables, prompt, reasoning)
                 if stage is None:
-                    budget = budget if is_short else self._budget(prompt)
                     most = max_chars + reply_start.num_chars_added(prompt)
                     render = partial(template.render, max_chars=most, budget=budget, now_s=now_s)
                     stage = _reply_stage(text, variables, prompt, reasoning, render)
