@@ -22,6 +22,7 @@ from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
 from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.runtime.client_address import client_address
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
@@ -58,8 +59,7 @@ class HttpConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        self._connections.add(self, str(peer[0]) if isinstance(peer, tuple) else "")
+        self._connections.add(self, client_address(transport))
         self._time_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:

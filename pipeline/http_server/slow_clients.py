@@ -10,7 +10,7 @@ own: `SlowClientTimeout` while they write, or `UnreadReplies.counted` besides it
 
 import asyncio
 import contextlib
-from collections import Counter
+import heapq
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from pipeline.http_server.guard import Handle, current_scope
 from pipeline.runtime import suspension
+from pipeline.runtime.client_address import client_address
 
 HIGH_BYTES = 16 * 1024
 """Bytes buffered in the transport of a slow client, besides one piece of PIECE_BYTES."""
@@ -102,10 +103,11 @@ def _is_tls(http_request: web.BaseRequest) -> bool:
 class _Unread:
     """What one client has not taken."""
 
-    def __init__(self, transport: Any, num_bytes: int, client: str, begin_s: float) -> None:
+    def __init__(self, transport: Any, num_bytes: int, scope: str, address: str, begin_s: float) -> None:
         self.transport = transport
         self.num_bytes = num_bytes
-        self.client = client
+        self.client = bool(scope), scope or address
+        """Orders by who loses connections first: those without a key, if there are keys."""
         self._begin_s = begin_s
 
     def rate(self, now_s: float) -> tuple[float, float]:
@@ -115,8 +117,9 @@ class _Unread:
 
 
 class UnreadReplies:
-    """Replies that are built, and that clients have not taken yet, of one process. If they are too large together, the
-    API key (without keys: the address) that has the most of them loses the connections that take the least."""
+    """Replies that are built, and that clients have not taken yet, of one process. If they are too large together,
+    clients without a key lose connections first, then the API key that has the most of them (without keys: the
+    address). Each loses those that take the least."""
 
     def __init__(self, max_bytes: Callable[[], int], slow_client_timeout_s: float) -> None:
         """`max_bytes` is asked each time. A client that takes nothing for `slow_client_timeout_s`, or at most twice
@@ -152,7 +155,8 @@ class UnreadReplies:
         if transport is None or not (num_bytes := transport.get_write_buffer_size() + num_more):
             yield
             return
-        unread = _Unread(transport, num_bytes, _client(request), asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        unread = _Unread(transport, num_bytes, current_scope(), client_address(transport), now_s)
         self.num_bytes += num_bytes
         if self.num_bytes > self._max_bytes():
             self._make_room()
@@ -165,16 +169,19 @@ class UnreadReplies:
     def _make_room(self) -> None:
         """Disconnect clients until a part is free again, so that this is not done for each reply."""
         now_s, most = asyncio.get_running_loop().time(), self._max_bytes()
-        of_client: dict[str, list[_Unread]] = {}
+        of_client: dict[tuple[bool, str], list[_Unread]] = {}
         for one in self._unread:
             of_client.setdefault(one.client, []).append(one)
         for each in of_client.values():
             each.sort(key=lambda one: one.rate(now_s), reverse=True)
-        sums = Counter({client: sum(one.num_bytes for one in each) for client, each in of_client.items()})
-        while self.num_bytes > most - most // 8 and any(of_client.values()):
-            client = max(sums, key=lambda one: sums[one])
+        # There may be as many clients as connections, so the first of them is not searched each time.
+        queue = [(client[0], -sum(one.num_bytes for one in each), client) for client, each in of_client.items()]
+        heapq.heapify(queue)
+        while self.num_bytes > most - most // 8 and queue:
+            has_key, size, client = heapq.heappop(queue)
             victim = of_client[client].pop()
-            sums[client] -= victim.num_bytes
+            if of_client[client]:
+                heapq.heappush(queue, (has_key, size + victim.num_bytes, client))
             self._remove(victim)
             victim.transport.abort()
 
@@ -189,10 +196,3 @@ def _body_bytes(response: web.StreamResponse) -> int:
     """What will be written of a response."""
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
     return len(body) if isinstance(body, bytes) else 0
-
-
-def _client(request: web.BaseRequest) -> str:
-    if scope := current_scope():
-        return scope
-    peer = request.transport and request.transport.get_extra_info("peername")
-    return str(peer[0]) if isinstance(peer, tuple) else ""

@@ -23,6 +23,7 @@ from typing import Literal, cast
 
 from pipeline.client.connection.zmq_address import check_free, refusal
 from pipeline.errors import UserError
+from pipeline.runtime.client_address import client_address
 from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp
@@ -171,8 +172,7 @@ class ZmtpListener:
         assert connection.transport is not None
         fd = connection.transport.get_extra_info("socket").fileno()
         is_foreign = self._is_ipc and uid_of_peer(fd) != os.geteuid()
-        peer = connection.transport.get_extra_info("peername")
-        connection.owner = str(peer[0]) if isinstance(peer, tuple) else ""
+        connection.owner = client_address(connection.transport)
         if is_foreign or self._is_closed or not self._has_place(connection.owner):
             connection.is_ending = True
             connection.transport.abort()
