@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -20,9 +20,10 @@ import numpy as np
 from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Target, path_of, write_each
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
-from pipeline.lora.peft_config import CONFIG, AdapterError, PeftConfig, read_config
+from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
+from pipeline.runtime.regular_files import RegularFile
 
 FORMAT = 2
 """Raise it when a conversion changes, so that older files are not used."""
@@ -56,7 +57,8 @@ def convert(
         def check_gguf(file: GgufAdapter) -> None:
             modules.extend(_checked(weights, file.modules(model), model, max_rank))
 
-        digest.update(GgufAdapter(source, max_bytes, deadline_s, folders, check_gguf).data)
+        with _opened(source, max_bytes, deadline_s, folders) as file:
+            digest.update(GgufAdapter(file, check_gguf).data)
     else:
         weights = source / WEIGHTS
         config, config_bytes = read_config(source, deadline_s, folders)
@@ -64,7 +66,8 @@ def convert(
         def check_peft(tensors: AdapterTensors) -> None:
             modules.extend(_checked(weights, _modules_of_peft(config, tensors, model), model, max_rank))
 
-        tensors = AdapterTensors(weights, max_bytes, deadline_s, folders, check_peft)
+        with _opened(weights, max_bytes, deadline_s, folders) as file:
+            tensors = AdapterTensors(file, check_peft)
         digest.update(config_bytes)
         digest.update(tensors.data)
     adapter_id = digest.hexdigest()
@@ -86,6 +89,17 @@ def convert(
         with suppress(OSError):  # a cache that may only be read has no time of use
             os.utime(path)
     return adapter_id
+
+
+@contextmanager
+def _opened(path: Path, max_bytes: int, deadline_s: float, folders: Sequence[str]) -> Iterator[RegularFile]:
+    """The file of an adapter's weights. Raises NotAnAdapter if it can't be opened, or read while it is open."""
+    try:
+        with RegularFile(path, max_bytes, deadline_s, folders) as file:
+            yield file
+    except OSError as error:
+        hint = "; weights must be in this safetensors file" if path.name == WEIGHTS else ""
+        raise NotAnAdapter(f"{path}: {error.strerror}{hint}") from error
 
 
 def dtype_of(settings: Settings) -> Dtype:

@@ -8,9 +8,8 @@ architectures (`LlamaModel.permute`): this module reverses that.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from pipeline.lora.gguf_file import SmallGguf
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.lora.tensors import FloatMatrix, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
+from pipeline.runtime.regular_files import RegularFile
 
 SUFFIX = ".gguf"
 PERMUTED = frozenset({"arcee", "granite", "llama", "olmo", "smollm3"})
@@ -61,24 +61,18 @@ class Module(NamedTuple):
 
 
 class GgufAdapter:
-    """An adapter's file. Raises AdapterError if it can't be served, NotAnAdapter if it is something else."""
+    """An adapter's file. Raises AdapterError if it can't be served, NotAnAdapter if it is something else, OSError if it
+    can't be read."""
 
-    def __init__(
-        self,
-        path: Path,
-        max_bytes: int,
-        deadline_s: float = math.inf,
-        folders: Sequence[str] = (),
-        check: Callable[[Self], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, file: RegularFile, check: Callable[[Self], None] = lambda _: None) -> None:
         """`check` accepts the modules, or raises AdapterError, before the tensors are read."""
-        self.path = path
+        self.path = file.path
 
-        def check_tensors(file: SmallGguf) -> None:
-            self._file = file
+        def check_tensors(tensors: SmallGguf) -> None:
+            self._file = tensors
             check(self)
 
-        self._file = SmallGguf(path, max_bytes, deadline_s, folders, self._take_keys, check_tensors)
+        self._file = SmallGguf(file, self._take_keys, check_tensors)
         self.data = self._file.data
 
     def _take_keys(self, keys: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. stages/prepar
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -42,42 +41,36 @@ class _Tensor(NamedTuple):
 
 
 class SmallGguf:
-    """The keys and tensors of a file. Raises NotAnAdapter if it is not a complete one."""
+    """The keys and tensors of a file. Raises NotAnAdapter if it is not a complete one, OSError if it can't be read."""
 
     def __init__(
         self,
-        path: Path,
-        max_bytes: int,
-        deadline_s: float = math.inf,
-        folders: Sequence[str] = (),
+        file: RegularFile,
         check_keys: Callable[[dict[str, Any]], None] = lambda _: None,
         check: Callable[[Self], None] = lambda _: None,
     ) -> None:
-        """See `RegularFile`: the file may change while it is read. Its first bytes must be those of a GGUF file before
+        """The file may change while it is read. Its first bytes must be those of a GGUF file before
         its header is read. `check_keys` accepts its keys, and `check` its tensors, or they raise AdapterError, before
         the tensors are read. No two may share bytes."""
-        self.path = path
+        self.path = path = file.path
         self._at = len(MAGIC)
         self.keys: dict[str, Any] = {}
         """Numbers and texts. Arrays are left out but for their names, which have None"""
         self._tensors: dict[str, _Tensor] = {}
         try:
-            with RegularFile(path, max_bytes, deadline_s, folders) as file:
-                self.data = file.read_to(len(MAGIC))
-                if self.data != MAGIC:
-                    raise ValueError("it does not begin with GGUF")
-                self.data = file.read_to(MAX_HEADER_BYTES + NUMBER_BYTES)
-                self._read()
-                check_keys(self.keys)
-                end = self._end(file.size)
-                places = [(name, one.offset, one.offset + self._num_bytes(name)) for name, one in self._tensors.items()]
-                require_contiguous(path, places, self._alignment)
-                check(self)
-                self.data = file.read_to(end)
+            self.data = file.read_to(len(MAGIC))
+            if self.data != MAGIC:
+                raise ValueError("it does not begin with GGUF")
+            self.data = file.read_to(MAX_HEADER_BYTES + NUMBER_BYTES)
+            self._read()
+            check_keys(self.keys)
+            end = self._end(file.size)
+            places = [(name, one.offset, one.offset + self._num_bytes(name)) for name, one in self._tensors.items()]
+            require_contiguous(path, places, self._alignment)
+            check(self)
+            self.data = file.read_to(end)
         except AdapterError:
             raise
-        except OSError as error:
-            raise NotAnAdapter(f"{path}: {error.strerror}") from error
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise NotAnAdapter(f"{path}: it is not a complete GGUF file: {error}") from error
 

@@ -5,7 +5,7 @@ data (https://github.com/huggingface/safetensors#format).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,38 +29,26 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class AdapterTensors:
-    """The tensors of a file. Raises AdapterError if it can't be used, NotAnAdapter if it can't be read or does not
-    begin as a safetensors file."""
+    """The tensors of a file. Raises AdapterError if it can't be used, NotAnAdapter if it does not begin as a
+    safetensors file, OSError if it can't be read."""
 
-    def __init__(
-        self,
-        path: Path,
-        max_bytes: int,
-        deadline_s: float = math.inf,
-        folders: Sequence[str] = (),
-        check: Callable[[Self], None] = lambda _: None,
-    ) -> None:
-        """See `RegularFile`: the file may change while it is read. The header is read first, and the rest only if the
-        file has the size that the header describes, no two tensors share bytes, and `check` accepts them, or raises
-        AdapterError."""
-        self.path = path
-        try:
-            with RegularFile(path, max_bytes, deadline_s, folders) as file:
-                length = int.from_bytes(file.read_to(LENGTH_BYTES), "little")
-                self._begin = LENGTH_BYTES + length
-                if length > MAX_HEADER_BYTES or self._begin > file.size:
-                    raise NotAnAdapter(f"{path}: it is not a safetensors file, or it is incomplete")
-                self._entries = self._decoded(file.read_to(self._begin))
-                end = self._begin + max((entry.data_offsets[1] for entry in self._entries.values()), default=0)
-                if end != file.size:
-                    what = "tensors are not in the file" if end > file.size else "header does not describe all of it"
-                    raise AdapterError(f"{path}: its {what}: it has {file.size} bytes, and the header describes {end}")
-                offsets = {name: entry.data_offsets for name, entry in self._entries.items()}
-                require_contiguous(path, ((name, *place) for name, place in offsets.items()))
-                check(self)
-                self.data = file.read_to(end)
-        except OSError as error:
-            raise NotAnAdapter(f"{path}: {error.strerror}; weights must be in this safetensors file") from error
+    def __init__(self, file: RegularFile, check: Callable[[Self], None] = lambda _: None) -> None:
+        """The file may change while it is read. The header is read first, and the rest only if the file has the size
+        that the header describes, no two tensors share bytes, and `check` accepts them, or raises AdapterError."""
+        self.path = path = file.path
+        length = int.from_bytes(file.read_to(LENGTH_BYTES), "little")
+        self._begin = LENGTH_BYTES + length
+        if length > MAX_HEADER_BYTES or self._begin > file.size:
+            raise NotAnAdapter(f"{path}: it is not a safetensors file, or it is incomplete")
+        self._entries = self._decoded(file.read_to(self._begin))
+        end = self._begin + max((entry.data_offsets[1] for entry in self._entries.values()), default=0)
+        if end != file.size:
+            what = "tensors are not in the file" if end > file.size else "header does not describe all of it"
+            raise AdapterError(f"{path}: its {what}: it has {file.size} bytes, and the header describes {end}")
+        offsets = {name: entry.data_offsets for name, entry in self._entries.items()}
+        require_contiguous(path, ((name, *place) for name, place in offsets.items()))
+        check(self)
+        self.data = file.read_to(end)
 
     def _decoded(self, data: bytearray) -> dict[str, _Entry]:
         if len(data) < self._begin:

@@ -46,6 +46,7 @@ class RegularFile:
     def __init__(
         self, path: Path, max_bytes: int, deadline_s: float = float("inf"), folders: Sequence[str] = ()
     ) -> None:
+        self.path = path
         self._deadline_s = deadline_s
         self._data = bytearray()
         self._fd = open_regular(path)
