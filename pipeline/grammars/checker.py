@@ -202,6 +202,12 @@ def _client_error(error: str) -> str:
         return f"its keywords {keys} are not supported"
     if "oneOf constraints are not supported" in words:
         return 'its keyword "oneOf" is supported only where no value can match two of the schemas: use "anyOf"'
+    if "look-around" in words:
+        return f'a pattern, such as one of its keyword "pattern", can\'t be used: {words}'
+    if "'multipleOf' has too many digits" in words:
+        return 'its keyword "multipleOf" has too many digits'
+    if "Failed to generate regex for" in words:
+        return "the bounds of a number (such as minimum and maximum) are too far apart, or contradict each other"
     if "recursion limit exceeded" in words:
         return "it is nested too deeply"
     return words

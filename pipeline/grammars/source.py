@@ -5,15 +5,17 @@ Call this only in a worker process: a hostile grammar can make the conversion sl
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pipeline.grammars.closed import closed
+from pipeline.grammars.exact_json import decoded, encoded
 from pipeline.grammars.format_names import with_known_formats
 from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, UnsupportedSchema, check, strict
+from pipeline.grammars.simplified import simplified
 from pipeline.text.formats.lark import LarkGrammar
 
 MAX_CHOICES = 10_000
@@ -56,32 +58,33 @@ def to_llguidance(kind: str, source: str, tokenizer: LLTokenizer) -> str:
 
 
 def _json(source: str, what: str) -> Any:
-    def refuse(name: str) -> None:
+    def refuse(name: str) -> NoReturn:
         raise InvalidGrammar(f"{what} contains {name}, which is not valid JSON")
 
     try:
-        return json.loads(source, parse_constant=refuse)
+        return decoded(source, refuse)
     except ValueError as error:
         raise InvalidGrammar(f"{what} is not valid JSON: {error}") from None
 
 
 def _schema(source: str, options: Options, *, is_closed: bool = False) -> str:
     schema = _json(source, "the schema")
-    return f'{{"grammars": [{{"json_schema": {_fit(source, schema, options, is_closed=is_closed)}}}]}}'
+    return f'{{"grammars": [{{"json_schema": {_fit(schema, options, is_closed=is_closed)}}}]}}'
 
 
 def _calls(source: str) -> str:
     """The Lark grammar of tool calls."""
 
     def fit(text: str) -> str:
-        return _fit(text, _json(text, "the schema of a tool"), STRICT, is_closed=True)
+        return _fit(_json(text, "the schema of a tool"), STRICT, is_closed=True)
 
     return msgspec.json.decode(source, type=LarkGrammar).lark(fit)
 
 
-def _fit(text: str, schema: Any, options: Options, *, is_closed: bool = False) -> str:
-    """A schema's text for the library. Keywords that the library can't enforce are errors."""
-    _check_schema(schema)
+def _fit(schema: Any, options: Options, *, is_closed: bool = False) -> str:
+    """A schema's text for the library. Keywords and numbers that the library can't enforce are errors."""
+    schema = _checked(schema)
+    text = encoded(schema)
     try:
         text = with_known_formats(text, schema)
         return strict(closed(text, schema) if is_closed else text, schema, options)
@@ -89,13 +92,15 @@ def _fit(text: str, schema: Any, options: Options, *, is_closed: bool = False) -
         raise InvalidGrammar(f"it can't be read: {error}") from None
 
 
-def _check_schema(schema: Any) -> None:
+def _checked(schema: Any) -> Any:
+    """A schema that the library enforces."""
     if not isinstance(schema, dict | bool):
         raise InvalidGrammar(f"a schema must be an object, true or false, not {_type(schema)}")
     if isinstance(schema, dict) and OWN_OPTIONS in schema:
         raise InvalidGrammar(f"{OWN_OPTIONS!r} is not supported in a schema")
     try:
         check(schema)
+        return simplified(schema)
     except UnsupportedSchema as error:
         raise InvalidGrammar(str(error)) from None
 
@@ -160,11 +165,7 @@ def _structure(i: int, structure: Any, triggers: list[str], tokenizer: LLTokeniz
     trigger = max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
     if trigger is None:
         raise InvalidGrammar(f"`begin` of {where} does not start with any of the triggers")
-    try:
-        text = json.dumps(schema, allow_nan=False)
-    except ValueError:
-        raise InvalidGrammar(f"`schema` of {where} has a number that is too large") from None
-    inner = f"%json {_fit(text, schema, options)}"
+    inner = f"%json {_fit(schema, options)}"
     follows = begin[len(trigger) :]
     body = " ".join(part for part in (follows and _literal(follows), inner, end and _literal(end)) if part)
     if (special := _special(trigger, tokenizer)) is not None:

@@ -92,6 +92,8 @@ def reason_never_generated(file: str, value: Any) -> str:
     """The reason why no output is this valid instance: outputs need not cover all of them."""
     if has_whole_float(value):
         return "whole numbers have no point and no exponent"
+    if file == "optional/bignum.json" and isinstance(value, int) and abs(value) > 2**53:
+        return "bounds beyond the library's numbers become tighter"
     if file == "format.json" or file.startswith("optional/format/"):
         return "`format` is enforced, and rarer forms of some are not generated"
     if file == "optional/ecmascript-regex.json" and not str(value).isprintable():
@@ -141,7 +143,7 @@ def test_unsupported_schemas_are_rejected_with_the_keyword(tiny_engine: Engine) 
         error = check(tiny_engine, "json_schema", json.dumps(group["schema"])).error
         if error:
             reasons[file, group["description"]] = error
-    assert 200 < len(reasons) < 250
+    assert 130 < len(reasons) < 170
     others = {error for error in reasons.values() if not any(word in error for word in KEYWORDS)}
     known = (
         "is not present in a registry",  # another document

@@ -18,6 +18,8 @@ OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"
 OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "$ref"})
 MAX_KEY_CHARS = 1024
 """The longest name of a parameter that parsers read."""
+MAX_COUNTED_CHARS = 2**31
+"""A larger `maxLength` restricts no output, and the library's patterns can't have it."""
 MAX_WRITTEN_CHARS = 65536
 """The parameters of a tool may have this many characters together, or as many as the tool's schema: each is written
 with all definitions."""
@@ -113,6 +115,8 @@ def text_body(schema: Any) -> str | None:
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not isinstance(least, int) or not isinstance(most, int | None):
         return None
+    if most is not None and most >= MAX_COUNTED_CHARS:
+        most = None
     sized = r"/(?s:.*)/" if not least and most is None else f"/(?s:.{{{least},{'' if most is None else most}}})/"
     if "pattern" not in schema:
         return sized

@@ -105,7 +105,7 @@ BAD = [
     ("closed_schema", '{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
     ("json_schema", "[]", "an array"),
     ("json_schema", '{"minimum": NaN}', "NaN"),
-    ("json_schema", '{"minimum": 1e400}', "number out of range"),
+    ("json_schema", '{"minimum": 1e400}', '"minimum" has the number 1e400'),
     ("json_schema", '{"not": {}}', '"not"'),
     ("json_schema", '{"type": "string", "format": 9}', "format"),
     ("json_schema", '{"properties": {"a": {"type": "string", "maxlength": 9}}}', 'did you mean "maxLength"'),
@@ -143,7 +143,10 @@ async def test_an_invalid_grammar_is_a_400_with_the_reason(grammars: GrammarChec
 
 
 async def test_the_tool_with_an_invalid_schema_is_named(grammars: GrammarChecker) -> None:
-    good, bad = {"type": "object"}, {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {}}}}
+    good, bad = (
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {"minItems": 2, "maxItems": 1, "not": {"type": "null"}}}},
+    )
     lark = LarkBuilder("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
     source = msgspec.json.encode(lark.grammar(start)).decode()

@@ -1,0 +1,207 @@
+"""Rewrite schemas that people and schema libraries write into ones that mean the same and that llguidance enforces.
+
+The library refuses keywords that it does not know, even where they restrict nothing: zod writes `propertyNames:
+{"type": "string"}` for each record, pydantic writes the names of a dict as `propertyNames: {"enum": […]}`. Keywords
+that restrict nothing are removed here. Those that other keywords can express are replaced. All others stay, and the
+library refuses them by name.
+"""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from pipeline.grammars.exact_json import Written, encoded
+from pipeline.grammars.keywords import KEYWORDS, OF_NAMES
+from pipeline.grammars.numbers import check_values, with_enforced_bounds
+from pipeline.grammars.schema import VALUES, UnsupportedSchema
+from pipeline.text.formats.schema_types import resolved
+
+COUNTS = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"}
+)
+"""Keywords with a count, which may be written as 1.0"""
+
+UNREACHED = 2**31
+"""No output has as many characters, items or properties."""
+
+MAX_REPEATED_CHARS = 2**20
+"""The schema of all properties is repeated for each name, up to this size together."""
+
+NO_ASSERTION = frozenset({"$defs", "definitions", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
+APPLICATORS = frozenset(
+    {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+    | {"dependentSchemas", "dependencies", "contains"}
+)
+"""Keywords whose schemas may evaluate properties or items of the same value"""
+
+NAME_FORMATS = {
+    "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
+    "date": "^[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])$",
+}
+"""Formats of property names → patterns"""
+
+LOCAL = r"(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]"
+EQUAL_PATTERNS = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        rf"^{LOCAL}@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{{2,}}$"
+    )
+}
+"""Patterns of well-known libraries with look-around → the same without. The first is zod's of an email address."""
+
+
+def simplified(schema: Any) -> Any:
+    """A decoded schema (`exact_json.decoded`) that accepts the same values, except that some bounds of numbers are
+    tighter (`numbers`). Raises UnsupportedSchema if it has a number that can't be enforced."""
+    made = _Simplifier(schema).schema(schema)
+    return schema if made is False else made  # the library's reason names the keyword
+
+
+class _Simplifier:
+    def __init__(self, root: Any) -> None:
+        self._root = root if isinstance(root, dict) else {}
+        text = encoded(root)
+        self._has_dynamic_refs = '"$dynamicRef"' in text
+        self._has_unevaluated = '"unevaluated' in text
+        """A schema that restricts nothing may still evaluate items or properties."""
+        self._has_recursive_refs = '"$recursiveRef"' in text
+
+    def schema(self, schema: Any) -> Any:
+        """A schema, or an array of schemas, simplified. Anything else is returned as it is."""
+        if isinstance(schema, list):
+            return [self.schema(part) for part in schema]
+        if not isinstance(schema, dict):
+            return None if isinstance(schema, float) and abs(schema) == float("inf") else schema
+        made = {key: self._keyword(key, value) for key, value in schema.items() if key not in VALUES}
+        made = with_enforced_bounds(_counted(made))
+        made = self._without_anchors(made)
+        if not self._has_unevaluated:
+            made = _without_contains(_without_conditions(made))
+        made = _without_not(_without_unevaluated(_without_dependencies(made)))
+        if "propertyNames" in made:
+            made = self._without_property_names(made)
+        return False if "not" in made and restricts_nothing(made["not"]) else made
+
+    def _keyword(self, key: str, value: Any) -> Any:
+        if key in ("enum", "const"):
+            check_values(key, value)
+            return value
+        if key in OF_NAMES and isinstance(value, dict):
+            return {name: self.schema(part) for name, part in value.items()}
+        if key == "pattern":
+            return EQUAL_PATTERNS.get(value, value) if isinstance(value, str) else value
+        if key in KEYWORDS and isinstance(value, Written):
+            return value  # a bound or a count
+        return self.schema(value)
+
+    def _without_anchors(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Without references that depend on the path to them, dynamic anchors are plain ones."""
+        if not self._has_recursive_refs:
+            schema.pop("$recursiveAnchor", None)
+        if not self._has_dynamic_refs and isinstance(schema.get("$dynamicAnchor"), str) and "$anchor" not in schema:
+            schema["$anchor"] = schema.pop("$dynamicAnchor")
+        return schema
+
+    def _without_property_names(self, schema: dict[str, Any]) -> dict[str, Any]:
+        names = schema["propertyNames"]
+        if isinstance(names, dict) and KEYWORDS & names.keys() == {"$ref"} and isinstance(names["$ref"], str):
+            names = resolved(names["$ref"], self._root)  # only this level: definitions may refer to each other
+            names = _counted(names) if isinstance(names, dict) else names
+        rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+        if restricts_nothing(names):
+            return rest
+        if not isinstance(names, dict):
+            return schema
+        types, keywords = names.get("type", "string"), KEYWORDS & names.keys() - {"type"} - NO_ASSERTION
+        if types != "string" and not (isinstance(types, list) and "string" in types):
+            return schema
+        if not keywords:
+            return rest
+        if "patternProperties" in schema or "unevaluatedProperties" in schema:
+            return schema
+        others = schema.get("additionalProperties", True)
+        named = schema.get("properties", {})
+        if keywords in ({"enum"}, {"const"}) and isinstance(named, dict):
+            values = names["enum"] if "enum" in names else [names["const"]]
+            allowed = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+            is_small = len(allowed) * len(encoded(others)) <= MAX_REPEATED_CHARS
+            if allowed and is_small and named.keys() <= set(allowed):
+                each = {name: named.get(name, others) for name in allowed}
+                return rest | {"properties": each, "additionalProperties": False}
+        elif not named and (pattern := _pattern_of_names(names, keywords)):
+            return rest | {"patternProperties": {pattern: others}, "additionalProperties": False}
+        return schema
+
+
+def restricts_nothing(schema: Any) -> bool:
+    """Whether each value matches a simplified schema."""
+    return schema is True or (isinstance(schema, dict) and not KEYWORDS & schema.keys() - NO_ASSERTION)
+
+
+def _counted(schema: dict[str, Any]) -> dict[str, Any]:
+    """Counts as integers, without maxima that no output reaches. Raises UnsupportedSchema."""
+    made = {}
+    for key, value in schema.items():
+        if key in COUNTS and isinstance(value, int | float) and not isinstance(value, bool):
+            if value < 0 or (value < UNREACHED and value != int(value)):
+                shown = value.text if isinstance(value, Written) else value
+                raise UnsupportedSchema(f'its keyword "{key}" must be a whole number that is not negative, not {shown}')
+            if value >= UNREACHED:
+                if key.startswith("max"):
+                    continue
+                raise UnsupportedSchema(f'its keyword "{key}" is larger than any output can be')
+            value = int(value)
+        made[key] = value
+    return made
+
+
+def _without(schema: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key not in keys}
+
+
+def _without_conditions(schema: dict[str, Any]) -> dict[str, Any]:
+    if "if" not in schema or all(restricts_nothing(schema.get(key, True)) for key in ("then", "else")):
+        return _without(schema, "if", "then", "else")
+    return schema
+
+
+def _without_contains(schema: dict[str, Any]) -> dict[str, Any]:
+    if "contains" not in schema or (schema.get("minContains", 1) == 0 and "maxContains" not in schema):
+        return _without(schema, "contains", "minContains", "maxContains")
+    return schema
+
+
+def _without_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
+    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        value = schema.get(key)
+        if isinstance(value, dict) and all(part == [] or restricts_nothing(part) for part in value.values()):
+            schema = _without(schema, key)
+    return schema
+
+
+def _without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
+    """Also without `uniqueItems` of arrays that can't have equal items."""
+    most = schema.get("maxItems")
+    if schema.get("uniqueItems") is False or ("uniqueItems" in schema and isinstance(most, int) and most <= 1):
+        schema = _without(schema, "uniqueItems")
+    for key, others in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if key not in schema:
+            continue
+        if restricts_nothing(schema[key]) or (others in schema and not isinstance(schema[others], list)):
+            schema = _without(schema, key)
+        elif APPLICATORS.isdisjoint(schema) and others not in schema:
+            schema = _without(schema, key) | {others: schema[key]}
+    return schema
+
+
+def _without_not(schema: dict[str, Any]) -> dict[str, Any]:
+    return _without(schema, "not") if schema.get("not", True) is False else schema
+
+
+def _pattern_of_names(names: Mapping[str, Any], keywords: Set[str]) -> str | None:
+    """A pattern of names that match a schema with these keywords; None if they need more than one."""
+    if keywords == {"pattern"}:
+        return names["pattern"] if isinstance(names["pattern"], str) else None
+    if keywords == {"format"}:
+        return NAME_FORMATS.get(names["format"]) if isinstance(names["format"], str) else None
+    if keywords <= {"minLength", "maxLength"}:
+        return f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"
+    return None
