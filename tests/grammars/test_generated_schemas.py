@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipeline.grammars.engine import Engine
+from pipeline.text.formats.own_syntax import text_body
 from tests.grammars.walks import accepts, check, matcher_of
 
 BIG = 2**53 + 1
@@ -142,3 +143,8 @@ def test_what_can_t_be_enforced_is_refused_by_name(tiny_engine: Engine, name: st
     for kind, source in (("json_schema", schema), ("calls", tool), ("structural_tag", tag)):
         assert part in check(tiny_engine, kind, source).error, kind
         assert "line 1" not in check(tiny_engine, kind, source).error
+
+
+def test_formats_that_write_texts_without_quotes_ignore_a_length_that_no_text_reaches() -> None:
+    assert text_body({"type": "string", "maxLength": 2**60}) == text_body({"type": "string"})
+    assert text_body({"type": "string", "maxLength": 9}) != text_body({"type": "string"})
