@@ -24,7 +24,7 @@ UNREACHED = 2**31
 """No output has as many characters, items or properties."""
 
 MAX_REPEATED_CHARS = 2**20
-"""The schema of all properties is repeated for each name, up to this size together."""
+"""A schema of all properties is repeated for each name, in the whole document up to this size together."""
 
 NO_ASSERTION = frozenset({"$defs", "definitions", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 APPLICATORS = frozenset(
@@ -58,6 +58,8 @@ def simplified(schema: Any) -> Any:
 class _Simplifier:
     def __init__(self, root: Any) -> None:
         self._root = root if isinstance(root, dict) else {}
+        self._num_repeated = 0
+        """Characters of the schemas that were repeated"""
         text = encoded(root)
         self._has_dynamic_refs = '"$dynamicRef"' in text
         self._has_unevaluated = '"unevaluated' in text
@@ -117,18 +119,24 @@ class _Simplifier:
             return rest
         if "patternProperties" in schema or "unevaluatedProperties" in schema:
             return schema
+        if self._num_repeated > MAX_REPEATED_CHARS:
+            return schema
         others = schema.get("additionalProperties", True)
         named = schema.get("properties", {})
         if keywords in ({"enum"}, {"const"}) and isinstance(named, dict):
             values = names["enum"] if "enum" in names else [names["const"]]
             allowed = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
-            is_small = len(allowed) * len(encoded(others)) <= MAX_REPEATED_CHARS
-            if allowed and is_small and named.keys() <= set(allowed):
+            if allowed and named.keys() <= set(allowed) and self._may_repeat(others, allowed):
                 each = {name: named.get(name, others) for name in allowed}
                 return rest | {"properties": each, "additionalProperties": False}
         elif not named and (pattern := _pattern_of_names(names, keywords)):
             return rest | {"patternProperties": {pattern: others}, "additionalProperties": False}
         return schema
+
+    def _may_repeat(self, schema: Any, names: list[str]) -> bool:
+        if self._num_repeated <= MAX_REPEATED_CHARS:
+            self._num_repeated += sum(map(len, names)) + len(names) * (len(encoded(schema)) + 4)
+        return self._num_repeated <= MAX_REPEATED_CHARS
 
 
 def restricts_nothing(schema: Any) -> bool:

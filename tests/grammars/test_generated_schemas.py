@@ -145,6 +145,13 @@ def test_what_can_t_be_enforced_is_refused_by_name(tiny_engine: Engine, name: st
         assert "line 1" not in check(tiny_engine, kind, source).error
 
 
+def test_schemas_within_schemas_are_not_repeated_without_end(tiny_engine: Engine) -> None:
+    schema = '{"type": "integer"}'
+    for _ in range(60):
+        schema = f'{{"propertyNames": {{"enum": ["a", "b"]}}, "additionalProperties": {schema}}}'
+    assert '"propertyNames"' in check(tiny_engine, "json_schema", schema).error
+
+
 def test_formats_that_write_texts_without_quotes_ignore_a_length_that_no_text_reaches() -> None:
     assert text_body({"type": "string", "maxLength": 2**60}) == text_body({"type": "string"})
     assert text_body({"type": "string", "maxLength": 9}) != text_body({"type": "string"})
