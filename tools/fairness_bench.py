@@ -3,9 +3,10 @@
     python -m tools.fairness_bench               every flood in turn, 20 rounds of the other key's requests each
     python -m tools.fairness_bench --floods prompts grammars --rounds 50
 
-For each flood it starts a server with two keys and sends the other key's requests in turns, first alone and then during
-the flood: what each takes is printed, the median and the largest, in ms. What is waited for here is work of the stages
-before the model; the requests generate at most one token. Run it on a quiet machine.
+It starts a server with two keys and sends the other key's requests in turns, first alone and then during each flood:
+what each takes is printed, the median and the largest, in ms. What is waited for here is work of the stages before the
+model; the requests generate at most one token. A flood is a process of its own at the lowest priority, so that neither
+its Python nor its share of the cores delays the other key's client. Run it on a quiet machine.
 
 Floods:
 
@@ -21,6 +22,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import socket
 import statistics
@@ -29,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,11 +67,11 @@ class Address:
 
 
 def post(address: Address, key: str, path: str, body: Any) -> int:
-    """The status of a request on a connection of its own."""
+    """The status of a request on a connection of its own. `body` is encoded if it isn't bytes."""
     connection = http.client.HTTPConnection(*address.http, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(body), headers)
+        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
         response = connection.getresponse()
         response.read()
         return response.status
@@ -119,53 +122,40 @@ PROBES: dict[str, Callable[[Address], None]] = {
 
 
 class Flood:
-    """Threads that repeat a request of the flooding key until the end, and sockets that stay open."""
+    """Threads that repeat a request of the flooding key, and sockets that stay open, until its process ends."""
 
     def __init__(self) -> None:
-        self.num_done = 0
-        """Requests that were answered, with any status."""
-        self._is_over = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._sockets = contextlib.ExitStack()
+        self._sockets: list[socket.socket] = []
 
     def repeat(self, send: Callable[[], object], num: int) -> None:
         """`num` at a time."""
 
         def run() -> None:
-            while not self._is_over.is_set():
+            while True:
                 try:
                     send()
                 except (OSError, http.client.HTTPException):  # it was given up for others
                     time.sleep(0.1)
-                else:
-                    self.num_done += 1
 
         for _ in range(num):
-            self._threads.append(thread := threading.Thread(target=run, daemon=True))
-            thread.start()
+            threading.Thread(target=run, daemon=True).start()
 
     def hold(self, address: tuple[str, int], data: bytes) -> None:
         """A connection that sends this, as far as the server takes it, and no more."""
-        connection = self._sockets.enter_context(socket.create_connection(address, timeout=0.2))
+        self._sockets.append(connection := socket.create_connection(address, timeout=0.2))
         with contextlib.suppress(OSError):
             connection.sendall(data)
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._sockets.close()
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
 
 
 def prompts(flood: Flood, address: Address) -> None:
     text = (LONG_TEXT * 42_000)[:PROMPT_CHARS]
-    body = {"model": MODEL, "prompt": text}
+    body = json.dumps({"model": MODEL, "prompt": text}).encode()
     flood.repeat(lambda: post(address, FLOODER, "/tokenize", body), NUM_PROMPTS)
 
 
 def chats(flood: Flood, address: Address) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}] * 3000
-    body = {"model": MODEL, "messages": [*messages, messages[0]]}
+    body = json.dumps({"model": MODEL, "messages": [*messages, messages[0]]}).encode()
     flood.repeat(lambda: post(address, FLOODER, "/tokenize", body), NUM_CHATS)
 
 
@@ -187,7 +177,7 @@ def uploads(flood: Flood, address: Address) -> None:
     )
     for _ in range(NUM_UPLOADS):
         flood.hold(address.http, head.encode() + b" " * (4 * MIB - 100))
-    body = {"model": "another", "prompt": list(range(400_000))}
+    body = json.dumps({"model": "another", "prompt": list(range(400_000))}).encode()
     flood.repeat(lambda: post(address, FLOODER, "/v1/completions", body), 2 * NUM_UPLOADS)
 
 
@@ -214,13 +204,25 @@ FLOODS: dict[str, Callable[[Flood, Address], None]] = {
 
 
 @contextlib.contextmanager
-def flooded(name: str, address: Address) -> Iterator[Flood]:
-    flood = Flood()
+def flooded(name: str, address: Address) -> Iterator[None]:
+    """A flood in a process of its own, from when all its clients have begun."""
+    spawn = multiprocessing.get_context("spawn")
+    has_begun = spawn.Event()
+    process = spawn.Process(target=run_flood, args=(name, address, has_begun), daemon=True)
+    process.start()
     try:
-        FLOODS[name](flood, address)
-        yield flood
+        assert has_begun.wait(TIMEOUT_S), f"the flood of {name} did not begin within {TIMEOUT_S:g} s"
+        yield
     finally:
-        flood.end()
+        process.terminate()
+        process.join(TIMEOUT_S)
+
+
+def run_flood(name: str, address: Address, has_begun: Event) -> None:
+    os.nice(19)
+    FLOODS[name](Flood(), address)
+    has_begun.set()
+    threading.Event().wait()  # for the signal that ends this process
 
 
 # -------------------------------------------------------------------------------------------------------- measurement

@@ -95,8 +95,8 @@ class BodyReader:
             turn = asyncio.timeout_at(turn_end_s := min(now_s() + TURN_TIMEOUT_S, end_s))
             async with AsyncExitStack() as stack:
                 async with turn:
-                    await stack.enter_async_context(self._large_body_lock.hold(num_bytes, scope))
-                return await self._in_thread(work)
+                    mine = await stack.enter_async_context(self._large_body_lock.hold(num_bytes, scope))
+                return await self._in_thread(lambda: mine.run(work))
 
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Protocol
 
 from pipeline.http_server.descriptors import SPARE, num_open
+from pipeline.http_server.receive_turns import Receiver, ReceiveTurns
 
 MAX_CONNECTIONS = 16_384
 """Lower if the limit of open files is low."""
@@ -17,7 +18,7 @@ PARTS = 64
 time."""
 
 
-class Connection(Protocol):
+class Connection(Receiver, Protocol):
     @property
     def is_idle(self) -> bool: ...
 
@@ -34,6 +35,7 @@ class HttpConnections:
         self._addresses: dict[Connection, str] = {}
         """Of open connections. The one that was silent for longest comes first."""
         self._num_of_address: Counter[str] = Counter()
+        self._turns = ReceiveTurns()
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -45,18 +47,20 @@ class HttpConnections:
         self._make_room()
         return len(self._addresses) < self._limit
 
-    def add(self, connection: Connection, address: str) -> None:
+    def add(self, connection: Connection) -> None:
         if len(self._addresses) >= self._limit:
             self._make_room()
-        self._addresses[connection] = address
-        self._num_of_address[address] += 1
+        self._addresses[connection] = connection.address
+        self._num_of_address[connection.address] += 1
 
-    def heard(self, connection: Connection) -> None:
+    def heard(self, connection: Connection, num_bytes: int) -> None:
         """Bytes have arrived from its client."""
         if (address := self._addresses.pop(connection, None)) is not None:
             self._addresses[connection] = address
+            self._turns.heard(connection, num_bytes)
 
     def remove(self, connection: Connection) -> None:
+        self._turns.remove(connection)
         if (address := self._addresses.pop(connection, None)) is not None:
             self._num_of_address[address] -= 1
             if not self._num_of_address[address]:

@@ -42,7 +42,7 @@ client that sends a byte now and then would keep a descriptor for ever."""
 class HttpConnection(web.RequestHandler):
     """One connection. Its errors have the shape of their path."""
 
-    __slots__ = ("_connections", "_head_timer", "_refusal_log")
+    __slots__ = ("_connections", "_head_timer", "_is_held", "_refusal_log", "address")
 
     def __init__(
         self, manager: web.Server, connections: HttpConnections, refusal_log: RefusalLog, **options: Any
@@ -50,6 +50,10 @@ class HttpConnection(web.RequestHandler):
         super().__init__(manager, **options)
         self._connections = connections
         self._refusal_log = refusal_log
+        self._is_held = False
+        """Others that send much are read first."""
+        self.address = ""
+        """Of its client."""
 
     @property
     def is_idle(self) -> bool:
@@ -59,7 +63,8 @@ class HttpConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        self._connections.add(self, client_address(transport))
+        self.address = client_address(transport)
+        self._connections.add(self)
         self._time_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -85,7 +90,7 @@ class HttpConnection(web.RequestHandler):
         """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after
         the response, and the route would wait for the rest: fail the body now, and close the connection."""
         num_messages = len(self._messages)
-        self._connections.heard(self)
+        self._connections.heard(self, len(data))
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
@@ -105,6 +110,21 @@ class HttpConnection(web.RequestHandler):
                 broken.__cause__ = error
                 reading.content.set_exception(broken)
                 self.close()
+
+    def hold(self) -> None:
+        """Stop reading until `go_on`, whatever aiohttp wants meanwhile."""
+        self._is_held = True
+        self._pause_transport_reading()
+
+    def go_on(self) -> None:
+        self._is_held = False
+        if not self._reading_paused and not self._buffer_paused:
+            self._resume_transport_reading()
+
+    def _resume_transport_reading(self) -> None:
+        """Called by aiohttp, too, when it wants more."""
+        if not self._is_held:
+            super()._resume_transport_reading()
 
     def _refuse_small_chunks(self) -> None:
         """Fail a body with too many buffered chunks. aiohttp copies the rest of its list for each chunk, so half a

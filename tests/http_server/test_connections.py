@@ -17,26 +17,31 @@ from tests.stages.gateway.http.test_uploads import is_readable
 
 
 class Fake:
-    def __init__(self, *, is_idle: bool = True) -> None:
+    def __init__(self, address: str = "one", *, is_idle: bool = True) -> None:
+        self.address = address
         self.is_idle = is_idle
         self.is_closed = False
 
     def force_close(self) -> None:
         self.is_closed = True
 
+    def hold(self) -> None:
+        raise AssertionError("it sent little")
+
+    go_on = hold
+
 
 def test_idle_connections_of_the_address_with_most_end_first_and_the_most_silent_of_them() -> None:
     table = HttpConnections(4)
-    first, *many, busy = [Fake(), Fake(), Fake(), Fake(is_idle=False)]
-    table.add(first, "one")
-    for connection in (*many, busy):
-        table.add(connection, "many")
-    table.heard(many[0])
-    table.add(Fake(), "new")
+    first, *many, busy = [Fake(), Fake("many"), Fake("many"), Fake("many", is_idle=False)]
+    for connection in (first, *many, busy):
+        table.add(connection)
+    table.heard(many[0], 10)
+    table.add(Fake("new"))
     assert [one.is_closed for one in (first, *many, busy)] == [False, False, True, False]
     table.remove(many[1])  # its transport closes later
     assert len(table) == 4
-    table.add(Fake(), "new")
+    table.add(Fake("new"))
     assert many[0].is_closed and not first.is_closed and not busy.is_closed
 
 
@@ -44,7 +49,7 @@ def test_a_connection_is_accepted_if_none_is_idle() -> None:
     table = HttpConnections(2)
     busy = [Fake(is_idle=False) for _ in range(3)]
     for connection in busy:
-        table.add(connection, "one")
+        table.add(connection)
     assert len(table) == 3 and not any(one.is_closed for one in busy)
     for connection in busy:
         table.remove(connection)

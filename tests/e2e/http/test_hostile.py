@@ -168,16 +168,16 @@ def test_slow_request_lines_delay_no_other_client(server: Server) -> None:
 
 @pytest.mark.usefixtures("smollm2_dir")
 def test_a_key_that_floods_does_not_delay_another_key() -> None:
-    """Long prompts, chats with a slow template, and grammars of one key: each request of the other key takes little
-    longer than alone. Without fair queues, some of them wait for seconds. `python -m tools.fairness_bench` measures how
-    much longer on a quiet machine, also with floods of uploads and frames."""
+    """Long prompts, chats with a slow template, grammars and uploads of one key: each request of the other key takes
+    little longer than alone. Without fair queues, some of them wait for seconds. `python -m tools.fairness_bench`
+    measures how much longer on a quiet machine, also with a flood of frames."""
     zmq = f"tcp://127.0.0.1:{free_port()}"
     keys = {"PIPELINE_API_KEYS": ",".join(fairness_bench.KEYS)}
     with Server(f"gateway.zmq={zmq}", environ=keys) as server:
         address = fairness_bench.Address(server.url, zmq)
         fairness_bench.waits_of(address, 1)  # the grammar checker starts with the first grammar
         alone = fairness_bench.waits_of(address, NUM_ROUNDS)
-        for name in ("prompts", "chats", "grammars"):
+        for name in ("prompts", "chats", "grammars", "uploads"):
             with fairness_bench.flooded(name, address):
                 flooded = fairness_bench.waits_of(address, NUM_ROUNDS)
             for probe, waits in flooded.items():
