@@ -31,6 +31,8 @@ class Receiver(Protocol):
     def go_on(self) -> None:
         """Read again."""
 
+    def __hash__(self) -> int: ...
+
 
 class ReceiveTurns:
     """The turns of one process's connections. Belongs to one loop."""
