@@ -1,8 +1,8 @@
 """Converts an adapter in PEFT's format, or in llama.cpp's (gguf_adapter.py), into the file that the executor maps
 (adapter_file.py).
 
-Names in a PEFT adapter are those of the model's modules in Transformers, which `Layout` of the prepared model maps to
-Llama's: a module that stacks several projections becomes several pairs with the same A.
+Names in a PEFT adapter are those of the model's modules in Transformers (module_names.py), which `Layout` of the
+prepared model maps to Llama's: a module that stacks several projections becomes several pairs with the same A.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Target, path_of, write_each
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
+from pipeline.lora.module_names import in_files
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
@@ -111,12 +112,16 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
     parts, modules = _parts_of_model(model), _modules(tensors)
     if not modules:
         raise AdapterError(f"{tensors.path}: it has no tensors of a LoRA adapter")
+    seen: dict[str, str] = {}
     for module, names in modules.items():
-        if module not in parts:
+        place = in_files(module, model)
+        if place not in parts:
             raise AdapterError(
                 f"{tensors.path}: tensor {names['A' if 'A' in names else 'B']!r} changes {module!r}; supported are the "
                 f"projections of this model's layers: {', '.join(sorted({_last(name) for name in parts}))}"
             )
+        if (other := seen.setdefault(place, module)) != module:
+            raise AdapterError(f"{tensors.path}: {other!r} and {module!r} are the same module of this model")
         if missing := {"A", "B"} - set(names):
             raise AdapterError(f"{tensors.path}: {module!r} has no lora_{missing.pop()}.weight")
         a, b = tensors.shape(names["A"]), tensors.shape(names["B"])
@@ -127,7 +132,7 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
                 f"rank_pattern in {CONFIG} give it rank {config.rank(module)}"
             )
         read = partial(_read_peft, tensors, names, config.scaling(module, rank))
-        yield Module(module, parts[module], a, b, read)
+        yield Module(module, parts[place], a, b, read)
 
 
 def _read_peft(tensors: AdapterTensors, names: dict[str, str], factor: float) -> tuple[FloatMatrix, FloatMatrix]:

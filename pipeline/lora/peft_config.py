@@ -22,8 +22,11 @@ MAX_PATTERNS = 4096
 """Keys of a pattern: each module is compared with all of them."""
 
 _LITERAL = re.compile(r"\^?[\w.-]+\Z")
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Prefixes of `init_lora_weights` with which PEFT changes the model's own weights, too."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Prefixes of `init_lora_weights` with which PEFT changes the model's own weights, too. An adapter that PEFT has
+converted to one of the unchanged weights has true instead."""
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""Values with which it doesn't. Others are of a later PEFT, and may be of either kind."""
 
 
 class AdapterError(UserError):
@@ -55,6 +58,10 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     alora_invocation_tokens: Any = None
     trainable_token_indices: Any = None
     target_parameters: Any = None
+    kasa_config: Any = None
+    arrow_config: Any = None
+    monteclora_config: Any = None
+    use_bdlora: Any = None
 
     def scaling(self, module: str, rank: int) -> float:
         """The factor of B·A in a module: alpha / rank, or with rsLoRA alpha / sqrt(rank) (Kalajdzievski, 2023,
@@ -105,15 +112,12 @@ def _problem(config: PeftConfig) -> str | None:
             return f"{name} is true, which is not supported"
     for name in (
         *("modules_to_save", "layer_replication", "alora_invocation_tokens", "trainable_token_indices"),
-        "target_parameters",
+        *("target_parameters", "kasa_config", "arrow_config", "monteclora_config", "use_bdlora"),
     ):
         if getattr(config, name):
             return f"{name} is set, which is not supported"
-    if isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower().startswith(_CHANGES_BASE):
-        return (
-            f"init_lora_weights is {config.init_lora_weights[:40]!r}, which changes the model's own weights: convert "
-            "the adapter with PEFT (path_initial_model_for_weight_conversion)"
-        )
+    if (problem := _problem_of_init(config.init_lora_weights)) is not None:
+        return problem
     for field in ("rank_pattern", "alpha_pattern"):
         if len(getattr(config, field) or {}) > MAX_PATTERNS:
             return f"{field} has more than {MAX_PATTERNS} keys"
@@ -125,6 +129,20 @@ def _problem(config: PeftConfig) -> str | None:
     if not math.isfinite(config.lora_alpha):
         return f"lora_alpha is {config.lora_alpha}"
     return None
+
+
+def _problem_of_init(init: bool | str | None) -> str | None:
+    if not isinstance(init, str) or init.lower() in _KEEPS_BASE:
+        return None
+    named = f"init_lora_weights is {init[:40]!r}"
+    if init.lower().startswith("loftq"):  # its base has other weights, and PEFT has no conversion
+        return f"{named}, which changes the model's own weights: merge the adapter into them with PEFT"
+    if init.lower().startswith(_CHANGES_BASE):
+        return (
+            f"{named}, which changes the model's own weights: convert the adapter with PEFT "
+            "(path_initial_model_for_weight_conversion)"
+        )
+    return f"{named}, which is not known here; supported are true, false, {', '.join(_KEEPS_BASE)}"
 
 
 def _of_pattern(pattern: "dict[str, int] | dict[str, float] | None", module: str, default: float) -> float:

@@ -136,6 +136,16 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"trainable_token_indices": [3]}, "trainable_token_indices is set"),
     ({"target_parameters": ["x"]}, "target_parameters is set"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    ({"init_lora_weights": "PiSSA"}, "convert the adapter with PEFT"),
+    ({"init_lora_weights": "olora"}, "convert the adapter with PEFT"),
+    ({"init_lora_weights": "corda"}, "convert the adapter with PEFT"),
+    ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga', which changes the model's own weights"),
+    ({"init_lora_weights": "loftq"}, "merge the adapter into them"),
+    ({"init_lora_weights": "of_a_later_peft"}, "init_lora_weights is 'of_a_later_peft', which is not known here"),
+    ({"kasa_config": {"beta": 1e-4}}, "kasa_config is set"),
+    ({"arrow_config": {"top_k": 3}}, "arrow_config is set"),
+    ({"monteclora_config": {"num_samples": 8}}, "monteclora_config is set"),
+    ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set"),
     ({"rank_pattern": {"(q|k)_proj": 4}}, "rank_pattern has the key"),
     ({"alpha_pattern": {"q_proj": -1.0}}, "alpha_pattern has -1.0"),
     ({"r": 5}, "r or rank_pattern in adapter_config.json give it rank 5"),
@@ -150,6 +160,14 @@ def test_configs_that_are_refused(tmp_path: Path, model_dir: Path, fields: dict[
         convert(folder, model_dir, "f32", 16)
     assert str(folder) in str(caught.value)
     assert not (model_dir / "adapters").exists()
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initializations_that_leave_the_model_as_it_is_are_accepted(tmp_path: Path, model_dir: Path, init: Any) -> None:
+    """PEFT also writes true when it has converted an adapter of a changed model."""
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    change_config(folder, init_lora_weights=init)
+    convert(folder, model_dir, "f32", 16)
 
 
 def with_tensor(name: str, array: Any) -> Any:
