@@ -146,6 +146,13 @@ class Settings(Frozen, frozen=True):
             "whole. Only for models in Hugging Face layout."
         ),
     ] = ""
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="File with a chat template, in Jinja, for all chats in place of the model's own; empty is the "
+            "model's own. It is read at the start."
+        ),
+    ] = ""
     cache_dir: Annotated[
         str, Meta(description="Folder of prepared models; empty is ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""

@@ -16,6 +16,7 @@ AS_SETTINGS = {
     "--allowed-origins": "gateway.allowed_origins=LIST",
     "--api-server-count": "gateway.replicas=N",
     "--async-scheduling": "schedule.max_steps_in_flight=2",
+    "--chat-template": "chat_template=FILE",
     "--device": "execute.device=NAME",
     "--disable-hybrid-kv-cache-manager": "execute.kv_groups=false",
     "--download-dir": "cache_dir=FOLDER",
@@ -71,7 +72,6 @@ _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=d
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
 REFUSED = {
     "--block-size": Refused("a KV block always has 16 tokens; leave it out", ("16",)),
-    "--chat-template": Refused("put the template into the model's folder, as chat_template.jinja"),
     "--compilation-config": Refused("leave it out: there is nothing to compile"),
     "--cpu-offload-gb": Refused("weights can't be offloaded; leave it out, or use --quantization", ("0",)),
     "--data-parallel-size": Refused(_ONE_DEVICE, ("1",)),

@@ -59,6 +59,7 @@ NEW_SERVER = {
     "max_model_len": "all stages and the KV cache are made for it",
     "quantization": "another model",
     "hf_overrides": "another model",
+    "chat_template": "the prepared model has it",
     "cache_dir": "the prepared model is in it",
     "gateway.host": "the listening sockets are fixed",
     "gateway.port": "the listening sockets are fixed",

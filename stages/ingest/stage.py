@@ -35,7 +35,7 @@ from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRefused, cost_chars
 from pipeline.stages.ingest.retry_queue import RetryQueue
-from pipeline.stages.ingest.templates.chat_templates import NeedsTime
+from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
 LONG_CHARS = 20_000
@@ -91,6 +91,8 @@ def run(launch: Launch) -> None:
 async def _run(launch: Launch) -> None:
     stage: Stage[m.IngestInbox]
     with Stage(launch, m.IngestInbox) as stage:
+        if stage.settings.chat_template:
+            require_valid(stage.model_dir, stage.settings.chat_template)
         tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
         crumbs = stage.thread_breadcrumbs
         long = EncoderThreads("encode", crumbs[:NUM_THREADS])

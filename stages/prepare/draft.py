@@ -16,7 +16,9 @@ NUM_SHOWN = 3
 
 def settings_of_draft(settings: Settings) -> Settings:
     """The settings with which `speculative.draft` is prepared: in the formats of its own files."""
-    return msgspec.structs.replace(settings, model=settings.speculative.draft, quantization="auto", hf_overrides="")
+    return msgspec.structs.replace(
+        settings, model=settings.speculative.draft, quantization="auto", hf_overrides="", chat_template=""
+    )
 
 
 def require_same_tokens(model: Path, draft: Path, name: str) -> None:

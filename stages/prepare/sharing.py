@@ -51,21 +51,40 @@ def link_twin(cache: Cache, content: str, folder: Path) -> Path | None:
     """Fill the empty `folder` from a complete entry with the same content: links to its weights, also packed ones, and
     copies of the other files. Returns that entry, None if there is none or the file system has no hard links. Raises
     OSError."""
-    for twin in _twins(cache, content):
-        try:
-            for path in twin.iterdir():
-                if path.suffix == ".safetensors" or path.name.startswith(PANELS):
-                    os.link(path, folder / path.name)
-                elif path.name != STAMP:
-                    shutil.copyfile(path, folder / path.name)
-        except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            if error.errno not in NOT_LINKABLE:
-                raise
-        else:
-            return twin
-    return None
+    return next((twin for twin in _twins(cache, content) if _links(twin, folder)), None)
+
+
+def copy_of(entry: Path, folder: Path) -> None:
+    """Fill the empty `folder` from a complete entry, with links to its weights where the file system has them. Others
+    are not linked to it: it may be changed. Raises OSError."""
+    if not _links(entry, folder):
+        for path in entry.iterdir():
+            if _is_model_file(path) and not path.name.startswith(PANELS):  # execute writes these again
+                shutil.copyfile(path, folder / path.name)
+    (folder / CONTENT).unlink(missing_ok=True)
+
+
+def _links(entry: Path, folder: Path) -> bool:
+    """Fill the empty `folder` with links to an entry's weights and copies of its other files. Returns False, and leaves
+    it empty, if that is impossible. Raises OSError."""
+    try:
+        for path in entry.iterdir():
+            if path.suffix == ".safetensors" or path.name.startswith(PANELS):
+                os.link(path, folder / path.name)
+            elif _is_model_file(path):
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        for path in folder.iterdir():
+            path.unlink()
+        if error.errno not in NOT_LINKABLE:
+            raise
+        return False
+    return True
+
+
+def _is_model_file(path: Path) -> bool:
+    """Whether it belongs to the model, unlike the stamp and the folder of adapters."""
+    return path.name != STAMP and path.is_file()
 
 
 def _twins(cache: Cache, content: str) -> Iterator[Path]:

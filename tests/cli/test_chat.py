@@ -243,6 +243,7 @@ def test_a_missing_server_is_a_clear_error() -> None:
             ("--url", "http://x", "--set", "gateway.port=1"),
             "--url: --config and --set are for a server that this command starts",
         ),
+        (("--url", "http://x", "--chat-template", "f"), "--url: --chat-template is for a server that this command"),
         (("--port", "0"), "--port: needs a whole number of at least 1, got '0'"),
         (("--port", "8000", "--url", "http://x"), "not allowed with argument --port"),
         (("--url", "localhost"), "--url: needs http:// or https:// in front, got 'localhost'"),
@@ -314,7 +315,10 @@ def test_without_a_running_server_a_private_one_is_started(
     assert started[0].model == Settings().model
 
 
-@pytest.mark.parametrize("args", [("--model", "m.gguf"), ("--set", "max_model_len=64"), ("--config", "small-memory")])
+@pytest.mark.parametrize(
+    "args",
+    [("--model", "m.gguf"), ("--set", "max_model_len=64"), ("--config", "small-memory"), ("--chat-template", "f")],
+)
 def test_a_model_or_settings_start_a_server_with_them(
     args: tuple[str, ...], at: Callable[[str], None], started: list[Settings]
 ) -> None:

@@ -237,6 +237,7 @@ VLLM_OPTIONS = {
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
     "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
     '--hf-overrides={"rope_theta": 1e6}': ("hf_overrides", '{"rope_theta": 1e6}'),
+    "--chat-template=chatml.jinja": ("chat_template", "chatml.jinja"),
     "--generation-config=folder": ("generation_config", "folder"),
     "--generation-config=vllm": ("generation_config", "none"),
     "--gpu-memory-utilization=0.5": ("execute.gpu_memory_utilization", 0.5),

@@ -35,8 +35,10 @@ def test_arguments_of_vllm_are_settings() -> None:
         max_loras=3,
         device="cpu",
         hf_overrides={"rope_theta": 1e6},
+        chat_template="chatml.jinja",
         schedule={"max_num_batched_tokens": 64},
     )
+    assert found.chat_template == "chatml.jinja"
     assert json.loads(found.hf_overrides) == {"rope_theta": 1e6}
     execute, schedule = found.execute, found.schedule
     assert (execute.tensor_parallel, execute.gpu_memory_utilization) == (2, 0.7)

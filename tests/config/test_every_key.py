@@ -41,6 +41,7 @@ EFFECTS = {
         "tests/stages/gateway/test_sampling_defaults.py::test_generation_config_turns_the_defaults_off"
     ),
     "hf_overrides": "tests/stages/prepare/test_forms.py::test_keys_of_the_config_may_be_overridden",
+    "chat_template": ("tests/stages/prepare/test_chat_templates.py::test_a_given_template_replaces_those_of_the_model"),
     "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,

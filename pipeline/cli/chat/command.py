@@ -39,6 +39,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run the chat. Returns the exit code. Raises ConfigError for conflicting options."""
     if args.url and (args.config or args.set):
         raise ConfigError(["--url: --config and --set are for a server that this command starts"])
+    if args.url and getattr(args, "chat_template", None):
+        raise ConfigError(["--url: --chat-template is for a server that this command starts; the other has its own"])
     screen = Screen(is_live=sys.stdin.isatty() and sys.stdout.isatty())
     with asyncio.Runner() as runner:
         own: EmbeddedServer | None = None
@@ -69,10 +71,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 def _running(args: argparse.Namespace, runner: asyncio.Runner) -> tuple[ChatConnection | None, str]:
     """Connect to a running server, if the options allow it. Raises AnswerError if it can't be used."""
-    model = getattr(args, "model", None)
+    model, template = getattr(args, "model", None), getattr(args, "chat_template", None)
     if args.url:
         return runner.run(_connect(args, args.url, model)), args.url
-    if model or args.config or args.set:
+    if model or template or args.config or args.set:
         return None, ""  # the user wants a server of these
     try:
         return runner.run(_connect(args, DEFAULT_URL, None)), DEFAULT_URL

@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipeline.cli.commands.settings import MODEL, Commands, add_flags, add_settings, settings_of
+from pipeline.cli.commands.settings import CHAT_FLAGS, MODEL, Commands, add_flags, add_settings, settings_of
 
 
 def add(commands: Commands) -> None:
@@ -18,7 +18,7 @@ def add(commands: Commands) -> None:
     add_options(parser)
     add_settings(parser)
     help_text = MODEL["model"] + ", for a server that this command starts; with --url, the model's name there"
-    add_flags(parser, {"model": help_text})
+    add_flags(parser, {"model": help_text, **CHAT_FLAGS})
     parser.set_defaults(run=_chat)
 
 

@@ -38,6 +38,7 @@ SERVE_FLAGS = {
     "gateway.host": "address to listen on",
     "gateway.port": "port to listen on; 0 picks a free one",
 }
+CHAT_FLAGS = {"chat_template": "file with a chat template, in place of the model's own"}
 PROFILE_FLAGS = {
     **MODEL,
     "quantization": "weight format: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
@@ -47,8 +48,9 @@ PROFILE_FLAGS = {
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
     for dotted, words in flags.items():
-        name = dotted.rpartition(".")[2]
-        parser.add_argument(f"--{name}", dest=dotted, metavar=name.upper(), help=words)
+        name = dotted.rpartition(".")[2].replace("_", "-")
+        metavar = "FILE" if words.startswith("file ") else name.upper()
+        parser.add_argument(f"--{name}", dest=dotted, metavar=metavar, help=words)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -65,7 +67,7 @@ def source_of(args: argparse.Namespace) -> SettingsSource:
 
 
 def _flags_of(args: argparse.Namespace) -> dict[str, str]:
-    known = (*SERVE_FLAGS, *PROFILE_FLAGS)
+    known = (*SERVE_FLAGS, *CHAT_FLAGS, *PROFILE_FLAGS)
     return {dotted: value for dotted in known if (value := getattr(args, dotted, None)) is not None}
 
 

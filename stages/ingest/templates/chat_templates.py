@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.templates import conversation, reply_start
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
@@ -152,6 +153,16 @@ def _reply_stage(
     except (TemplateFailure, TextTooLong, BadChat):  # it takes messages as they are, but not with more text
         return reply_start.stage_of(text, prompt, reasoning)
     return reply_start.stage_of(reply_start.behind_sentinel(text, again, prompt, reasoning), prompt, reasoning)
+
+
+def require_valid(folder: Path, given: str) -> None:
+    """Raises UserError if the template in a prepared folder is invalid, which the setting `chat_template` gave: unlike
+    the model's own, it was meant to work."""
+    try:
+        ChatTemplate((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    except TemplateFailure as error:
+        problem = str(error).removeprefix("the model's chat template ")
+        raise UserError(f"chat_template {given}: it {problem}") from error
 
 
 def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float, *, shows_tools: bool = True) -> ChatTemplates:

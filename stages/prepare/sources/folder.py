@@ -10,14 +10,15 @@ from pipeline.config import hf_overrides
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
 from pipeline.runtime.model_folder import NOTES
-from pipeline.stages.prepare.files import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, decode_json, find, read, shown
+from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.progress import Progress
+from pipeline.stages.prepare.sources import chat_templates
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.layout import (
     INDEX,
+    NAMED_TEMPLATES,
     READ_SUFFIXES,
     SINGLE,
-    TOOL_TEMPLATE,
     index_of,
     shards_of,
     weight_files,
@@ -45,9 +46,8 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     named = [] if (index := index_of(folder)) is None else shards_of(index)
     for name in named:
         find(folder, name)
-    stats = [
-        (name, (folder / name).stat()) for name in sorted({*beside, *named, TOOL_TEMPLATE}) if is_file(folder / name)
-    ]
+    names = sorted({*beside, *named, *NAMED_TEMPLATES})
+    stats = [(name, (folder / name).stat()) for name in names if is_file(folder / name)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
@@ -104,8 +104,9 @@ def convert(
     model = with_special_ids(model, tokenizer, first, tokenizer_config, source)
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
     model, tied = with_head_of(with_names_of(model, found), found)
+    templates = chat_templates.templates_of(source, tokenizer_config)
     named = ", ".join(map(shown, overrides or {}))
-    notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
+    notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied, *templates.notes]
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.
@@ -116,18 +117,7 @@ def convert(
     if scheme is None:
         places = check_tensors(model, found)
         notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in places], found)
-    templates = {
-        "chat_template.jinja": _chat_template(source, tokenizer_config),
-        "chat_template.tool_use.jinja": _tool_template(source, tokenizer_config),
-    }
-    for file_name, template in templates.items():
-        if template is not None:
-            data = template.encode()
-            if len(data) > MAX_TEMPLATE_BYTES:
-                raise ModelError(
-                    f"{source}: the chat template has {len(data)} bytes; at most {MAX_TEMPLATE_BYTES} are allowed"
-                )
-            (target / file_name).write_bytes(data)
+    chat_templates.write(templates.by_name, source, target)
     if scheme is not None:
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
         from pipeline.stages.prepare.weight_file import WEIGHTS
@@ -154,47 +144,3 @@ def _json(source: Path, name: str, default: dict[str, Any] | None = None) -> dic
             return default
         raise ModelError(f"{source / name} is missing: a model folder needs config.json, a tokenizer and *.safetensors")
     return decode_json(path, MAX_JSON_BYTES, dict[str, Any])
-
-
-def _chat_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The template in chat_template.jinja or tokenizer_config.json; of a list of templates, the default one."""
-    if (path := find(source, "chat_template.jinja")) is not None:
-        return _text(path)
-    match tokenizer_config.get("chat_template"):
-        case None:
-            return None
-        case str() as template:
-            return template
-        case list() as named:
-            for entry in named:
-                match entry:
-                    case {"name": "default", "template": str() as template}:
-                        return template
-    raise ModelError(
-        f"{source / 'tokenizer_config.json'}: chat_template must be a template, or a list of named templates "
-        "with one named 'default'"
-    )
-
-
-def _tool_template(source: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The model's own template for chats with tools, if it has one.
-
-    It is a file beside chat_template.jinja or, without these files, in tokenizer_config.json's list of templates.
-    """
-    if (path := find(source, TOOL_TEMPLATE)) is not None:
-        return _text(path)
-    named = tokenizer_config.get("chat_template")
-    if find(source, "chat_template.jinja") is not None or not isinstance(named, list):
-        return None
-    for entry in named:
-        match entry:
-            case {"name": "tool_use", "template": str() as template}:
-                return template
-    return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return read(path, MAX_TEMPLATE_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8 text: {error}") from error

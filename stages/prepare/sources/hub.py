@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from pipeline.stages.prepare.files import require_inside, shown
 from pipeline.stages.prepare.progress import Progress, Report
-from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES, SINGLE, TOOL_TEMPLATE, shards_of
+from pipeline.stages.prepare.sources.layout import INDEX, NAMED_TEMPLATES, READ_SUFFIXES, SINGLE, shards_of
 from pipeline.stages.prepare.sources.source import COMMIT, HubSource, ModelError
 
 CONFIG = "config.json"
@@ -124,8 +124,7 @@ def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
     if not weights:
         raise ModelError(f"{source} has no weights as *.safetensors{_others(top)}")
     read = [name for name in top if name.endswith(READ_SUFFIXES) and not name.endswith(".safetensors")]
-    if TOOL_TEMPLATE in names:
-        read.append(TOOL_TEMPLATE)
+    read += [name for name in NAMED_TEMPLATES if name in names]
     return [*read, *weights]
 
 

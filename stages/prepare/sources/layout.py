@@ -14,8 +14,12 @@ older kinds of tokenizers consist of."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+TEMPLATE = "chat_template.jinja"
+DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
+"""Where a tokenizer of transformers looks for its template before `TEMPLATE`."""
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """Where transformers saves the template for chats with tools. Other named templates are ignored."""
+NAMED_TEMPLATES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
 
 
 def shards_of(index: Path) -> list[str]:

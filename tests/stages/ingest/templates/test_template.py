@@ -2,12 +2,15 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
+from pipeline.stages.ingest.templates.chat_templates import require_valid
 from pipeline.stages.ingest.templates.template import MAX_WORDS_CHARS, ChatTemplate, TemplateFailure, TextTooLong
 from tests.stages.ingest.templates import chats
 
@@ -98,6 +101,24 @@ def test_an_invalid_template_raises_an_error_when_it_is_loaded(source: str, word
     with pytest.raises(TemplateFailure, match=f"not valid: .*{words}"):
         ChatTemplate(source)
     assert sys.getrecursionlimit() >= 1000
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for message in %}", "it is not valid: Expected an expression"),
+        ("{{ messages|xmlattr }}", "it is not valid: No filter named 'xmlattr'"),
+        ("x" * (2**18 + 1), "it is longer than 262144 characters"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_an_invalid_template_of_the_setting_ends_the_start(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    if not words:
+        require_valid(tmp_path, "my.jinja")
+        return
+    with pytest.raises(UserError, match=rf"\Achat_template my\.jinja: {words}"):
+        require_valid(tmp_path, "my.jinja")
 
 
 def test_rendering_stops_at_the_length_limit() -> None:
