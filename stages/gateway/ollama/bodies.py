@@ -54,7 +54,9 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1, description="By default 0.9.")] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="By default 40; -1 and 0 are off.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
-    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")] | None = None
+    seed: (
+        Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text. -1 is random.")] | None
+    ) = None
     num_predict: (
         Annotated[
             int,

@@ -36,6 +36,8 @@ TAG = ":latest"
 """Ollama appends it to names without a tag, and so do its clients."""
 TEMPERATURE, TOP_P, TOP_K = 0.8, 0.9, 40
 """Ollama's defaults"""
+RANDOM_SEED = -1
+"""Ollama's word for a random seed, and its default."""
 MAX_TOKENS = "options.num_predict"
 
 _chats = msgspec.json.Decoder(with_unsupported(b.OllamaChatBody, b.OLLAMA_NEUTRAL))
@@ -221,7 +223,7 @@ def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
         "top_p": TOP_P if options.top_p is None else options.top_p,
         "top_k": TOP_K if options.top_k is None else options.top_k,
         "min_p": 0.0 if options.min_p is None else options.min_p,
-        "seed": options.seed,
+        "seed": None if options.seed == RANDOM_SEED else options.seed,
         "max_tokens": None if options.num_predict is None or options.num_predict <= 0 else options.num_predict,
         "stop": options.stop,
         "repetition_penalty": repetition,

@@ -285,7 +285,9 @@ def chat_message(place: int, message: MessageParam) -> m.ChatMessage:
         raise invalid(f"{at}.tool_call_id", f"'{at}.tool_call_id' is required: the id of the tool call that it answers")
     content, parts = _content(at, message)
     if content is None and not calls:
-        raise invalid(f"{at}.content", f"'{at}.content' is required")
+        if role != "assistant":
+            raise invalid(f"{at}.content", f"'{at}.content' is required")
+        content = ""  # a reply that ended within its reasoning has no content
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     return m.ChatMessage(
         role,

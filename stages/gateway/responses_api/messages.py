@@ -1,6 +1,8 @@
 """Converts the items of a conversation to the messages of a chat. Pure.
 
-An assistant's turn may be several items: reasoning, a message, and function calls. A chat has one message for them.
+An assistant's turn may be several items: reasoning, messages, and function calls. A chat has one message for them. A
+turn goes on until somebody else's item, or until something follows its message that no call interrupts: while a call
+waits for its output, no other turn can begin.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,14 @@ class _Turn(msgspec.Struct):
     parts: list[str] | None = None
     calls: list[m.ToolCall] = []
 
+    def add(self, texts: list[str]) -> None:
+        """Add the texts of a message. After a call they go on where the text before it ended, as in a chat."""
+        self.parts = _continued(self.parts or [], texts)
+
+    def add_reasoning(self, texts: list[str]) -> None:
+        """Add the texts of reasoning. After a call they go on too."""
+        self.reasoning = _continued(self.reasoning, texts) if self.calls else [*self.reasoning, *texts]
+
     def message(self) -> m.ChatMessage:
         content = None if self.parts is None and self.calls else "\n".join(self.parts or ())
         parts = self.parts if self.parts is not None and len(self.parts) > 1 else None
@@ -50,7 +60,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
             turn = _Turn()
         match item:
             case MessageItem(role="assistant") if turn is not None:
-                turn.parts = _texts(item)
+                turn.add(_texts(item))
             case MessageItem():
                 texts = _texts(item)
                 found.append(m.ChatMessage(item.role, "\n".join(texts), parts=texts if len(texts) > 1 else None))
@@ -58,7 +68,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
                 call_ids.add(item.call_id)
                 turn.calls.append(m.ToolCall(item.call_id, item.name, item.arguments))
             case ReasoningItem() if turn is not None:
-                turn.reasoning += [part.text for part in item.content or item.summary]
+                turn.add_reasoning([part.text for part in item.content or item.summary])
             case FunctionCallOutputItem():
                 if item.call_id not in call_ids:
                     param = f"input[{place - num_stored}].call_id"
@@ -72,9 +82,13 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
 
 def _begins(item: Item, turn: _Turn) -> bool:
     """Whether an item of the assistant begins another message."""
-    if isinstance(item, FunctionCallItem):
-        return False
-    return turn.parts is not None or bool(turn.calls)
+    return turn.parts is not None and not turn.calls and not isinstance(item, FunctionCallItem)
+
+
+def _continued(before: list[str], texts: list[str]) -> list[str]:
+    if not before or not texts:
+        return [*before, *texts]
+    return [*before[:-1], before[-1] + texts[0], *texts[1:]]
 
 
 def _texts(item: MessageItem) -> list[str]:

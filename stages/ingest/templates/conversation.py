@@ -125,7 +125,7 @@ def up_to_tag(text: str, prompt: ChatPrompt) -> str:
     """Cut the text after the last message's content. Raises BadChat if the template has omitted it.
 
     As in transformers: a template that strips messages strips the tag's space too, and then the space before the tag is
-    not the message's."""
+    not the message's. Before a message without text, it is the template's own."""
     message = prompt.messages[-1]
     said = (message.parts[-1] if message.parts else message.content) or ""
     place = text.rfind(CONTINUE_TAG.strip())
@@ -134,7 +134,8 @@ def up_to_tag(text: str, prompt: ChatPrompt) -> str:
             "the model's chat template changes the last message, so the output can't continue it",
             "continue_final_message",
         )
-    return text[:place] if text.startswith(CONTINUE_TAG, place) else text[:place].rstrip()
+    keeps_space = text.startswith(CONTINUE_TAG, place) or not said.strip()
+    return text[:place] if keeps_space else text[:place].rstrip()
 
 
 def num_chars(prompt: ChatPrompt) -> int:
@@ -224,7 +225,7 @@ def _tag(message: dict[str, Any]) -> None:
     content = message["content"]
     if isinstance(content, list) and content:
         content[-1]["text"] += CONTINUE_TAG
-    elif isinstance(content, str) and content:
+    elif isinstance(content, str) and (content or not message.get("tool_calls")):
         message["content"] = content + CONTINUE_TAG
     else:
         raise BadChat("the last message has no content to continue", "continue_final_message")

@@ -29,7 +29,8 @@ so the prefix cache would find none of the tools and instructions after it."""
 
 
 class _Turn(msgspec.Struct):
-    """A message of the prompt while its blocks are added."""
+    """A message of the prompt while its blocks are added. Of an assistant's text that calls or reasoning interrupt, the
+    rest follows without a line break, as in a chat."""
 
     role: str
     texts: list[str] = []
@@ -37,6 +38,20 @@ class _Turn(msgspec.Struct):
     calls: list[m.ToolCall] = []
     reasoning: list[str] = []
     tool_call_id: str | None = None
+    last: type | None = None
+    """The type of the block that was added last; None if that was in another message of the client's."""
+
+    def add_text(self, text: str) -> None:
+        if self.role == "assistant" and self.texts and (not text or self.last not in (None, b.TextBlockParam)):
+            self.texts[-1] += text
+        elif text or self.role != "assistant":
+            self.texts.append(text)
+
+    def add_reasoning(self, text: str) -> None:
+        if self.reasoning and self.last not in (None, b.ThinkingBlockParam):
+            self.reasoning[-1] += text
+        else:
+            self.reasoning.append(text)
 
     def message(self) -> m.ChatMessage:
         has_content = bool(self.texts) or not self.calls
@@ -66,9 +81,9 @@ def prompt_of(body: b.CountTokensBody, caps: Caps) -> m.ChatPrompt:
     """The prompt of a request. Raises ApiError."""
     turns = _turns(body)
     goes_on = body.messages[-1].role == "assistant"
-    if goes_on and (turns[-1].calls or not turns[-1].texts):
+    if goes_on and turns[-1].calls:
         at = f"messages[{len(body.messages) - 1}].content"
-        message = f"'{at}' must end with text that the reply continues, because it is the last message"
+        message = f"'{at}' must not have tool calls: it is the last message, so the reply continues it"
         raise invalid(at, message, "invalid_value")
     choice, name, parallel = choice_of(body, caps)
     return m.ChatPrompt(
@@ -110,7 +125,7 @@ def _turns(body: b.CountTokensBody) -> list[_Turn]:
         at = f"messages[{place}]"
         if message.role not in b.ROLES:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
-        if not isinstance(message.content, str) and not message.content:
+        if not isinstance(message.content, str) and not message.content and message.role != "assistant":
             raise invalid(f"{at}.content", f"'{at}.content' must not be an empty array", "invalid_value")
         _add(turns, at, message)
     return turns
@@ -119,10 +134,12 @@ def _turns(body: b.CountTokensBody) -> list[_Turn]:
 def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
     """Append a message to `turns`, or to the last of them if it has the same role."""
     role = message.role
+    if role == "assistant":
+        _turn_of(turns, role).last = None
     if isinstance(message.content, str):
         turn = _turn_of(turns, role)
         turn.has_parts |= bool(turn.texts)
-        turn.texts.append(message.content)
+        turn.add_text(message.content)
         return
     for place, block in enumerate(message.content):
         where = f"{at}.content[{place}]"
@@ -130,7 +147,7 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
             case b.TextBlockParam(text):
                 turn = _turn_of(turns, role)
                 turn.has_parts = True
-                turn.texts.append(text)
+                turn.add_text(text)
             case b.ToolResultBlockParam():
                 _check_role(where, "tool_result", role, "user")
                 turns.append(_result(where, block))
@@ -140,12 +157,14 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
                 _turn_of(turns, role).calls.append(m.ToolCall(_own_id(block.id), block.name, arguments))
             case b.ThinkingBlockParam(thinking):
                 _check_role(where, "thinking", role, "assistant")
-                _turn_of(turns, role).reasoning.append(thinking)
+                _turn_of(turns, role).add_reasoning(thinking)
             case b.RedactedThinkingBlockParam():
                 _check_role(where, "redacted_thinking", role, "assistant")
                 _turn_of(turns, role)
             case _:
                 _refuse(where, block)
+        if role == "assistant":
+            turns[-1].last = type(block)
 
 
 def _turn_of(turns: list[_Turn], role: str) -> _Turn:

@@ -80,6 +80,12 @@ def test_options_are_the_fields_of_a_chat() -> None:
     assert (ours.options, ours.seed) == (theirs.options, 7)
 
 
+@pytest.mark.parametrize(("seed", "expected"), [(-1, None), (None, None), (0, 0), (-2, 2**64 - 2)])
+@pytest.mark.parametrize("body", [CHAT, GENERATE, GENERATE | {"raw": True}])
+def test_a_seed_of_minus_one_is_random(body: dict[str, Any], seed: int | None, expected: int | None) -> None:
+    assert parse(body | {"options": {"seed": seed}}).seed == expected
+
+
 @pytest.mark.parametrize("body", [CHAT, GENERATE, GENERATE | {"raw": True}])
 def test_a_larger_num_predict_than_the_context_is_lowered(body: dict[str, Any]) -> None:
     parsed = parse(body | {"options": {"num_predict": 10**6}})

@@ -152,10 +152,36 @@ def test_consecutive_messages_of_a_role_are_one() -> None:
 def test_the_reply_continues_a_last_message_of_the_assistant() -> None:
     found = prompt_of(*BODY["messages"], {"role": "assistant", "content": "The best is ("})
     assert (found.add_generation_prompt, found.continue_final_message) == (False, True)
-    for blocks in ([TOOL_USE], [text("a"), TOOL_USE], [{"type": "thinking", "thinking": "Hm"}]):
+    for blocks in ([TOOL_USE], [text("a"), TOOL_USE]):
         error = refused(messages=[*BODY["messages"], says("assistant", *blocks)])
         assert (error.status, error.param) == (400, "messages[1].content")
-        assert "must end with text" in error.message
+        assert "must not have tool calls" in error.message
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning"),
+    [("", None), ([], None), ([text("")], None), ([{"type": "thinking", "thinking": "Hm"}], "Hm")],
+)
+def test_the_reply_continues_a_message_without_text(content: Any, reasoning: str | None) -> None:
+    """A reply that was cut before its text, such as one with the stop reason pause_turn."""
+    found = prompt_of(*BODY["messages"], {"role": "assistant", "content": content})
+    assert (found.add_generation_prompt, found.continue_final_message) == (False, True)
+    last = found.messages[-1]
+    assert (last.role, last.content, last.reasoning, last.tool_calls) == ("assistant", "", reasoning, [])
+
+
+def test_text_and_thinking_go_on_behind_other_blocks() -> None:
+    """As in the chat's form of the same reply. Blocks that the client divides are lines."""
+
+    def thinking(words: str) -> dict[str, str]:
+        return {"type": "thinking", "thinking": words}
+
+    blocks = (thinking("a"), text("b"), thinking("c"), text("d"), TOOL_USE, text("e"))
+    (_, found, _) = prompt_of(*BODY["messages"], says("assistant", *blocks), says("user", RESULT)).messages
+    assert (found.content, found.reasoning, len(found.tool_calls)) == ("bde", "ac", 1)
+    blocks = (thinking("a"), thinking("b"), text("c"), text(""), text("d"))
+    (_, found, _) = prompt_of(*BODY["messages"], says("assistant", *blocks), says("user", text("?"))).messages
+    assert (found.content, found.reasoning, found.parts) == ("c\nd", "a\nb", ["c", "d"])
 
 
 # --------------------------------------------------------------------------------------------------------------- tools

@@ -70,6 +70,21 @@ class TestMessages:
         ]
 
     @pytest.mark.parametrize(
+        ("fields", "reasoning"),
+        [
+            ({}, None),
+            ({"content": None}, None),
+            ({"content": None, "tool_calls": []}, None),
+            ({"content": None, "reasoning_content": "Hm.", "reasoning": "Hm."}, "Hm."),
+            ({"content": None, "reasoning": "Hm.", "refusal": None, "tool_calls": None}, "Hm."),
+        ],
+    )
+    def test_an_assistant_s_message_may_have_no_content(self, fields: dict[str, Any], reasoning: str | None) -> None:
+        """As replies that ended within their reasoning, which clients may forget."""
+        (_, message, _) = prompt(messages=[USER, {"role": "assistant"} | fields, USER]).messages
+        assert message == m.ChatMessage("assistant", "", reasoning=reasoning)
+
+    @pytest.mark.parametrize(
         ("message", "field", "code"),
         [
             ({"role": "function", "name": "f", "content": "x"}, "role", "invalid_value"),
@@ -77,8 +92,6 @@ class TestMessages:
             ({"role": "tool", "content": "x", "tool_call_id": ""}, "tool_call_id", None),
             ({"role": "tool", "tool_call_id": "c"}, "content", None),
             ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls", "invalid_value"),
-            ({"role": "assistant"}, "content", None),
-            ({"role": "assistant", "tool_calls": []}, "content", None),
             ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "tool_calls[0].type", "unsupported"),
             ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function", None),
             ({"role": "assistant", "tool_calls": [CALL | {"id": ""}]}, "tool_calls[0].id", "invalid_value"),

@@ -167,12 +167,26 @@ def test_an_assistant_s_turn_is_one_message() -> None:
     ]
 
 
-def test_a_message_after_calls_is_another_message() -> None:
-    first, second, third = messages(
-        input=[CALL, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    )
-    assert (first.content, [call.id for call in first.tool_calls]) == (None, ["c1"])
-    assert (second.content, third.role) == ("a", "user")
+def test_a_message_after_calls_is_the_same_turn() -> None:
+    """Its call has no output yet, so no other message can stand before that."""
+    says = {"role": "assistant", "content": "a"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "here"}
+    thinks = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    calls = [m.ToolCall("c1", "find", "{}")]
+    for items, expected in (
+        ([CALL, says], m.ChatMessage("assistant", "a", tool_calls=calls)),
+        ([CALL, thinks, says], m.ChatMessage("assistant", "a", tool_calls=calls, reasoning="Hm.")),
+        ([says, CALL, says], m.ChatMessage("assistant", "aa", tool_calls=calls)),
+        ([thinks, says, CALL, thinks, says], m.ChatMessage("assistant", "aa", tool_calls=calls, reasoning="Hm.Hm.")),
+    ):
+        first, second = messages(input=[*items, output])
+        assert first == expected
+        assert second == m.ChatMessage("tool", "here", tool_call_id="c1")
+
+
+def test_messages_that_follow_each_other_are_turns() -> None:
+    first, second = messages(input=[{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert (first.content, second.content) == ("a", "b")
 
 
 def test_a_previous_response_and_references_are_resolved() -> None:

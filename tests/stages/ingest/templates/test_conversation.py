@@ -132,10 +132,20 @@ def test_an_invalid_chat_is_rejected_with_the_name_of_its_field(fields: dict[str
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_a_message_without_content_cannot_be_continued(content: str | None) -> None:
-    chat = ChatPrompt([ChatMessage("assistant", content)], add_generation_prompt=False, continue_final_message=True)
+def test_a_message_of_only_calls_cannot_be_continued(content: str | None) -> None:
+    message = ChatMessage("assistant", content, tool_calls=[ToolCall("a", "find", "{}")])
+    chat = ChatPrompt([message], add_generation_prompt=False, continue_final_message=True)
     with pytest.raises(BadChat, match="no content"):
         variables(chat, PLAIN)
+
+
+def test_an_empty_message_is_continued_where_its_content_would_begin() -> None:
+    for content in ("", " \n"):
+        messages = [ChatMessage("user", "a"), ChatMessage("assistant", content)]
+        chat = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+        source = "{% for m in messages %}<{{ m.role }}>\n {{ m.content }}{% endfor %}"
+        assert render(source, chat) == f"<user>\n a<assistant>\n {content}"
+        assert render(source.replace("m.content", "m.content|trim"), chat) == "<user>\n a<assistant>\n "
 
 
 def test_a_continued_message_ends_the_prompt_with_any_template() -> None:
