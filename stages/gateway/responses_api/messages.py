@@ -1,8 +1,7 @@
 """Converts the items of a conversation to the messages of a chat. Pure.
 
 An assistant's turn may be several items: reasoning, messages, and function calls. A chat has one message for them. A
-turn goes on until somebody else's item, or until something follows its message that no call interrupts: while a call
-waits for its output, no other turn can begin.
+turn goes on until an item that is not the assistant's, or until a message follows a message.
 """
 
 from collections.abc import Sequence
@@ -22,19 +21,23 @@ from pipeline.stages.gateway.responses_api.items import (
 
 
 class _Turn(msgspec.Struct):
-    """Items of an assistant that become one message."""
+    """Items of an assistant that become one message. Text and reasoning that other items interrupt go on where they
+    ended, as in a chat."""
 
     reasoning: list[str] = []
     parts: list[str] | None = None
     calls: list[m.ToolCall] = []
 
+    last: type[Item] | None = None
+    """The type of the item that was added last."""
+
     def add(self, texts: list[str]) -> None:
-        """Add the texts of a message. After a call they go on where the text before it ended, as in a chat."""
+        """Add the texts of a message."""
         self.parts = _continued(self.parts or [], texts)
 
     def add_reasoning(self, texts: list[str]) -> None:
-        """Add the texts of reasoning. After a call they go on too."""
-        self.reasoning = _continued(self.reasoning, texts) if self.calls else [*self.reasoning, *texts]
+        is_interrupted = self.last is not ReasoningItem
+        self.reasoning = _continued(self.reasoning, texts) if is_interrupted else [*self.reasoning, *texts]
 
     def message(self) -> m.ChatMessage:
         content = None if self.parts is None and self.calls else "\n".join(self.parts or ())
@@ -53,7 +56,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
         is_own = not isinstance(item, FunctionCallOutputItem) and (
             not isinstance(item, MessageItem) or item.role == "assistant"
         )
-        if turn is not None and (not is_own or _begins(item, turn)):
+        if turn is not None and (not is_own or (isinstance(item, MessageItem) and turn.last is MessageItem)):
             found.append(turn.message())
             turn = None
         if is_own and turn is None:
@@ -75,14 +78,11 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
                     message = f"'{param}' is {shown(item.call_id)!r}, and no function_call before it has this call_id"
                     raise invalid(param, message, "invalid_value")
                 found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))
+        if turn is not None:
+            turn.last = type(item)
     if turn is not None:
         found.append(turn.message())
     return found
-
-
-def _begins(item: Item, turn: _Turn) -> bool:
-    """Whether an item of the assistant begins another message."""
-    return turn.parts is not None and not turn.calls and not isinstance(item, FunctionCallItem)
 
 
 def _continued(before: list[str], texts: list[str]) -> list[str]:

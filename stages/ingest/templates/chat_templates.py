@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
-from pipeline.stages.ingest.templates import conversation, reply_start
+from pipeline.stages.ingest.templates import conversation, refused_forms, reply_start
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure, TextTooLong
+from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
 from pipeline.stages.ingest.templates.tools_as_text import with_tools_as_text
 from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 
@@ -48,6 +49,8 @@ class ChatTemplates:
         """`shows_tools`: the templates get tools, calls and results. Otherwise, the text of messages has them."""
         self._shows_tools = shows_tools
         self._takes_system: bool | None = None
+        self._preferences: dict[tuple[str, ChatTemplate], bool] = {}
+        """By the name of a form; see `_prefers`."""
         self._templates = templates
         self._failure = failure
         self._timeout_s = timeout_s
@@ -76,14 +79,15 @@ class ChatTemplates:
         if not self._shows_tools:
             prompt = with_tools_as_text(prompt, takes_system=self._knows_system())
         template = self._template(prompt)
-        variables = conversation.variables(prompt, template.traits)
+        prompt, traits = self._taken(prompt, template)
+        variables = conversation.variables(prompt, traits)
         conversation.check_roles(prompt, template.source)
         marked = conversation.with_marks(prompt)
         budget = Budget(SHORT_STEPS) if is_short else self._budget(prompt)
         try:
             changed = masked(variables) if masked is not None else None  # before the template can change them
             if marked is not None:
-                marks = conversation.variables(marked, template.traits)
+                marks = conversation.variables(marked, traits)
                 conversation.check_marks(
                     template.render(marks, max_chars=max_chars, budget=budget, now_s=now_s), marked
                 )
@@ -121,13 +125,40 @@ class ChatTemplates:
         if self._takes_system is None:
             probe = ChatPrompt([ChatMessage("system", PROBE), ChatMessage("user", "Hi")])
             template = self._template(probe)
-            variables = conversation.variables(probe, template.traits)
-            try:
-                text = template.render(variables, max_chars=PROBE_CHARS, budget=Budget(SHORT_STEPS), now_s=0.0)
-                self._takes_system = PROBE in text
-            except (TemplateFailure, TextTooLong, OutOfTime):
-                self._takes_system = False
+            self._takes_system = PROBE in (_tried(probe, template, template.traits) or "")
         return self._takes_system
+
+    def _taken(self, prompt: ChatPrompt, template: ChatTemplate) -> tuple[ChatPrompt, TemplateTraits]:
+        """The chat in a form that the template takes; see refused_forms.py. Each form is tried once."""
+        plain = traits = template.traits
+        if plain.parts and refused_forms.has_empty_reply(prompt):
+            probe, parts = refused_forms.EMPTY_REPLY, refused_forms.with_empty_parts(plain)
+            if self._prefers("empty parts", template, (probe, plain), (probe, parts)):
+                traits = parts
+        if refused_forms.has_several_calls(prompt):
+            probe = refused_forms.SEVERAL_CALLS
+            if self._prefers("calls apart", template, (probe, plain), (refused_forms.with_calls_apart(probe), plain)):
+                prompt = refused_forms.with_calls_apart(prompt)
+        if refused_forms.has_reasoned_call(prompt):
+            probe = refused_forms.REASONED_CALL
+            if self._prefers("one text", template, (probe, plain), (refused_forms.with_one_text(probe), plain)):
+                prompt = refused_forms.with_one_text(prompt)
+        return prompt, traits
+
+    def _prefers(
+        self,
+        name: str,
+        template: ChatTemplate,
+        first: tuple[ChatPrompt, TemplateTraits],
+        other: tuple[ChatPrompt, TemplateTraits],
+    ) -> bool:
+        """Whether the template takes the other form of a chat and not the first, or writes only there what the chat
+        says last."""
+        if (name, template) not in self._preferences:
+            texts = [_tried(prompt, template, traits) or "" for prompt, traits in (first, other)]
+            counts = [text.count(refused_forms.LAST_WORDS) for text in texts]
+            self._preferences[name, template] = counts[0] < counts[1]
+        return self._preferences[name, template]
 
     def _template(self, prompt: ChatPrompt) -> ChatTemplate:
         names = (TOOL_USE, DEFAULT) if conversation.has_tools(prompt) else (DEFAULT,)
@@ -135,6 +166,15 @@ class ChatTemplates:
             if (template := self._templates.get(name)) is not None:
                 return template
         raise TemplateFailure(self._failure)
+
+
+def _tried(probe: ChatPrompt, template: ChatTemplate, traits: TemplateTraits) -> str | None:
+    """The text of a short chat; None if the template refuses it."""
+    variables = conversation.variables(probe, traits)
+    try:
+        return template.render(variables, max_chars=PROBE_CHARS, budget=Budget(SHORT_STEPS), now_s=0.0)
+    except (TemplateFailure, TextTooLong, OutOfTime):
+        return None
 
 
 def _reply_stage(

@@ -174,12 +174,17 @@ def _message(message: ChatMessage, traits: TemplateTraits) -> dict[str, Any]:
 
 def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
     """Text for most templates. Parts for a template that loops over them, unless it takes text too and the message is
-    text or a tool's. A missing content is None for templates that test for it, and empty otherwise."""
+    text, a tool's or the assistant's: some loop over the parts of users only, and write others as they are. A missing
+    content is None for templates that test for it, and empty otherwise."""
+    if traits.empty_parts and message.role == "assistant" and not message.content and not message.tool_calls:
+        return [{"type": "text", "text": ""}]
     if message.content is None:
         if traits.none:
             return None
         return [] if traits.parts and not traits.text_too else ""
-    if traits.parts and (not traits.text_too or (message.parts is not None and message.role != "tool")):
+    if traits.parts and (
+        not traits.text_too or (message.parts is not None and message.role not in ("tool", "assistant"))
+    ):
         texts = [message.content] if message.parts is None else message.parts
         return [{"type": "text", "text": text} for text in texts]
     return message.content

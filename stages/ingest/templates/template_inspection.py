@@ -20,13 +20,15 @@ ROUNDS = 8
 class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
     takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
-    role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text."""
+    role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text.
+    `empty_parts`: it gets an empty reply as an empty part; see refused_forms.py."""
 
     parts: bool = False
     text_too: bool = False
     none: bool = False
     developer: bool = False
     json_arguments: bool = False
+    empty_parts: bool = False
 
 
 class ValueKind(Enum):

@@ -126,8 +126,11 @@ def _content(events: list[Event], reader: MessageReader) -> list[ContentBlock]:
             case CallEnded(), _:
                 assert last is not None
                 last.input = object_or_empty("".join(arguments))
+                last = None
             case _:
                 assert_never(event)
+    if last is not None:  # the reply ended within the call, perhaps behind its arguments
+        last.input = object_or_empty("".join(arguments))
     return blocks
 
 

@@ -321,6 +321,7 @@ def num_renderings(template: str, prompt: ChatPrompt, monkeypatch: pytest.Monkey
         texts.append(render(self, *args, **kwargs))
         return texts[-1]
 
+    begun(templates, prompt, form)  # what the template takes is tried once
     monkeypatch.setattr(ChatTemplate, "render", counted)
     begun(templates, prompt, form)
     monkeypatch.undo()

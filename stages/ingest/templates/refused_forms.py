@@ -1,0 +1,91 @@
+"""Forms of a conversation that some templates refuse or shorten although their models write such replies. Pure.
+
+    an empty reply     an assistant's message without text and calls, such as one that ended within its reasoning. A
+                       template that refuses it may take it with an empty part
+    several calls      in one message. If a template refuses them, or writes only the first, each call becomes a message
+                       with its own results behind it
+    text, reasoning    and calls in one message. If a template refuses them, the text becomes the end of the reasoning
+
+What a template does is found out by a try, with these chats.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
+from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
+
+USER = ChatMessage("user", "Hi")
+LAST_WORDS = "last_words"
+"""At the end of each of the chats, so that it shows whether a template writes all of it."""
+CALL, LAST_CALL = ToolCall("call00001", "f", "{}"), ToolCall("call00002", LAST_WORDS, "{}")
+RESULT = ChatMessage("tool", "a", CALL.name, tool_call_id=CALL.id)
+LAST_RESULT = ChatMessage("tool", LAST_WORDS, LAST_CALL.name, tool_call_id=LAST_CALL.id)
+
+EMPTY_REPLY = ChatPrompt([USER, ChatMessage("assistant", ""), ChatMessage("user", LAST_WORDS)])
+SEVERAL_CALLS = ChatPrompt([USER, ChatMessage("assistant", None, tool_calls=[CALL, LAST_CALL]), RESULT, LAST_RESULT])
+REASONED_CALL = ChatPrompt([USER, ChatMessage("assistant", "a", tool_calls=[LAST_CALL], reasoning="b"), LAST_RESULT])
+
+
+def has_reasoned_call(prompt: ChatPrompt) -> bool:
+    return any(map(_is_reasoned_call, prompt.messages))
+
+
+def _is_reasoned_call(message: ChatMessage) -> bool:
+    return bool(message.tool_calls and message.reasoning and message.content)
+
+
+def with_one_text(prompt: ChatPrompt) -> ChatPrompt:
+    """The chat with the text of calls that have reasoning at the end of the reasoning."""
+    messages = [
+        msgspec.structs.replace(one, content=None, parts=None, reasoning=f"{one.reasoning}\n\n{one.content}")
+        if _is_reasoned_call(one)
+        else one
+        for one in prompt.messages
+    ]
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def has_empty_reply(prompt: ChatPrompt) -> bool:
+    return any(one.role == "assistant" and not one.content and not one.tool_calls for one in prompt.messages)
+
+
+def has_several_calls(prompt: ChatPrompt) -> bool:
+    return any(len(one.tool_calls) > 1 for one in prompt.messages)
+
+
+def with_empty_parts(traits: TemplateTraits) -> TemplateTraits:
+    """The traits of a template that gets empty replies as an empty part."""
+    return dataclasses.replace(traits, empty_parts=True)
+
+
+def with_calls_apart(prompt: ChatPrompt) -> ChatPrompt:
+    """The chat with one call in each message, and the results of the call behind it. Other results follow the last."""
+    messages: list[ChatMessage] = []
+    place = 0
+    while place < len(prompt.messages):
+        message = prompt.messages[place]
+        place += 1
+        if len(message.tool_calls) < 2:
+            messages.append(message)
+            continue
+        end = place
+        while end < len(prompt.messages) and prompt.messages[end].role == "tool":
+            end += 1
+        messages += _apart(message, prompt.messages[place:end])
+        place = end
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def _apart(message: ChatMessage, results: Sequence[ChatMessage]) -> list[ChatMessage]:
+    by_id: dict[str | None, list[ChatMessage]] = {}
+    for result in results:
+        by_id.setdefault(result.tool_call_id, []).append(result)
+    found: list[ChatMessage] = []
+    first, *others = message.tool_calls
+    found += [msgspec.structs.replace(message, tool_calls=[first]), *by_id.pop(first.id, ())]
+    for call in others:
+        found += [ChatMessage("assistant", None, tool_calls=[call]), *by_id.pop(call.id, ())]
+    return [*found, *(result for rest in by_id.values() for result in rest)]

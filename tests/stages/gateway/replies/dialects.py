@@ -1,0 +1,230 @@
+"""The chat dialects of the API: one reply in each, as its client keeps it, and as it sends it back."""
+
+import json
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.gateway.ollama.parsing import parse_chat as parse_ollama
+from pipeline.stages.gateway.parsing.anthropic.parse import parse_messages
+from pipeline.stages.gateway.parsing.parse import parse_chat
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.replies import shapes
+from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.text.formats.chat_formats import ChatFormats
+from tests.stages.gateway.gate import MODEL, events_of
+from tests.stages.gateway.replies import test_messages
+from tests.stages.gateway.responses_api.test_parsing import Stored
+
+Messages = list[dict[str, Any]]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "It."}, "days": {"type": "array", "description": "It."}},
+}
+
+
+class Dialect(NamedTuple):
+    """`message`: what a client keeps of a whole reply. `streamed`: the same of a stream. `turns`: the messages or items
+    that it sends back, with the text of each tool call's result."""
+
+    parse: Callable[[bytes, RequestLimits], ParsedRequest]
+    body: Callable[[Messages, Sequence[str]], dict[str, Any]]
+    message: Callable[[Any], Any]
+    streamed: Callable[[str], Any]
+    turns: Callable[[Any, str], Messages]
+    result: tuple[str, str] = ("role", "tool")
+    """The last of the turns has this if it is a tool's result."""
+    has_names: bool = False
+    """Results name their tool."""
+    loses_cut_calls: bool = False
+    has_objects: bool = False
+    """Arguments are objects, not texts."""
+
+    def has_results(self, turns: Messages) -> bool:
+        key, value = self.result
+        return bool(turns) and turns[-1].get(key) == value
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+def _functions(names: Sequence[str]) -> Messages:
+    return [
+        {"type": "function", "function": {"name": name, "description": "It.", "parameters": SCHEMA}} for name in names
+    ]
+
+
+def _chat_body(messages: Messages, names: Sequence[str]) -> dict[str, Any]:
+    return {"messages": messages, "tools": _functions(names)}
+
+
+def _chat_streamed(text: str) -> dict[str, Any]:
+    """As OpenAI's client accumulates it."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for event in events_of(text):
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        for name in ("content", "reasoning_content", "reasoning"):
+            if delta.get(name) is not None:
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+def _chat_turns(message: dict[str, Any], result: str) -> Messages:
+    calls = message.get("tool_calls") or ()
+    return [message, *({"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls)]
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def _messages_body(messages: Messages, names: Sequence[str]) -> dict[str, Any]:
+    tools = [{"name": name, "description": "It.", "input_schema": SCHEMA} for name in names]
+    return {"max_tokens": 9, "messages": messages, "tools": tools}
+
+
+def _messages_turns(content: Messages, result: str) -> Messages:
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": result}
+        for block in content
+        if block["type"] == "tool_use"
+    ]
+    turns: Messages = [{"role": "assistant", "content": content}]
+    return [*turns, {"role": "user", "content": results}] if results else turns
+
+
+# ------------------------------------------------------------------------------------------------------------ responses
+
+
+def _parse_response(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    return parse_response(body, limits, Stored(), "seed").request
+
+
+def _responses_body(messages: Messages, names: Sequence[str]) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name, "description": "It.", "parameters": SCHEMA} for name in names]
+    return {"input": messages, "tools": tools}
+
+
+def _responses_turns(output: Messages, result: str) -> Messages:
+    return [
+        *output,
+        *(
+            {"type": "function_call_output", "call_id": item["call_id"], "output": result}
+            for item in output
+            if item["type"] == "function_call"
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- ollama
+
+
+def _ollama_body(messages: Messages, names: Sequence[str]) -> dict[str, Any]:
+    return {"messages": messages, "tools": _functions(names)}
+
+
+def _ollama_streamed(text: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for line in text.splitlines():
+        part = json.loads(line)["message"]
+        for name in ("content", "thinking"):
+            if part.get(name):
+                message[name] = message.get(name, "") + part[name]
+        if calls := part.get("tool_calls"):
+            message["tool_calls"] = message.get("tool_calls", []) + calls
+    return message
+
+
+def _ollama_turns(message: dict[str, Any], result: str) -> Messages:
+    calls = message.get("tool_calls") or ()
+    results = [{"role": "tool", "tool_name": call["function"]["name"], "content": result} for call in calls]
+    return [message, *results]
+
+
+DIALECTS = {
+    "chat": Dialect(parse_chat, _chat_body, lambda reply: reply["choices"][0]["message"], _chat_streamed, _chat_turns),
+    "messages": Dialect(
+        parse_messages,
+        _messages_body,
+        lambda reply: reply["content"],
+        lambda text: test_messages.joined(test_messages.events_in(text))["content"],
+        _messages_turns,
+        ("role", "user"),
+        has_objects=True,
+    ),
+    "responses": Dialect(
+        _parse_response,
+        _responses_body,
+        lambda reply: reply["output"],
+        lambda text: json.loads(text.rstrip().rpartition("data: ")[2])["response"]["output"],
+        _responses_turns,
+        ("type", "function_call_output"),
+    ),
+    "ollama": Dialect(
+        parse_ollama,
+        _ollama_body,
+        lambda reply: reply["message"],
+        _ollama_streamed,
+        _ollama_turns,
+        has_names=True,
+        loses_cut_calls=True,
+        has_objects=True,
+    ),
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- replies
+
+
+def parsed(
+    dialect: Dialect, messages: Messages, names: Sequence[str], formats: ChatFormats, stream: bool = False
+) -> Any:
+    """The parsed request with this conversation. Raises ApiError."""
+    body = {"model": MODEL, "stream": stream} | dialect.body(messages, names)
+    data = json.dumps(body, ensure_ascii=False).encode()
+    return dialect.parse(data, RequestLimits(MODEL, 64, max_prompt_tokens=9999, formats=formats))
+
+
+def prompt_of(request: ParsedRequest) -> m.ChatPrompt:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, m.ChatPrompt)
+    return prompt
+
+
+def kept(
+    dialect: Dialect, request: ParsedRequest, pieces: Sequence[str], finish: m.Finish, formats: ChatFormats, tail: str
+) -> Any:
+    """What a client keeps of the reply to `request` that has this output, after `tail` at the prompt's end."""
+    stage: Any = SimpleNamespace(replay_context=ReplayContext(), trace=SimpleNamespace(on=False))
+    made = Request(request, stage, 1, formats)
+    sequence = SequenceOutput()
+    submit = m.Submit(1, 0, 0, 0.0, request.prompts[0], request.options)
+    prompt_request = PromptRequest(submit, made, [sequence], 3, prompt_ids=np.arange(3, dtype=np.int32), tail=tail)
+    made.prompt_requests, made.sequences, made.num_open, made.has_begun = [prompt_request], [sequence], 1, True
+    events = shapes.events(made) if request.stream else None
+    data = b"" if events is None else events.first()
+    for place, piece in enumerate(pieces):
+        sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
+        if events is not None:
+            data += events.due()
+    sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
+    if events is None:
+        return dialect.message(json.loads(shapes.body_of(made)))
+    data += events.due()
+    assert events.are_over
+    return dialect.streamed((data + events.last()).decode())
