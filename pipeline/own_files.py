@@ -5,14 +5,19 @@ An open folder has a name in /proc that stays its own, whatever is renamed or li
 
 import errno
 import os
+import re
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 PROC = Path("/proc")
 WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+MAX_LINKS = 40
+"""Links that a path may have, as in the kernel."""
+OPEN = re.compile(r"/proc/self/fd/(\d+)(?=/|$)")
+"""The name of an open folder."""
 
 
 class NotOwn(PermissionError):
@@ -22,16 +27,39 @@ class NotOwn(PermissionError):
 class OpenFolder:
     """A folder of which `path` is a name as long as it is open. Without /proc that is its path."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError. A link is followed only if it is this user's or root's."""
+    def __init__(self, folder: Path, *, links: bool = True) -> None:
+        """Raises OSError. The folder itself may be a link of this user's or root's if there are `links`; one above it
+        may not be a link that another user has planted."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self.folder = folder
-        is_link = stat.S_ISLNK((info := folder.lstat()).st_mode)
-        if is_link and not is_trusted(info):
-            raise NotOwn(errno.EPERM, "this is a link of another user: remove it", str(folder))
-        self.fd = os.open(folder, flags if is_link else flags | os.O_NOFOLLOW)
+        with descriptor(folder.parent) as parent:
+            is_link = stat.S_ISLNK((info := os.lstat(folder.name or ".", dir_fd=parent)).st_mode)
+            if is_link and not (links and is_trusted(info)):
+                raise NotOwn(errno.EPERM, "this is a link of another user: remove it", str(folder))
+            if not is_link:
+                self.fd = os.open(folder.name or ".", flags | os.O_NOFOLLOW, dir_fd=parent)
+        if is_link:
+            with descriptor(folder) as target:
+                self.fd = os.open(".", flags, dir_fd=target)
+        named = descriptors(self.fd)
         # `self`: a child may use the name as its working directory before it runs another program.
-        self.path = folder if descriptors(self.fd) is None else PROC / "self" / "fd" / str(self.fd)
+        self.path = folder if named is None else PROC / "self" / "fd" / str(self.fd)
+        self.path_of_children = folder if named is None else named / str(self.fd)
+        """Its name in this process and in children of the same user."""
+
+    @classmethod
+    def new(cls, folder: Path) -> Self:
+        """A new folder that only this user can enter. Raises OSError, also if another user replaces it at once."""
+        folder.mkdir(0o700)
+        opened = cls(folder, links=False)
+        try:
+            info = os.fstat(opened.fd)
+            if info.st_uid != os.geteuid() or info.st_mode & 0o077 or os.listdir(opened.fd):  # noqa: PTH208
+                raise NotOwn(errno.EPERM, "another user has replaced this folder", str(folder))
+        except BaseException:
+            opened.close()
+            raise
+        return opened
 
     def close_to_others(self) -> None:
         """Take the right to write from others. Raises NotOwn if it is another user's."""
@@ -57,6 +85,78 @@ class OpenFolder:
 def is_trusted(info: os.stat_result) -> bool:
     """Whether a file belongs to this user, or to root, who can read and write all files anyway."""
     return info.st_uid in (0, os.geteuid())
+
+
+def is_planted(info: os.stat_result, folder: os.stat_result) -> bool:
+    """Whether another user may have put a file or a link into a folder for this user to find. The owner of a folder to
+    which nobody else can write chooses what is in it: who names it, trusts its owner."""
+    return not is_trusted(info) and (info.st_uid != folder.st_uid or bool(folder.st_mode & WRITE_OF_OTHERS))
+
+
+@contextmanager
+def descriptor(folder: str | Path, start: int | None = None, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder, to which no link leads that another user has planted. It opens one name after the
+    other, so nothing can be swapped in between. A relative path begins at the descriptor `start`. What is missing is
+    made if `make` is set. Raises OSError."""
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC  # without the right to list it
+    text = os.fspath(folder)
+    if opened := OPEN.match(text):
+        text, fd = text[opened.end() :].lstrip("/"), os.dup(int(opened[1]))
+    else:
+        fd = os.open("/" if text.startswith("/") else ".", flags, dir_fd=start)
+    try:
+        left, num_links = text.split("/")[::-1], 0
+        while left:
+            if (name := left.pop()) in ("", "."):
+                continue
+            try:
+                following = _opened(name, flags | os.O_NOFOLLOW, fd, make)
+            except NotADirectoryError:
+                target = link_at(fd, name, text)
+                if target is None:
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+                if (num_links := num_links + 1) > MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder)) from None
+                left += target.split("/")[::-1]
+                following = os.open("/" if target.startswith("/") else ".", flags, dir_fd=fd)
+            except OSError as error:
+                error.filename = str(folder)
+                raise
+            os.close(fd)
+            fd = following
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_folder(folder: Path) -> None:
+    """As mkdir -p, but not where a link leads that another user has planted. Raises OSError."""
+    with descriptor(folder, make=True):
+        pass
+
+
+def _opened(name: str, flags: int, parent: int, make: bool) -> int:
+    if make:
+        with suppress(FileNotFoundError):
+            return os.open(name, flags, dir_fd=parent)
+        with suppress(FileExistsError):  # of another process, just now
+            os.mkdir(name, dir_fd=parent)
+    return os.open(name, flags, dir_fd=parent)
+
+
+def link_at(folder: int, name: str, path: str | Path) -> str | None:
+    """Where a link in an open folder leads; None if it isn't one. Raises OSError, NotOwn with `path` if another user
+    has planted it."""
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISLNK(info.st_mode):
+            return None
+        if is_planted(info, os.fstat(folder)):
+            raise NotOwn(errno.EPERM, f"{name} is a link of another user: name the file or folder itself", str(path))
+        return os.readlink("", dir_fd=fd)
+    finally:
+        os.close(fd)
 
 
 def is_closed(folder: Path) -> bool:
@@ -101,9 +201,8 @@ def _own_root(root: Path, default_root: Callable[[], Path], what: str, say: Call
 
 
 def _made(folder: Path) -> Path:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(0o755)
+    with descriptor(folder.parent, make=True) as parent, suppress(FileExistsError):
+        os.mkdir(folder.name, 0o755, dir_fd=parent)
     return folder
 
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from pipeline.own_files import OpenFolder, make_folder
+
 MAGIC = b"lora\r\n1\n"
 LENGTH = struct.Struct("<Q")
 ALIGN = 64
@@ -129,7 +131,12 @@ def write_each(path: Path, dtype: Dtype, shapes: Sequence[PairShape], pairs: Ite
             end = _aligned(end + num_values * DTYPES[dtype].itemsize)
         entries.append(Entry(one.layer, one.target, one.rank, one.num_inputs, one.num_outputs, *places))
     header = msgspec.json.encode(Header(dtype, max((entry.rank for entry in entries), default=0), entries))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    with OpenFolder(path.parent) as folder:  # another user of the cache may put a link in its place
+        _write_in(folder.path / path.name, dtype, header, shapes, pairs)
+
+
+def _write_in(path: Path, dtype: Dtype, header: bytes, shapes: Sequence[PairShape], pairs: Iterable[Pair]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     partial.unlink(missing_ok=True)  # of a process that has died
     try:

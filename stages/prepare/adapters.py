@@ -8,6 +8,7 @@ from pipeline.config.settings import Settings
 from pipeline.lora.adapter_file import FOLDER
 from pipeline.lora.convert import convert, dtype_of
 from pipeline.lora.peft_config import AdapterError
+from pipeline.own_files import OpenFolder
 from pipeline.runtime.messages import Adapter
 from pipeline.runtime.model_folder import is_held
 from pipeline.stages.prepare.progress import Progress
@@ -41,7 +42,8 @@ def remove_unused(model_dir: Path) -> None:
     if is_held(model_dir):
         return
     oldest = time.time() - KEEP_S
-    for path in (model_dir / FOLDER).glob("*"):
-        with suppress(OSError):  # another server removes it, or the cache may only be read
-            if path.stat().st_mtime < oldest:
-                path.unlink()
+    with suppress(OSError), OpenFolder(model_dir / FOLDER) as folder:  # a link of another user could lead anywhere
+        for path in folder.path.glob("*.lora*"):
+            with suppress(OSError):  # another server removes it, or the cache may only be read
+                if path.lstat().st_mtime < oldest:
+                    path.unlink()

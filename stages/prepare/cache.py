@@ -3,14 +3,17 @@
     absent ──lock──► .partial-<key> ──fill──► stamped ──rename──► <key> ──file missing or of another size──► absent
 
 A complete entry has a stamp that lists every file with its size, and all files have that size. The stamp is written
-last, then the folder is renamed. A process that is killed leaves a `.partial-` folder and its lock's file; the next
-holder of the entry's lock removes both. The kernel releases the lock (flock) when its process ends.
+last, then the folder is renamed. While it is filled it is open, and only its user can enter it: files reach no other
+folder, whoever may rename what is in the cache. A process that is killed leaves a `.partial-` folder and its lock's
+file; the next holder of the entry's lock removes both. The kernel releases the lock (flock) when its process ends.
 """
 
 import errno
 import fcntl
 import os
+import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.own_files import open_lock
+from pipeline.own_files import NotOwn, OpenFolder, make_folder, open_lock
 from pipeline.runtime.cache_path import cache_path
 from pipeline.runtime.model_folder import MAX_STAMP_BYTES, PANELS, STAMP, is_held
 from pipeline.runtime.regular_files import read_regular
@@ -70,17 +73,19 @@ class Cache:
         """
         if (found := self.lookup(key)) is not None:
             return found
-        with self._writable(), self._lock(key, say, timeout_s):
+        with self._writable() as root, self._lock(root, key, say, timeout_s):
             if (found := self.lookup(key)) is not None:
                 return found
-            partial = self.root / f".partial-{key}"
+            partial = root / f".partial-{key}"
             _remove(partial)
-            partial.mkdir()
             try:
-                fill(partial)
-                _stamp(partial, source)
-                _remove(self.root / key)
-                partial.rename(self.root / key)
+                with OpenFolder.new(partial) as opened, _names(opened, self.root / partial.name):
+                    fill(opened.path_of_children)
+                    _stamp(opened, source)
+                    if not os.path.samestat(partial.lstat(), os.fstat(opened.fd)):
+                        raise NotOwn(errno.EPERM, "another user has replaced this folder", str(partial))
+                _remove(root / key)
+                partial.rename(root / key)
             finally:
                 _remove(partial)
         return self.root / key
@@ -88,12 +93,16 @@ class Cache:
     def remove(self, key: str) -> bool:
         """Remove an entry, or what a killed process left of one. Returns False if it is used: a process is filling it,
         or a server has it. Raises OSError."""
-        with os.fdopen(open_lock(self.root / f".lock-{key}"), "rb") as lock:
+        with (
+            OpenFolder(self.root) as opened,
+            _names(opened, self.root),
+            os.fdopen(open_lock(opened.path / f".lock-{key}"), "rb") as lock,
+        ):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            folder, partial = self.root / key, self.root / f".partial-{key}"
+            folder, partial = opened.path / key, opened.path / f".partial-{key}"
             if is_held(folder):
                 return False
             _remove(partial)
@@ -103,9 +112,9 @@ class Cache:
             return True
 
     @contextmanager
-    def _lock(self, key: str, say: Callable[[str], None], timeout_s: float) -> Iterator[None]:
+    def _lock(self, root: Path, key: str, say: Callable[[str], None], timeout_s: float) -> Iterator[None]:
         """Hold the lock of an entry. Its file is removed at the end, whether the entry was filled or not."""
-        path = self.root / f".lock-{key}"
+        path = root / f".lock-{key}"
         end = time.monotonic() + timeout_s
         waiting = False
         while True:
@@ -127,10 +136,12 @@ class Cache:
             time.sleep(POLL_S)
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _writable(self) -> Iterator[Path]:
+        """A name of the root that stays its own."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            yield
+            make_folder(self.root)
+            with OpenFolder(self.root) as opened, _names(opened, self.root):
+                yield opened.path
         except OSError as error:
             ours = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.root)
             # Creating the root's parents fails with a parent's name.
@@ -163,17 +174,36 @@ def _takes_lock(fd: int, path: Path) -> bool:
         return False
 
 
-def _stamp(folder: Path, source: str) -> None:
-    """Sync every file to disk, then write the stamp that lists them. execute may replace `PANELS` at any time."""
-    files = {}
+@contextmanager
+def _names(opened: OpenFolder, name: Path) -> Iterator[None]:
+    """Errors raised inside have an open folder's own name in them."""
+    places = re.compile("|".join(rf"{re.escape(str(one))}(?!\d)" for one in (opened.path, opened.path_of_children)))
+    try:
+        yield
+    except ModelError as error:
+        if (words := places.sub(lambda _: str(name), str(error))) != str(error):
+            raise type(error)(words) from error
+        raise
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = places.sub(lambda _: str(name), error.filename)
+        raise
+
+
+def _stamp(opened: OpenFolder, source: str) -> None:
+    """Sync every file to disk, then write the stamp that lists them, and let others read the folder as far as the umask
+    lets them read the stamp. execute may replace `PANELS` at any time."""
+    files, folder = {}, opened.path
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(PANELS)):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         files[str(path.relative_to(folder))] = path.stat().st_size
-    with (folder / STAMP).open("wb") as file:
+    with (folder / STAMP).open("xb") as file:
         file.write(msgspec.json.encode(Stamp(source, files)))
         file.flush()
         os.fsync(file.fileno())
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    os.fchmod(opened.fd, stat.S_IMODE(os.fstat(opened.fd).st_mode) | mode | (mode & 0o444) >> 2)
 
 
 def _remove(path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.settings import Settings
+from pipeline.own_files import OpenFolder, make_folder
 from pipeline.runtime.draft_link import draft_link
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.source import ModelError
@@ -38,11 +39,12 @@ def require_same_tokens(model: Path, draft: Path, name: str) -> None:
 def link(settings: Settings, draft: Path, progress: Progress) -> None:
     """Let the executor find the prepared draft model or head."""
     link = draft_link(settings)
-    temporary = link.with_name(f"{link.name}.{os.getpid()}")
     try:
-        link.parent.mkdir(parents=True, exist_ok=True)
-        temporary.symlink_to(draft)
-        temporary.replace(link)
+        make_folder(link.parent)
+        with OpenFolder(link.parent) as folder:
+            temporary = folder.path / f"{link.name}.{os.getpid()}"
+            temporary.symlink_to(draft)
+            temporary.replace(folder.path / link.name)
     except OSError as error:
         raise ModelError(f"cache_dir: {link.parent} can't be written: {error.strerror}") from error
     progress.say(f"draft model: {settings.speculative.draft}")

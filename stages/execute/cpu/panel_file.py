@@ -30,6 +30,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
+from pipeline.own_files import OpenFolder
 from pipeline.runtime.model_folder import PANELS
 from pipeline.stages.execute.cpu.rank_group import RankPlace
 from pipeline.stages.execute.weights import TensorFile
@@ -186,28 +187,31 @@ class PanelStore:
         try:
             extents, _tail = self._extents()  # `_tail` is kept alive
             total = int(extents[:, 1].sum())
-            stat = os.statvfs(path.parent)
-            if stat.f_bavail * stat.f_frsize < 2 * total:
-                raise OSError(errno.ENOSPC, f"it takes {total / 1e6:.0f} MB, more than half of the disk's free space")
-            fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            try:
-                if error := _write_file(self._library, fd, extents, self._stopped):
-                    raise OSError(error, os.strerror(error))
-                path.unlink(missing_ok=True)
-                # With the descriptor of a folder this is linkat, which follows the link to the file.
-                folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, follow_symlinks=True)
-                finally:
-                    os.close(folder)
-            finally:
-                os.close(fd)
+            with OpenFolder(path.parent) as folder:
+                self._keep_in(folder, extents, total)
             log.info("packed weights kept", extra={"fields": {"file": str(path), "mb": round(total / 1e6)}})
         except FileExistsError:
             pass  # another server of this model was faster
         except OSError as error:
             if error.errno != errno.ECANCELED:
                 log.info("packed weights not kept", extra={"fields": {"file": str(path), "reason": error.strerror}})
+
+    def _keep_in(self, folder: OpenFolder, extents: "np.ndarray[Any, np.dtype[np.uint64]]", total: int) -> None:
+        """Raises OSError."""
+        room = os.fstatvfs(folder.fd)
+        if room.f_bavail * room.f_frsize < 2 * total:
+            raise OSError(errno.ENOSPC, f"it takes {total / 1e6:.0f} MB, more than half of the disk's free space")
+        fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o644, dir_fd=folder.fd)
+        try:
+            if error := _write_file(self._library, fd, extents, self._stopped):
+                raise OSError(error, os.strerror(error))
+            name = self._place.path.name
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder.fd)
+            # With the descriptor of a folder this is linkat, which follows the link to the file.
+            os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd, follow_symlinks=True)
+        finally:
+            os.close(fd)
 
     def _extents(self) -> "tuple[np.ndarray[Any, np.dtype[np.uint64]], native.ByteArray]":
         """The file's bytes in order: address (0 for zeros) and bytes of each part, and the last part, which must live
