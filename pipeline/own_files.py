@@ -159,6 +159,43 @@ def link_at(folder: int, name: str, path: str | Path) -> str | None:
         os.close(fd)
 
 
+@contextmanager
+def place_of(path: str | Path) -> Iterator[tuple[int, str]]:
+    """The descriptor of the folder, and the name in it, to which a file's path leads, over links that no other user has
+    planted. There may be no such file. Raises OSError."""
+    target, above = os.fspath(path), None
+    try:
+        for _ in range(MAX_LINKS):
+            parent, name = os.path.split(target)
+            with descriptor(parent or ".", above) as folder:
+                last, above = above, os.dup(folder)
+            if last is not None:
+                os.close(last)
+            leads_to = None
+            with suppress(FileNotFoundError):
+                leads_to = link_at(above, name or ".", path)
+            if leads_to is None:
+                yield above, name or "."
+                return
+            target = leads_to
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    finally:
+        if above is not None:
+            os.close(above)
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of a file, new or not, to which this process appends. Raises OSError, NotOwn if another user may
+    have planted it."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+    with place_of(path) as (folder, name):
+        fd = os.open(name, flags, 0o666, dir_fd=folder)
+        if is_planted(os.fstat(fd), os.fstat(folder)):
+            os.close(fd)
+            raise NotOwn(errno.EPERM, "there is a file of another user", str(path))
+        return fd
+
+
 def is_closed(folder: Path) -> bool:
     """Whether only this user and root can write to a folder. One of this user is closed to others. Raises OSError."""
     try:

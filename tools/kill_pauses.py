@@ -41,6 +41,7 @@ import orjson
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench import words
+from pipeline.cli.out_file import write_output
 from pipeline.errors import UserError
 from tools.benchmarks.served import Served, exit_code
 
@@ -221,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
         shown = ", ".join(f"{name} {median(all_s):.2f} s ({max(all_s):.2f})" for name, all_s in values[stage].items())
         print(f"{stage:10} {shown}")
     if args.json:
-        Path(args.json).write_bytes(msgspec.json.encode(values))
+        write_output(Path(args.json), msgspec.json.encode(values))
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.numpy import load_file
 
+from pipeline.cli.out_file import write_output
 from tests.lora.peft_cases import CASES, IDS, PeftCase, tensors_of
 from tests.stages.execute.tiny_architectures import VARIANTS, make
 
@@ -54,7 +55,7 @@ def main() -> None:
     peft = importlib.import_module("peft")
     cases = {name: reference_of(peft, case) for name, case in CASES.items()}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
-    args.out.write_text(f'{{"peft": "{peft.__version__}", "cases": {{\n{lines}\n}}}}\n', "utf-8")
+    write_output(args.out, f'{{"peft": "{peft.__version__}", "cases": {{\n{lines}\n}}}}\n')
     print(f"peft {peft.__version__}: {len(cases)} cases, {args.out.stat().st_size} bytes")
 
 

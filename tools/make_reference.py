@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipeline.cli.out_file import write_output
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.weights import Weights
@@ -224,7 +225,7 @@ def main() -> None:
     }
     # one entry per line, so that diffs are readable
     entries = json.dumps(reference, separators=(",", ":")).replace("},{", "},\n{").replace('],"texts"', '],\n"texts"')
-    args.output.write_text(entries + "\n")
+    write_output(args.output, entries + "\n")
     print(
         f"{len(prompts)} prompts of {sum(map(len, prompts))} tokens, {len(texts)} texts of {sum(map(len, texts))} "
         f"tokens, in {time.monotonic() - began:.0f} s: {args.output}"

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pipeline.cli import option_types as types  # noqa: E402
-from pipeline.cli.out_file import require_writable, writing  # noqa: E402
+from pipeline.cli.out_file import require_writable, write_output, writing  # noqa: E402
 from pipeline.config.load import ConfigError  # noqa: E402
 from pipeline.runtime import messages as m  # noqa: E402
 from pipeline.stages.schedule.scheduler import Scheduler  # noqa: E402
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
         if args.json:
             with writing(Path(args.json), "--json"):
-                Path(args.json).write_bytes(msgspec.json.encode(costs))
+                write_output(Path(args.json), msgspec.json.encode(costs))
     except ConfigError as error:
         print(f"schedule_bench: error: {error}", file=sys.stderr)
         return 2

@@ -24,6 +24,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pipeline.cli.out_file import output
 from pipeline.errors import UserError
 
 MOONCAKE_BLOCK = 512
@@ -131,7 +132,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TrafficRecord]:
 
 def write_trace(path: Path, records: Iterable[TrafficRecord]) -> None:
     """Write a trace. Raises OSError."""
-    with path.open("wb") as file:
+    with output(path) as file:
         file.writelines(line_of(record) for record in records)
 
 

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import PRIVATE, output, require_writable, write_output, writing
 from pipeline.cli.server_choice import choose_server
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
@@ -24,7 +24,7 @@ from pipeline.replay.signals import signals_as_interrupt
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.private_files import create_private, open_output
+from pipeline.runtime.private_files import open_output
 from pipeline.supervisor.admin_client import Admin
 
 STAGE = "schedule"
@@ -69,10 +69,8 @@ class TraceFile:
         self._file.close()
         if self._path.is_symlink() or not self._path.is_file():
             return  # a pipe or a device has no order to change, and an open descriptor is not replaced
-        part = self._path.with_name(f"{self._path.name}.part")
-        with os.fdopen(create_private(part), "wb") as file:
+        with output(self._path, PRIVATE) as file:
             file.writelines(line for _, line in self._lines)
-        part.replace(self._path)
 
 
 class _Recording:
@@ -150,6 +148,6 @@ def _write_profile(path: Path, profile: ReplicaProfile) -> int:
         )
         return FAILED
     with writing(path, "--replica"):
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+        write_output(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     print(f"{path}: the speed and the size of the server")
     return 0

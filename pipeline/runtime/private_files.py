@@ -7,6 +7,9 @@ import os
 import stat
 from pathlib import Path
 
+from pipeline import own_files
+from pipeline.own_files import descriptor
+
 MAX_LINKS = 8
 
 
@@ -14,7 +17,7 @@ def open_output(path: str | Path) -> int:
     """As `create_private`, blocking, for the output that the user of a command names: opening a FIFO waits for its
     reader, and a path that leads to a descriptor of this process, such as /dev/stdout, gives that descriptor's copy. A
     stage must not use it: its descriptors are not its clients' to write to."""
-    number = _own_descriptor(path)
+    number = own_descriptor(path)
     if number is not None:
         fd = os.dup(number)
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
@@ -31,30 +34,36 @@ def create_private(path: str | Path, fifo_flags: int = os.O_NONBLOCK) -> int:
     is replaced. A device or FIFO, of this user or of root, is opened as it is. Raises OSError otherwise: a link is not
     followed to a file, and a file of another user, who could read it, is not opened."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    parent, name = os.path.split(path)
+    with descriptor(parent or ".") as folder:
+        return _create(folder, name, flags, fifo_flags)
+
+
+def _create(folder: int, name: str, flags: int, fifo_flags: int) -> int:
     try:
-        return os.open(path, flags, 0o600)
+        return os.open(name or ".", flags, 0o600, dir_fd=folder)
     except FileExistsError:
-        info = os.lstat(path)
-    if info.st_uid not in (os.geteuid(), 0):
+        info = os.lstat(name or ".", dir_fd=folder)
+    if not own_files.is_trusted(info):
         raise PermissionError(errno.EPERM, "there is a file of another user")
     if stat.S_ISREG(info.st_mode):
-        Path(path).unlink()
-        return os.open(path, flags, 0o600)
+        os.unlink(name, dir_fd=folder)
+        return os.open(name, flags, 0o600, dir_fd=folder)
     how = fifo_flags | os.O_NOFOLLOW if stat.S_ISFIFO(info.st_mode) else os.O_NONBLOCK
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | how)
+    fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | how, dir_fd=folder)
     info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) or info.st_uid not in (os.geteuid(), 0):
+    if stat.S_ISREG(info.st_mode) or not own_files.is_trusted(info):
         os.close(fd)
         raise OSError(errno.ELOOP, "this is a link, or has been replaced: name the file itself")
     return fd
 
 
-def _own_descriptor(path: str | Path) -> int | None:
+def own_descriptor(path: str | Path) -> int | None:
     """The number of this process's descriptor to which a path leads, over links of this user and root only."""
     place, own = os.fspath(path), Path(f"/proc/{os.getpid()}/fd")
     for _ in range(MAX_LINKS):
         try:
-            if os.lstat(place).st_uid not in (os.geteuid(), 0):
+            if not own_files.is_trusted(os.lstat(place)):
                 return None
             folder, name = Path(place).parent, Path(place).name
             if name.isdecimal() and folder.resolve() == own:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.report import console
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.version import VERSION
 from tools.benchmarks.pairs import Comparison, Reading, as_builtins
 
@@ -118,8 +118,8 @@ class BenchmarkReport:
         ]
         if self._args.json:
             with writing(Path(self._args.json), "--json"):
-                Path(self._args.json).write_bytes(
-                    msgspec.json.format(msgspec.json.encode(self._data), indent=2) + b"\n"
+                write_output(
+                    Path(self._args.json), msgspec.json.format(msgspec.json.encode(self._data), indent=2) + b"\n"
                 )
         is_good = not self.errors and all(verdict.is_met for verdict in self.verdicts)
         if self._args.check and not is_good:

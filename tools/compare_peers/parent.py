@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 
 from pipeline.cli.bench.report import console
+from pipeline.cli.out_file import write_output
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -75,14 +76,14 @@ def _run(args: argparse.Namespace, tell: Tell) -> int:
     tell(str(provenance.machine))
 
     def keep(runs: Sequence[Run], failures: Sequence[Failure]) -> None:
-        (args.out / "results.json").write_bytes(Results(plan, provenance, runs, failures).as_json())
+        write_output(args.out / "results.json", Results(plan, provenance, runs, failures).as_json())
 
     runs, failures = measure.measure(plan, earlier.runs if earlier else [], tell, keep)
     if not runs:
         raise UserError(f"no server could be measured; see {args.out / 'logs'}")
     results = Results(plan, provenance, runs, failures)
-    (args.out / "tables.md").write_text(results.as_markdown(), encoding="utf-8")
-    (args.out / "chart.svg").write_text(results.chart().as_svg(), encoding="utf-8")
+    write_output(args.out / "tables.md", results.as_markdown())
+    write_output(args.out / "chart.svg", results.chart().as_svg())
     console(TABLE_WIDTH).print(results.as_tables())
     tell(f"results.json, tables.md, chart.svg and logs are in {args.out}")
     failed = any(level.num_errors for run in runs for report in run.reports.values() for level in report.levels)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.cli.out_file import write_output
 from tools.gpu_check import child, report
 from tools.gpu_check.child import GPU_BROKEN, Task
 from tools.gpu_check.options import ALL, SECTIONS, TOTAL_S, parser
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = report.Results([line for line in lines if isinstance(line, Reading)], failed, args.interpret)
             if args.out is not None:
                 # Written while sections run, so that the results survive if this program is killed.
-                (args.out / "found.json").write_text(report.as_json(found))
-                (args.out / "found.md").write_text(report.as_markdown(found))
+                write_output(args.out / "found.json", report.as_json(found))
+                write_output(args.out / "found.md", report.as_markdown(found))
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

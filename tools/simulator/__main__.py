@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile, write_trace
@@ -126,11 +126,11 @@ def _setup(args: argparse.Namespace, profile: ReplicaProfile, policy: str, num_r
 def _write(args: argparse.Namespace, trace: Trace, summaries: list[Summary]) -> None:
     if args.json is not None:
         with writing(args.json, "--json"):
-            args.json.write_bytes(msgspec.json.encode(summaries))
+            write_output(args.json, msgspec.json.encode(summaries))
     if args.plot is not None:
         chart = chart_of(summaries, "Replicas for this traffic", describe(trace).replace("\n", " "))
         with writing(args.plot, "--plot"):
-            args.plot.write_text(chart.as_svg(), encoding="utf-8")
+            write_output(args.plot, chart.as_svg())
 
 
 def parser() -> argparse.ArgumentParser:

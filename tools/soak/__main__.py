@@ -43,7 +43,7 @@ import psutil
 
 from pipeline.cli import option_types as types
 from pipeline.cli.bench.client import ServerError, open_session
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import PRIVATE, require_writable, write_output, writing
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.config.load import ConfigError
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = soak(args)
         if args.json:
             with writing(Path(args.json), "--json"):
-                Path(args.json).write_bytes(msgspec.json.encode(found))
+                write_output(Path(args.json), msgspec.json.encode(found))
     except (UserError, ServerError, ConfigError, ConnectionLost) as error:
         print(f"soak: error: {error}", file=sys.stderr)
         return 2
@@ -288,7 +288,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         log = server.log()
         if args.log:
             with writing(Path(args.log), "--log"):
-                Path(args.log).write_text(log)
+                write_output(Path(args.log), log, PRIVATE)
         for line in SUSPENDED.findall(log):
             print(f"all processes were suspended: {line}")
         complaints = complaints_of(log)

@@ -20,7 +20,7 @@ from pipeline.cli.bench.plot.results import NamedResult, chart_of, read_results
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_json, as_text, console
 from pipeline.cli.bench.tasks import prompt_of
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.config.load import ConfigError
 from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
 from pipeline.version import VERSION
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         screen.print(as_text(report, screen.width))
         if args.json:
             with writing(Path(args.json), "--json"):
-                Path(args.json).write_bytes(as_json(report))
+                write_output(Path(args.json), as_json(report))
     if args.plot:
         _write_chart(args.plot, [NamedResult(report.model, report)])
     for level in report.levels:
@@ -77,7 +77,7 @@ def _draw(args: argparse.Namespace) -> int:
 
 def _write_chart(path: str, results: Sequence[NamedResult]) -> None:
     with writing(Path(path), "--plot"):
-        Path(path).write_text(chart_of(results).as_svg(), encoding="utf-8")
+        write_output(Path(path), chart_of(results).as_svg())
 
 
 def _check(workload: Workload) -> None:

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from pipeline.cli.out_file import PRIVATE, write_new, write_output
+
 Role = Literal["system", "user", "assistant"]
 
 
@@ -59,6 +61,8 @@ class ChatHistory:
             text = msgspec.json.format(msgspec.json.encode(self.turns), indent=2).decode() + "\n"
         else:
             text = "\n".join(f"## {turn.role}\n\n{turn.content}\n" for turn in self.turns)
-        with path.open("w" if path.resolve() in self._saved else "x", encoding="utf-8") as file:
-            file.write(text)
+        if path.resolve() in self._saved:
+            write_output(path, text, PRIVATE)
+        else:
+            write_new(path, text.encode(), PRIVATE)
         self._saved.add(path.resolve())

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.cli.check.cases import Logits
 from pipeline.cli.check.chunks import CHUNK_SIZE
+from pipeline.cli.out_file import output
 from pipeline.errors import UserError
 
 MAGIC = b"_logits_"
@@ -25,14 +26,16 @@ LEVELS = 65535
 
 
 class KlBaseFile:
-    """Writes one file, chunk by chunk. As a context manager, it removes the file if the measurement fails."""
+    """Writes one file, chunk by chunk. As a context manager, it gives the file its name unless the
+    measurement fails."""
 
     def __init__(self, path: str) -> None:
         """Raises UserError if the file can't be created."""
         self._path = Path(path)
+        self._output = output(self._path)
         self._is_begun = False
         try:
-            self._file = self._path.open("wb")
+            self._file = self._output.__enter__()
         except OSError as error:
             raise UserError(f"--kl-base {path}: cannot be written: {error.strerror}") from error
 
@@ -42,9 +45,7 @@ class KlBaseFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
-        if kind is not None:
-            self._path.unlink(missing_ok=True)
+        self._output.__exit__(kind, error, traceback)
 
     def add(self, chunks: Sequence[Sequence[int]], logits: Logits) -> None:
         """Append the counted positions of the next of `chunks`: finite logits [positions, V]. The first call also

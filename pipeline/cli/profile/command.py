@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable, writing
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.cli.profile.options import plan_of
 from pipeline.cli.profile.report import as_json, as_tables, console, stack_width
 from pipeline.cli.profile.results import Profile, ProfilePlan
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         screen.print(part, markup=False)
     if args.json:
         with writing(Path(args.json), "--json"):
-            Path(args.json).write_bytes(as_json(profile))
+            write_output(Path(args.json), as_json(profile))
     return 0
 
 

@@ -4,6 +4,7 @@ import html
 import json
 from pathlib import Path
 
+from pipeline.cli.out_file import write_output
 from pipeline.runtime.stack_sampler import Stacks
 
 
@@ -12,11 +13,11 @@ def write(stacks: Stacks, path: Path, title: str) -> None:
     collapsed stacks."""
     match path.suffix:
         case ".svg":
-            path.write_text(_svg(stacks, title))
+            write_output(path, _svg(stacks, title))
         case ".json":
-            path.write_text(_speedscope(stacks, title))
+            write_output(path, _speedscope(stacks, title))
         case _:
-            path.write_text("".join(f"{stack} {count}\n" for stack, count in sorted(stacks.counts.items())))
+            write_output(path, "".join(f"{stack} {count}\n" for stack, count in sorted(stacks.counts.items())))
 
 
 def _speedscope(stacks: Stacks, title: str) -> str:

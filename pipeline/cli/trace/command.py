@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable
+from pipeline.cli.out_file import require_writable, write_output
 from pipeline.cli.server_choice import choose_server
 from pipeline.cli.trace.options import MAX_SECONDS
 from pipeline.errors import UserError
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         require_writable(args.out, "--out")
         with Admin(choose_server(args)) as server:
             data = _request(server, args.request) if args.request else _window(server, args.seconds)
-        args.out.write_bytes(data)
+        write_output(args.out, data)
     except (UserError, OSError) as error:
         complain("pipeline trace", error)
         return 1

@@ -26,6 +26,7 @@ from pipeline.config import vllm_names
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
+from pipeline.own_files import open_to_append
 
 ENTRY = Path(__file__).with_name("entry.py")
 """The script that the server's first process runs; it imports this module."""
@@ -215,7 +216,7 @@ def _open_log(path: Path | None) -> IO[bytes]:
     if path is None:
         return tempfile.TemporaryFile("a+b", buffering=0, prefix="pipeline-")
     try:
-        return path.open("a+b", buffering=0)
+        return os.fdopen(open_to_append(path), "a+b", buffering=0)
     except OSError as error:
         raise UserError(f"log_path {path}: can't be written: {error.strerror}") from error
 

@@ -20,7 +20,7 @@ import msgspec
 from rich.table import Table
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.cli.profile.alone.clock import Used, used
 from pipeline.cli.profile.alone.command import Tell, progress_of
 from pipeline.cli.profile.alone.http import Sink
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace, options: list[str]) -> int:
     screen.print(_title(result), soft_wrap=True)
     screen.print(_table(result))
     if args.json:
-        Path(args.json).write_bytes(data)
+        with writing(Path(args.json), "--json"):
+            write_output(Path(args.json), data)
     return 0
 
 

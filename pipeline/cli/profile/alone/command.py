@@ -10,7 +10,7 @@ import msgspec
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pipeline.cli.complain import complain
-from pipeline.cli.out_file import require_writable
+from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import as_table
 from pipeline.cli.profile.command import prepare
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for part in as_table(result):
         screen.print(part, markup=False)
     if args.json:
-        Path(args.json).write_bytes(data)
+        with writing(Path(args.json), "--json"):
+            write_output(Path(args.json), data)
     return 0
 
 

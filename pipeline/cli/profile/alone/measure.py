@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from pipeline.cli.out_file import write_output
 from pipeline.cli.profile.alone.clock import memory_bytes, used
 from pipeline.cli.profile.alone.harness import Harness
 from pipeline.cli.profile.alone.loads import StageDriver, load_of
@@ -83,7 +84,7 @@ def measure(
                 write(stacks, flame, f"{stage} alone, {num_streams} streams")
             if trace is not None:
                 taken = msgspec.msgpack.decode(harness.ask(m.TakeTrace(0)).body, type=StageTrace)
-                trace.write_bytes(chrome_trace.of_window([taken]))
+                write_output(trace, chrome_trace.of_window([taken]))
             return result
 
 
