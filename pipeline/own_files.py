@@ -89,7 +89,7 @@ def is_trusted(info: os.stat_result) -> bool:
 
 def is_planted(info: os.stat_result, folder: os.stat_result) -> bool:
     """Whether another user may have put a file or a link into a folder for this user to find. The owner of a folder to
-    which nobody else can write chooses what is in it: who names it, trusts its owner."""
+    which no one else can write chooses what is in it: who names it, trusts its owner."""
     return not is_trusted(info) and (info.st_uid != folder.st_uid or bool(folder.st_mode & WRITE_OF_OTHERS))
 
 

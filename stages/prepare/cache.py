@@ -4,8 +4,9 @@
 
 A complete entry has a stamp that lists every file with its size, and all files have that size. The stamp is written
 last, then the folder is renamed. While it is filled it is open, and only its user can enter it: files reach no other
-folder, whoever may rename what is in the cache. A process that is killed leaves a `.partial-` folder and its lock's
-file; the next holder of the entry's lock removes both. The kernel releases the lock (flock) when its process ends.
+folder, also if other users rename what is in the cache. A process that is killed leaves a `.partial-` folder and its
+lock's file; the next holder of the entry's lock removes both. The kernel releases the lock (flock) when its process
+ends.
 """
 
 import errno

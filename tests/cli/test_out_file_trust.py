@@ -97,7 +97,7 @@ def test_own_links_are_followed_and_stay(tmp_path: Path, sticky: Path) -> None:
 
 
 def test_the_owner_of_a_closed_folder_chooses_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of a colleague, to which nobody else can write, in a shared project."""
+    """A folder of a colleague, to which no one else can write, in a shared project."""
     (theirs := tmp_path / "theirs").mkdir(mode=0o755)
     (theirs / "results").symlink_to(tmp_path)
     if os.geteuid() == 0:
