@@ -52,6 +52,8 @@ LONG = (
     "tests/e2e/test_recovery.py::test_no_client_notices_restarts_on_purpose",
     "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each",
     "tests/e2e/test_speculation.py::test_texts_are_the_same_also_when_the_executor_dies",
+    # The table beside it has the results; this one asks llama.cpp, whose library npm fetches.
+    "tests/stages/prepare/test_gguf_special_tokens.py::test_every_file_s_special_tokens_are_those_of_llama_cpp",
     # Limits that tests/stages and tests/supervisor have.
     "tests/e2e/http/test_admission.py::test_a_batch_past_its_deadline_returns_its_partial_outputs",
     "tests/e2e/test_observability.py::test_top_shows_a_hanging_stage_as_late_despite_a_long_health_timeout",

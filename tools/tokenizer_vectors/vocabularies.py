@@ -36,9 +36,11 @@ def vocabularies() -> dict[str, Keys]:
     }
 
 
-def save(path: Path, keys: Mapping[str, Any]) -> None:
-    """A .gguf file with nothing but a vocabulary."""
-    writer = gguf.GGUFWriter(path, "llama")
+def save(path: Path, keys: Mapping[str, Any], name: str | None = None, architecture: str = "llama") -> None:
+    """A .gguf file with nothing but a vocabulary. `name` is the model's."""
+    writer = gguf.GGUFWriter(path, architecture)
+    if name is not None:
+        writer.add_name(name)
     writer.add_context_length(64)
     writer.add_block_count(1)
     writer.add_embedding_length(8)

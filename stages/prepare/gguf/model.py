@@ -28,7 +28,7 @@ from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, sum
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.gguf.parts import read_parts
-from pipeline.stages.prepare.gguf.vocabulary import BOS_KEY, EOS_KEYS, adds_bos, read_vocabulary
+from pipeline.stages.prepare.gguf.vocabulary import BOS_KEY, adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
@@ -147,6 +147,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         return _pieces(tensor, order, keeps_blocks, path)
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
+    config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids)
     tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
     _write_templates(metadata, folder)
     with progress.measure(f"converting {path.name}") as report:
@@ -228,7 +229,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         max_position=metadata.need(keys["max_position"], int),
         rms_norm_eps=shortest(metadata.need(keys["rms_norm_eps"], float)),
         tie_embeddings="output.weight" not in tensors,
-        eos_ids=list(dict.fromkeys(i for key in EOS_KEYS if (i := metadata.token_id(key, vocab_size)) is not None)),
+        eos_ids=[],  # of the vocabulary, which is read later
         bos_id=metadata.token_id(BOS_KEY, vocab_size),
         add_bos=adds_bos(metadata),
         weight_files=[WEIGHTS],

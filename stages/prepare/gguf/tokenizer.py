@@ -12,11 +12,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer
+from pipeline.stages.prepare.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
 from pipeline.stages.prepare.gguf.vocabulary import MAX_MERGES, MODEL_KEY, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tokenizer_check import check_encodes
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "▁"
 
 
@@ -170,11 +170,14 @@ def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, 
 
 def _add_marked(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     """Add the tokens that are matched before splitting: control tokens, which decoding can skip, and user-defined."""
-    marked = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
-    control = [AddedToken(t, normalized=False, special=True) for t, kind in marked if kind in (CONTROL, UNKNOWN)]
-    own = [AddedToken(t, normalized=False, special=False) for t, kind in marked if kind == USER_DEFINED]
-    tokenizer.add_special_tokens(control)
-    tokenizer.add_tokens(own)
+
+    def added(token_id: int, special: bool) -> AddedToken:
+        strips = {"lstrip": token_id in vocabulary.left_strip, "rstrip": token_id in vocabulary.right_strip}
+        return AddedToken(vocabulary.tokens[token_id], normalized=False, special=special, **strips)
+
+    kinds = list(enumerate(vocabulary.types))
+    tokenizer.add_special_tokens([added(i, True) for i, kind in kinds if kind in (CONTROL, UNKNOWN)])
+    tokenizer.add_tokens([added(i, False) for i, kind in kinds if kind == USER_DEFINED])
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:

@@ -2,13 +2,13 @@
 
 import msgspec
 
+from pipeline.stages.prepare.gguf import special_tokens
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
 from pipeline.stages.prepare.sources.source import ModelError
 
 MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""The id that ends a sequence, then those that end a turn or a message."""
+EOS_KEY = "tokenizer.ggml.eos_token_id"
 BOS_KEY = "tokenizer.ggml.bos_token_id"
 CLS_KEY, SEP_KEY = "tokenizer.ggml.cls_token_id", "tokenizer.ggml.seperator_token_id"
 """With llama.cpp's spelling."""
@@ -28,6 +28,7 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """"default" if the file names no pre-tokenizer."""
     tokens: list[str]
     types: list[int]
+    """Control tokens have theirs even if the file says otherwise."""
     scores: list[float]
     merges: list[str]
     bos_id: int | None
@@ -35,6 +36,12 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     eos_id: int | None
     """For WordPiece vocabularies, and others whose texts end with it, the id of the separator."""
     unknown_id: int | None
+    end_ids: list[int]
+    """The tokens that end a reply; the file's `eos_token_id` first."""
+    left_strip: frozenset[int] = frozenset()
+    """Special tokens that take the spaces before them."""
+    right_strip: frozenset[int] = frozenset()
+    """Special tokens that take the spaces behind them."""
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
@@ -61,20 +68,25 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
             f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} are supported"
         )
     model = metadata.need(MODEL_KEY, str)
-    bos_key, eos_key = (CLS_KEY, SEP_KEY) if model == "bert" else (BOS_KEY, EOS_KEYS[0])
+    bos_key, eos_key = (CLS_KEY, SEP_KEY) if model == "bert" else (BOS_KEY, EOS_KEY)
     if _adds_sep(metadata):
         eos_key = SEP_KEY
     lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase", bool, True)
+    types = metadata.list_of("tokenizer.ggml.token_type", int, count) or [special_tokens.NORMAL] * count
+    special = special_tokens.find(metadata, tokens, types)
     return GgufVocabulary(
         model=model,
         pre=metadata.get(PRE_KEY, str) or "default",
         tokens=tokens,
-        types=metadata.list_of("tokenizer.ggml.token_type", int, count) or [1] * count,
+        types=special.types,
         scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
         merges=merges,
         bos_id=metadata.token_id(bos_key, count),
         eos_id=metadata.token_id(eos_key, count),
         unknown_id=metadata.token_id("tokenizer.ggml.unknown_token_id", count),
+        end_ids=special.end_ids,
+        left_strip=special.left_strip,
+        right_strip=special.right_strip,
         add_bos=adds_bos(metadata),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, model == "t5") or _adds_sep(metadata),
         add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),

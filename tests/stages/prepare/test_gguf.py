@@ -291,6 +291,7 @@ def pieces_vocabulary(**changes: Any) -> GgufVocabulary:
         "bos_id": 1,
         "eos_id": 2,
         "unknown_id": 0,
+        "end_ids": [2],
         "add_bos": True,
         "add_eos": False,
         "add_space_prefix": True,
