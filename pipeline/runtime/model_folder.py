@@ -333,6 +333,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     layout: Layout = Layout()
     eagle3: Eagle3 | None = None
     """Of an EAGLE-3 head; None for all other models."""
+    special_tokens: dict[str, str] | None = None
+    """The variables of chat templates that are special tokens, as `bos_token`; None: those of `bos_id` and the first
+    of `eos_ids`."""
+    split_special_tokens: bool = False
+    """Whether special tokens in texts are encoded as plain text, those that the chat template writes too."""
 
     def longest_sequence(self, max_model_len: int) -> int:
         """The longest sequence that a server takes whose setting `max_model_len` has this value, if it has the memory.

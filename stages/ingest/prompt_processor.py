@@ -378,11 +378,12 @@ def load(
 ) -> PromptProcessor:
     """Create the processor for the model in a prepared folder. `shows_tools`: its chat template shows tools."""
     config = ModelConfig.load(folder)
-    bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
-    eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-    templates = chat_templates.load(
-        folder, bos_token or "", eos_token or "", limits.template_timeout_s, shows_tools=shows_tools
-    )
+    tokenizer.encode_special_tokens = config.split_special_tokens
+    if (special_tokens := config.special_tokens) is None:
+        bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
+        eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
+        special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+    templates = chat_templates.load(folder, special_tokens, limits.template_timeout_s, shows_tools=shows_tools)
     return PromptProcessor(
         tokenizer,
         facts,

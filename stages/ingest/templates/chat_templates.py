@@ -205,15 +205,17 @@ def require_valid(folder: Path, given: str) -> None:
         raise UserError(f"chat_template {given}: it {problem}") from error
 
 
-def load(folder: Path, bos_token: str, eos_token: str, timeout_s: float, *, shows_tools: bool = True) -> ChatTemplates:
-    """Load the templates in a prepared folder. An invalid template fails the chats that need it. `shows_tools` is as
-    in `ChatTemplates`."""
+def load(
+    folder: Path, special_tokens: Mapping[str, str], timeout_s: float, *, shows_tools: bool = True
+) -> ChatTemplates:
+    """Load the templates in a prepared folder. `special_tokens` are variables of the templates, as `bos_token`. An
+    invalid template fails the chats that need it. `shows_tools` is as in `ChatTemplates`."""
     templates = {}
     failure = "this model has no chat template: use /v1/completions"
     for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"chat_template.{TOOL_USE}.jinja")):
         if (path := folder / file).is_file():
             try:
-                templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), bos_token, eos_token)
+                templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
             except TemplateFailure as error:
                 failure = str(error)
     return ChatTemplates(templates, failure, timeout_s, shows_tools=shows_tools)

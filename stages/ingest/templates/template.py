@@ -31,11 +31,11 @@ class TextTooLong(Exception):
 class ChatTemplate:
     """A compiled template. Raises TemplateFailure if `source` isn't valid.
 
-    `traits` are the message formats that it expects.
+    `special_tokens` are variables, as `bos_token`. `traits` are the message formats that it expects.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
-        self._specials = {"bos_token": bos_token, "eos_token": eos_token}
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._specials = {"bos_token": "", "eos_token": ""} if special_tokens is None else dict(special_tokens)
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateFailure(f"the model's chat template is longer than {MAX_SOURCE_CHARS} characters")
         try:

@@ -147,7 +147,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         return _pieces(tensor, order, keeps_blocks, path)
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
-    config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids)
+    config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids, special_tokens=vocabulary.names)
     tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
     _write_templates(metadata, folder)
     with progress.measure(f"converting {path.name}") as report:

@@ -12,6 +12,17 @@ EOS_KEY = "tokenizer.ggml.eos_token_id"
 BOS_KEY = "tokenizer.ggml.bos_token_id"
 CLS_KEY, SEP_KEY = "tokenizer.ggml.cls_token_id", "tokenizer.ggml.seperator_token_id"
 """With llama.cpp's spelling."""
+UNKNOWN_KEY = "tokenizer.ggml.unknown_token_id"
+NAMED = {
+    "bos_token": BOS_KEY,
+    "eos_token": EOS_KEY,
+    "unk_token": UNKNOWN_KEY,
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "cls_token": CLS_KEY,
+    "sep_token": SEP_KEY,
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
+"""The names of special tokens in chat templates."""
 
 MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 1024
@@ -36,6 +47,8 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     eos_id: int | None
     """For WordPiece vocabularies, and others whose texts end with it, the id of the separator."""
     unknown_id: int | None
+    names: dict[str, str]
+    """Texts of special tokens, by the names that chat templates use."""
     end_ids: list[int]
     """The tokens that end a reply; the file's `eos_token_id` first."""
     left_strip: frozenset[int] = frozenset()
@@ -83,7 +96,8 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
         merges=merges,
         bos_id=metadata.token_id(bos_key, count),
         eos_id=metadata.token_id(eos_key, count),
-        unknown_id=metadata.token_id("tokenizer.ggml.unknown_token_id", count),
+        unknown_id=metadata.token_id(UNKNOWN_KEY, count),
+        names=_names(metadata, tokens),
         end_ids=special.end_ids,
         left_strip=special.left_strip,
         right_strip=special.right_strip,
@@ -95,6 +109,15 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
         lowercase=lowercase,
         strip_accents=metadata.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase),
     )
+
+
+def _names(metadata: Metadata, tokens: list[str]) -> dict[str, str]:
+    """The texts of the tokens with names. Without BOS or EOS, these are empty, as in llama.cpp."""
+    names = {"bos_token": "", "eos_token": ""}
+    for name, key in NAMED.items():
+        if (token_id := metadata.token_id(key, len(tokens))) is not None:
+            names[name] = tokens[token_id]
+    return names
 
 
 def adds_bos(metadata: Metadata) -> bool:

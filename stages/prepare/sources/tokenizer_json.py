@@ -1,24 +1,42 @@
 """The tokenizer of a folder in Hugging Face layout: its tokenizer.json, or one that transformers makes."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import MAX_TOKENIZER_BYTES, decode_json, find, read
 from pipeline.stages.prepare.shape import check_ids
+from pipeline.stages.prepare.sources import special_tokens
 from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
 from pipeline.stages.prepare.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
 from pipeline.stages.prepare.tokenizer_probe import first_id
 
+PREFIXED = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
+"""Classes of transformers that take `add_prefix_space` from tokenizer_config.json. Others take tokenizer.json's."""
 
-def write_tokenizer(source: Path, target: Path) -> tuple[Tokenizer, int | None]:
-    """Write tokenizer.json to `target`. Returns the tokenizer and the first id of every text (None if it has none).
+
+class WrittenTokenizer(NamedTuple):
+    """The tokenizer of a prepared folder."""
+
+    tokenizer: Tokenizer
+    first: int | None
+    """The first id of every text; None if it has none."""
+    special: SpecialTokens
+    new: frozenset[str]
+    """Tokens that tokenizer.json lacked."""
+
+
+def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> WrittenTokenizer:
+    """Write tokenizer.json to `target`, with the special tokens of the other files. `config` is the folder's
+    config.json.
 
     Padding and truncation are dropped. They are meant for training, but would apply to every prompt: padding to a
     length of 10^9 uses up all memory, and truncation cuts prompts silently.
@@ -33,7 +51,49 @@ def write_tokenizer(source: Path, target: Path) -> tuple[Tokenizer, int | None]:
     first = first_id(path, source / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(path))
     check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
-    return tokenizer, first
+    is_byte_level = b'"ByteLevel"' in bytes(parts.get("pre_tokenizer", msgspec.Raw(b"")))
+    special = special_tokens.read(source, config, is_byte_level=is_byte_level)
+    before = tokenizer.get_vocab()
+    changes = _added(tokenizer, special.tokens) if found is not None else {}
+    if found is not None and special.add_prefix_space is not None and special.tokenizer_class in PREFIXED:
+        changes |= _with_prefix_space(parts, special.add_prefix_space)
+    if changes:
+        path.write_bytes(msgspec.json.encode(parts | changes))
+        first = first_id(path, source / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(path))
+        check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
+    return WrittenTokenizer(tokenizer, first, special, frozenset(tokenizer.get_vocab().keys() - before.keys()))
+
+
+def _added(tokenizer: Tokenizer, tokens: list[AddedToken]) -> dict[str, Any]:
+    """The `added_tokens` of tokenizer.json with others added; empty if the tokenizer has them all."""
+    before = tokenizer.get_added_tokens_decoder()
+    tokenizer.add_tokens(tokens)
+    after = tokenizer.get_added_tokens_decoder()
+    if {i: repr(token) for i, token in before.items()} == {i: repr(token) for i, token in after.items()}:
+        return {}
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {
+        "added_tokens": [
+            {"id": i, **{flag: getattr(token, flag) for flag in flags}} for i, token in sorted(after.items())
+        ]
+    }
+
+
+def _with_prefix_space(parts: Mapping[str, msgspec.Raw], adds: bool) -> dict[str, Any]:
+    """The part of tokenizer.json that adds a space before a text, changed to do so or not."""
+
+    def changed(value: Any) -> Any:
+        match value:
+            case {"type": "ByteLevel"}:
+                return {**value, "add_prefix_space": adds}
+            case {"type": "Sequence", "pretokenizers": list() as each}:
+                return {**value, "pretokenizers": [changed(one) for one in each]}
+        return value
+
+    before = msgspec.json.decode(parts.get("pre_tokenizer", msgspec.Raw(b"null")))
+    after = changed(before)
+    return {} if after == before else {"pre_tokenizer": after}
 
 
 def _convert_tokenizer(source: Path, target: Path) -> None:
@@ -74,25 +134,27 @@ def _check_json(path: Path, data: bytes) -> None:
         raise ModelError(f"{path} is not JSON: {error}") from error
 
 
-def with_special_ids(
-    config: ModelConfig, tokenizer: Tokenizer, first: int | None, tokenizer_config: dict[str, Any], source: Path
-) -> ModelConfig:
-    """The config with BOS and EOS from tokenizer_config.json first, because chat templates use those.
-
-    `first` is the first id of every text that the tokenizer encodes.
-    """
-    eos_id = _token_id(tokenizer, tokenizer_config.get("eos_token"))
-    bos_id = _token_id(tokenizer, tokenizer_config.get("bos_token"))
-    for key, token_id in (("eos_token", eos_id), ("bos_token", bos_id)):
+def with_special_ids(config: ModelConfig, written: WrittenTokenizer, source: Path) -> ModelConfig:
+    """The config with the special tokens of the tokenizer's files. Its BOS and EOS come before those of config.json,
+    because chat templates use those."""
+    tokenizer, special = written.tokenizer, written.special
+    ids: dict[str, int | None] = {}
+    for name in ("bos_token", "eos_token"):
+        text = special.names.get(name)
+        token_id = None if text is None else tokenizer.token_to_id(text)
+        if token_id is not None and token_id >= config.vocab_size and text in written.new:
+            token_id = None  # files name it, but the model has no row for it
         if token_id is not None:
-            check_ids([token_id], config.vocab_size, source / "tokenizer_config.json", f"the id of {key}")
-    bos_id = config.bos_id if bos_id is None else bos_id
-    eos_ids = list(dict.fromkeys([*([eos_id] if eos_id is not None else []), *config.eos_ids]))
-    changed = {"eos_ids": eos_ids, "bos_id": bos_id, "add_bos": bos_id is not None and first == bos_id}
-    return msgspec.structs.replace(config, **changed)
-
-
-def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """The id of a token of tokenizer_config.json: a string, or an object with `content`."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+            check_ids([token_id], config.vocab_size, source / special_tokens.CONFIG, f"the id of {name}")
+        ids[name] = token_id
+    bos_id = config.bos_id if ids["bos_token"] is None else ids["bos_token"]
+    eos_ids = list(dict.fromkeys([*([] if ids["eos_token"] is None else [ids["eos_token"]]), *config.eos_ids]))
+    has_names = any(find(source, name) for name in (special_tokens.CONFIG, special_tokens.MAP))
+    return msgspec.structs.replace(
+        config,
+        eos_ids=eos_ids,
+        bos_id=bos_id,
+        add_bos=bos_id is not None and written.first == bos_id,
+        special_tokens=special.names if has_names else None,
+        split_special_tokens=special.split,
+    )

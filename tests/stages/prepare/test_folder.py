@@ -75,6 +75,7 @@ def test_weights_are_read_in_place_and_the_rest_is_written(source: Path) -> None
         eos_ids=[2],
         bos_id=1,
         weight_files=[str(source / "model.safetensors")],
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
     )
 
 

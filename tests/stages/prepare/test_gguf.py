@@ -85,6 +85,7 @@ def test_the_config_is_the_models(tmp_path: Path, model: LlamaForCausalLM) -> No
         eos_ids=[2, 5],
         bos_id=1,
         weight_files=["model.safetensors"],
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     )
     assert (folder / "chat_template.jinja").read_text() == "{{ x }}"
 
@@ -291,6 +292,7 @@ def pieces_vocabulary(**changes: Any) -> GgufVocabulary:
         "bos_id": 1,
         "eos_id": 2,
         "unknown_id": 0,
+        "names": {},
         "end_ids": [2],
         "add_bos": True,
         "add_eos": False,

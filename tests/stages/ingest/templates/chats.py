@@ -28,7 +28,7 @@ def prompt(messages: Chat, *, tools: list[Any] | None = None, kwargs: Any = None
 
 
 def render(source: str, chat: ChatPrompt, *, num_steps: int = 10**6, max_chars: int = 10**6) -> str:
-    template = ChatTemplate(source, "<s>", "</s>")
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     variables = conversation.variables(chat, template.traits)
     text = template.render(variables, max_chars=max_chars, budget=Budget(num_steps), now_s=NOW_S)
     return conversation.up_to_tag(text, chat) if chat.continue_final_message else text

@@ -135,7 +135,7 @@ def marks_of(form: ReasoningFormat) -> list[str]:
 @lru_cache
 def templates_of(name: str) -> ChatTemplates:
     source = (TEMPLATES / f"{name}.jinja").read_text()
-    return ChatTemplates({"default": ChatTemplate(source, "<s>", "</s>")}, "", 10.0)
+    return ChatTemplates({"default": ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})}, "", 10.0)
 
 
 def begun(templates: ChatTemplates, prompt: ChatPrompt, form: ReasoningFormat, kwargs: Any = ()) -> ReasoningStage:

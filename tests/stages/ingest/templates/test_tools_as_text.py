@@ -73,7 +73,7 @@ def test_tools_that_are_no_objects_are_refused() -> None:
 
 def rendered(folder: Path, source: str, chat: ChatPrompt, *, shows_tools: bool = False) -> str:
     (folder / "chat_template.jinja").write_text(source)
-    templates = chat_templates.load(folder, "<s>", "</s>", 10.0, shows_tools=shows_tools)
+    templates = chat_templates.load(folder, {"bos_token": "<s>", "eos_token": "</s>"}, 10.0, shows_tools=shows_tools)
     return templates.text(chat, max_chars=10**6, now_s=0.0, is_short=False)
 
 
