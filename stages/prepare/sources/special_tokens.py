@@ -163,12 +163,12 @@ def _token(value: Any, where: Path, key: str) -> AddedToken:
     match value:
         case str() if value:
             return AddedToken(value, special=True)
-        case {"content": str() as content} if content:
-            flags = {name: value.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
-            is_typed = value.get("__type") == "AddedToken" and key == EXTRA
-            special = value.get("special") is True if key == DECODER or is_typed else True
-            normalized = value.get("normalized")
-            normalized = normalized if isinstance(normalized, bool) else value.get("special") is not True
+        case {"content": str() as content, **flags_of} if content:
+            flags = {name: flags_of.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
+            is_typed = flags_of.get("__type") == "AddedToken" and key == EXTRA
+            special = flags_of.get("special") is True if key == DECODER or is_typed else True
+            normalized = flags_of.get("normalized")
+            normalized = normalized if isinstance(normalized, bool) else flags_of.get("special") is not True
             return AddedToken(content, special=special, normalized=normalized, **flags)
     raise ModelError(f"{where}: {key} is {shown(value)}; it must be a token's text, or an object with its content")
 

@@ -181,7 +181,11 @@ def prepared(source: Path, target: Path) -> tuple[WrittenTokenizer, ModelConfig]
     config = ModelConfig(
         name="tiny",
         architecture="llama",
-        **dict.fromkeys(("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"), 1),
+        num_layers=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_heads=1,
+        num_kv_heads=1,
         head_dim=1,
         vocab_size=620,
         max_position=64,
