@@ -244,7 +244,7 @@ CHATS: Mapping[str, Callable[[int], list[m.ChatMessage]]] = {
 
 @functools.cache
 def _template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, "", "")
+    return ChatTemplate(source)
 
 
 def _chat(chat: Callable[[int], list[m.ChatMessage]], n: int) -> Callable[[], object]:

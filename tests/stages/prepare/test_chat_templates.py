@@ -176,7 +176,7 @@ def test_without_hard_links_the_weights_are_copied(
     def link(*_: Any) -> None:
         raise PermissionError(1, "no links here")
 
-    monkeypatch.setattr(sharing.os, "link", link)
+    monkeypatch.setattr("os.link", link)
     (tmp_path / "given.jinja").write_text("given")
     quantized = settings_of(source, quantization="q8_0")
     folder = prepare(msgspec.structs.replace(quantized, chat_template=str(tmp_path / "given.jinja")))

@@ -179,8 +179,8 @@ def test_text_and_thinking_go_on_behind_other_blocks() -> None:
     blocks = (thinking("a"), text("b"), thinking("c"), text("d"), TOOL_USE, text("e"))
     (_, found, _) = prompt_of(*BODY["messages"], says("assistant", *blocks), says("user", RESULT)).messages
     assert (found.content, found.reasoning, len(found.tool_calls)) == ("bde", "ac", 1)
-    blocks = (thinking("a"), thinking("b"), text("c"), text(""), text("d"))
-    (_, found, _) = prompt_of(*BODY["messages"], says("assistant", *blocks), says("user", text("?"))).messages
+    lines = (thinking("a"), thinking("b"), text("c"), text(""), text("d"))
+    (_, found, _) = prompt_of(*BODY["messages"], says("assistant", *lines), says("user", text("?"))).messages
     assert (found.content, found.reasoning, found.parts) == ("c\nd", "a\nb", ["c", "d"])
 
 

@@ -45,7 +45,7 @@ class Model(NamedTuple):
     def of(cls, name: str) -> "Model":
         forced = {"deepseek-v3.1-official": "deepseek_v31"}.get(name, "auto")
         formats = ChatFormats.of(SOURCES[name], ChatSettings(tool_call_parser=forced))  # type: ignore[arg-type]
-        template = ChatTemplate(SOURCES[name], "<s>", "</s>")
+        template = ChatTemplate(SOURCES[name], {"bos_token": "<s>", "eos_token": "</s>"})
         templates = ChatTemplates({"default": template}, "", 5.0, shows_tools=formats.shows_tools)
         if name in WITH_TOOLS:
             calls = [written(name, {"role": "assistant", "content": "", "tool_calls": [call(i)]})[1] for i in (0, 1)]
