@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig, notes_of
-from pipeline.stages.prepare import sharing
 from pipeline.stages.prepare.draft import settings_of_draft
 from pipeline.stages.prepare.sharing import CONTENT
 from pipeline.stages.prepare.sources import chat_templates
