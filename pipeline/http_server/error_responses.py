@@ -38,7 +38,16 @@ def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str,
         status=error.status, body=body, content_type="application/json", headers=own | (headers or {})
     )
     response[ERROR] = error
+    _forget_frames(error)
     return response
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The response keeps its error until the client has taken it. The frames of the error, and of the errors that led
+    to it, would keep the request's body as long."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _request_id(request: web.BaseRequest) -> str:

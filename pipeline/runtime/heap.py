@@ -3,6 +3,10 @@
 import ctypes
 import gc
 
+M_MMAP_THRESHOLD = -3
+"""Of mallopt(3)."""
+LARGE_BYTES = 512 * 1024
+
 
 def freeze() -> None:
     """Keep all objects that exist now out of later garbage collections: they are never freed. For a process that has
@@ -17,3 +21,12 @@ def trim() -> bool:
     others do."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return give_back is not None and bool(give_back(0))
+
+
+def unmap_large_blocks() -> bool:
+    """Have each block of LARGE_BYTES or more mapped on its own from now on, so that the kernel gets it back as soon as
+    it is freed. For processes whose large blocks are bodies and prompts that come and go: by default, glibc raises the
+    size from which it does so to 32 MiB as it meets such blocks, and then small ones that stay keep the gaps between
+    them. Returns whether it is so; false without glibc."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    return set_option is not None and bool(set_option(M_MMAP_THRESHOLD, LARGE_BYTES))

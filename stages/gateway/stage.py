@@ -55,6 +55,7 @@ whose handshake had begun."""
 
 def run(launch: m.Launch) -> None:
     """Run the stage until `Stop`."""
+    heap.unmap_large_blocks()
     stage: Stage[m.GatewayInbox]
     with (
         Stage(launch, m.GatewayInbox) as stage,

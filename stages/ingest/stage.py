@@ -84,6 +84,7 @@ class PreparedPrompt(NamedTuple):
 def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
     sys.setswitchinterval(SWITCH_S)
+    heap.unmap_large_blocks()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(launch))
 

@@ -1,0 +1,46 @@
+"""An error response keeps nothing of the request that it refuses."""
+
+import gc
+import weakref
+from http import HTTPStatus
+
+from aiohttp.test_utils import make_mocked_request
+
+from pipeline.http_server.error_responses import ERROR, error_response
+from pipeline.http_server.errors import ApiError
+
+
+class Body:
+    """A request's."""
+
+
+def test_a_response_does_not_keep_the_body_that_its_error_was_raised_for() -> None:
+    bodies: list[weakref.ref[Body]] = []
+
+    def parse() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        try:
+            raise ValueError("its decoder's")
+        except ValueError as cause:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "not JSON") from cause
+
+    def refuse() -> None:
+        other = Body()
+        bodies.append(weakref.ref(other))
+        try:
+            parse()
+        except ApiError:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no room") from None
+
+    gc.disable()
+    try:
+        for function in (parse, refuse):
+            try:
+                function()
+            except ApiError as error:
+                response = error_response(make_mocked_request("POST", "/v1/completions"), error)
+            assert isinstance(response[ERROR], ApiError)
+            assert [body() for body in bodies] == [None] * len(bodies), "though it is not taken yet"
+    finally:
+        gc.enable()
