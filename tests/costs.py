@@ -1,7 +1,9 @@
 """A pytest plugin that prints which tests, and files of them, cost the most CPU time: pytest -p tests.costs
 
 CPU time hardly depends on what else the machine does, unlike the seconds of --durations. It includes processes that a
-test has started and waited for. The first test that uses a shared fixture pays for it.
+test has started and waited for. Of a file, it is also shown for each phase: to import it and find its tests (each
+process of xdist does, so this is a sum over them), and to set tests up, call them, and tear them down. The first test
+that uses a shared fixture pays for it, and the first file that imports a library pays for that.
 """
 
 import os
@@ -11,10 +13,14 @@ from collections.abc import Generator
 import pytest
 
 NUM_SHOWN = 40
+PHASES = ("collect", "setup", "call", "teardown")
 
 _last_s = 0.0
+_collect_s: dict[str, float] = defaultdict(float)
+"""By file, in this process."""
 _test_cpu_s: dict[str, float] = defaultdict(float)
-_cpu_s: dict[str, float] = defaultdict(float)
+_cpu_s: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
+"""By file and phase, in all processes."""
 _wall_s: dict[str, float] = defaultdict(float)
 _num_tests: dict[str, int] = defaultdict(int)
 
@@ -23,6 +29,15 @@ def _used_s() -> float:
     """CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, object]:
+    begin_s = _used_s()
+    try:
+        return (yield)
+    finally:
+        _collect_s[collector.nodeid.partition("::")[0]] += _used_s() - begin_s
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -48,9 +63,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     used_s = dict(report.user_properties)["cpu_s"]
     assert isinstance(used_s, float)
     _test_cpu_s[report.nodeid] += used_s
-    _cpu_s[file] += used_s
+    _cpu_s[file][report.when] += used_s
     _wall_s[file] += report.duration
     _num_tests[file] += report.when == "call"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send what the collection has used to the process that prints, which with xdist is another one."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["collect_s"] = dict(_collect_s)
+    else:
+        _add_collected(_collect_s)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    _add_collected(getattr(node, "workeroutput", {}).get("collect_s", {}))  # empty if the process has crashed
+
+
+def _add_collected(collect_s: dict[str, float]) -> None:
+    for file, used_s in collect_s.items():
+        _cpu_s[file]["collect"] += used_s
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -58,8 +91,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for test in sorted(_test_cpu_s, key=lambda test: -_test_cpu_s[test])[:NUM_SHOWN]:
         terminalreporter.write_line(f"{_test_cpu_s[test]:8.1f}  {test}")
     terminalreporter.section("CPU time by file")
-    terminalreporter.write_line(f"{'CPU s':>8} {'s':>8} {'tests':>6}")
-    for file in sorted(_cpu_s, key=lambda file: -_cpu_s[file])[:NUM_SHOWN]:
-        terminalreporter.write_line(f"{_cpu_s[file]:8.1f} {_wall_s[file]:8.1f} {_num_tests[file]:6}  {file}")
-    total = f"{sum(_cpu_s.values()):8.1f} {sum(_wall_s.values()):8.1f} {sum(_num_tests.values()):6}"
-    terminalreporter.write_line(f"{total}  all {len(_cpu_s)} files")
+    terminalreporter.write_line(" ".join(f"{name:>8}" for name in ("CPU s", *PHASES, "s", "tests")))
+
+    def line(files: list[str], name: str) -> str:
+        phases_s = [sum(_cpu_s[file][phase] for file in files) for phase in PHASES]
+        seconds = [sum(phases_s), *phases_s, sum(_wall_s.get(file, 0.0) for file in files)]
+        return (
+            " ".join(f"{one:8.1f}" for one in seconds) + f" {sum(_num_tests.get(file, 0) for file in files):8}  {name}"
+        )
+
+    for file in sorted(_cpu_s, key=lambda file: -sum(_cpu_s[file].values()))[:NUM_SHOWN]:
+        terminalreporter.write_line(line([file], file or "."))
+    terminalreporter.write_line(line([*_cpu_s], f"all {len(_wall_s)} files"))
