@@ -61,7 +61,8 @@ class SupervisorSettings(Frozen, frozen=True):
             ge=0,
             le=1000,
             description="Maximum number of restarts of one stage within a minute; one more death ends the server. "
-            "Deaths by which a bad request is found do not count. With 0, each death ends the server.",
+            "Deaths that a request may cause do not count, nor do those of a gateway. With 0, each death ends the "
+            "server.",
         ),
     ] = 5
     hang_timeout_s: Annotated[

@@ -9,19 +9,22 @@ restarts. So a gateway does not start before all stages use the newest channels.
 in, decisions come out.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
+
+from pipeline.runtime.topology import stage_of
 
 DELAYS_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 """Before the first, second … restart of a stage within `WINDOW_S`."""
 WINDOW_S = 60.0
 MAX_FAILED_STARTS = 3
 """Processes of a stage in a row that end before they are ready."""
-DEATHS_PER_SEARCH = 3
-"""Until one bad request is found, after the death that makes all running ones suspects. So many deaths for each of
-`max_restarts` are allowed besides those that count."""
+DEATHS_OF_A_REQUEST = 8
+"""Within `WINDOW_S`, that one request may be the reason of. It fails after 2 to 4 of them. It may cost some more if it
+was cleared in between, because the output that cleared it came late."""
 
 
 class _Death(NamedTuple):
@@ -31,16 +34,16 @@ class _Death(NamedTuple):
     """Against the limit."""
 
 
-def _is_narrower(suspects: frozenset[int], earlier: frozenset[int]) -> bool:
-    return bool(suspects) and (suspects < earlier or (len(suspects) == 1 and suspects == earlier))
-
-
 class RestartBudget:
     """How often each stage may be restarted.
 
-    Bad requests are found by deaths: suspects run in ever smaller groups (stages/schedule/quarantine.py). Such a death
-    does not count, or two bad requests would end the server before both are found. It shows in its suspects: they are
-    some of those of an earlier death, but not all, or one that was alone then, too.
+    A death does not count if a request may be the reason, however many such requests there are. This shows in the
+    suspects: one of them was in few deaths before. It will fail soon, or it is cleared (stages/gateway/recovery.py,
+    stages/schedule/quarantine.py). If all suspects were in many deaths, they have been cleared again and again, so the
+    reason is another one.
+
+    A gateway takes with it what is known of its requests, so any of its deaths may be due to one. They never end the
+    server, but its successors start later and later.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -53,15 +56,16 @@ class RestartBudget:
         """A process has died. `suspects` are the requests that may be the reason. Returns the delay before its
         successor starts, or the reason to give up."""
         recent = [death for death in self._deaths.get(name, []) if now_s - death.at_s < WINDOW_S]
-        aboard = frozenset(suspects)
+        aboard = frozenset(suspects if was_ready else ())
+        num_earlier = Counter(one for death in recent for one in death.suspects & aboard)
+        counts = all(num_earlier[one] >= DEATHS_OF_A_REQUEST for one in aboard)
         num_counted = sum(death.counts for death in recent)
-        is_search = was_ready and any(_is_narrower(aboard, death.suspects) for death in recent)
-        counts = not is_search or len(recent) - num_counted >= DEATHS_PER_SEARCH * self.max_restarts
         self._deaths[name] = [*recent, _Death(now_s, aboard, counts)]
         self._num_failed_starts[name] = 0 if was_ready else self._num_failed_starts.get(name, 0) + 1
+        may_be_request = was_ready and stage_of(name) == "gateway"
         if not self.max_restarts:
             return "supervisor.max_restarts is 0"
-        if counts and num_counted >= self.max_restarts:
+        if counts and num_counted >= self.max_restarts and not may_be_request:
             return f"it has died {len(recent) + 1} times within {WINDOW_S:.0f} s (supervisor.max_restarts)"
         if self._num_failed_starts[name] >= MAX_FAILED_STARTS:
             return f"{MAX_FAILED_STARTS} processes in a row ended before they were ready"

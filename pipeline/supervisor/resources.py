@@ -175,9 +175,11 @@ class SharedResources:
             del self._settings_of[key]
 
     def suspects_at_death(self, name: str) -> list[int]:
-        """The requests of which each may be the reason why this process has died, as far as schedule has listed them.
-        Call it before `renew`."""
-        if name not in (topology.SCHEDULE, topology.EXECUTE):
+        """The requests of which each may be the reason why this process has died at work: the one that it was working
+        on, or else all that schedule has listed, if it or a rank of the executor has died. Call it before `renew`."""
+        if (suspect := self.black_boxes.suspect_of(name, self.incarnations[name])) is not None:
+            return [suspect]
+        if topology.stage_of(name) not in ("schedule", "execute"):
             return []
         return self.black_boxes.suspects_of(topology.SCHEDULE, self.incarnations[topology.SCHEDULE])
 

@@ -77,7 +77,7 @@ class Restarts:
             self.planned.noticed(name)
         else:
             self._begin_span(child, "died", reason)
-            suspects = self._resources.suspects_at_death(name)
+            suspects = self._resources.suspects_at_death(name) if has_crashed else []
             delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready", suspects=suspects)
         if isinstance(delay_s, str):
             return delay_s

@@ -148,9 +148,10 @@ class SequenceLifecycle:
     def list_suspects(self) -> None:
         """Write down who may be the reason if this process dies: who runs and is not cleared. Call it at the end of
         each wake, when its output is sent. Until then, those that were cleared in it, and those that have ended, stay
-        suspects. Without a quarantine, ended ones may stay longer."""
+        suspects. Without a quarantine, ended ones may stay longer, but not if nothing runs."""
         is_quarantined = self.quarantine.is_active
-        if not (is_quarantined or self._was_quarantined or len(self._suspects) > len(self._rows) + MAX_STALE_SUSPECTS):
+        num_stale = MAX_STALE_SUSPECTS if len(self._rows) else 0
+        if not (is_quarantined or self._was_quarantined or len(self._suspects) > len(self._rows) + num_stale):
             return
         running = {one.request.request_id for one in self._rows.sequences if one is not None}
         self._suspects.replace([one for one in running if not self.quarantine.excludes(one)])

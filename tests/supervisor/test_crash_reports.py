@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeline import own_files
-from pipeline.config.settings import Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.supervisor import crash_reports
@@ -197,6 +197,28 @@ def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> Non
             found = resources.restart_of("schedule.0", "gateway.0", 1, suspects)
             assert found is not None and found[0].suspects == suspects
             resources.launch("schedule", "", [])
+    finally:
+        resources.close()
+
+
+def test_a_death_has_the_suspects_that_its_stage_has_named() -> None:
+    """One by one, or those that schedule has listed, also for a rank of the executor."""
+    resources = SharedResources(Settings(execute=ExecuteSettings(tensor_parallel=2)), [], [], None)
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        memories = {}
+        for name in ("ingest.0", "schedule.0", "execute.0", "execute.1", "detokenize.0"):
+            resources.launch(name.partition(".")[0], "", [], int(name[-1]))
+            box = resources.black_boxes.get(name, resources.incarnations[name])
+            assert box is not None
+            memories[name] = black_box.attach(box)
+        black_box.SuspectList(memories["schedule.0"]).replace([5, 7])
+        for name, expected in (("ingest.0", []), ("schedule.0", [5, 7]), ("execute.0", [5, 7]), ("execute.1", [5, 7])):
+            assert sorted(resources.suspects_at_death(name)) == expected
+        for name in ("ingest.0", "detokenize.0", "schedule.0"):
+            black_box.Breadcrumb(memories[name]).at(9, 1)
+            assert resources.suspects_at_death(name) == [9]
     finally:
         resources.close()
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeline.supervisor.recovery import (
-    DEATHS_PER_SEARCH,
+    DEATHS_OF_A_REQUEST,
     DELAYS_S,
     MAX_FAILED_STARTS,
     WINDOW_S,
@@ -32,40 +32,77 @@ def test_deaths_outside_the_window_are_forgotten():
         assert budget.died("execute.0", i * WINDOW_S, was_ready=True) == 0
 
 
-def test_deaths_that_narrow_down_the_suspects_do_not_count():
+def test_two_bad_requests_one_after_the_other_do_not_end_the_server():
+    """Each of them dies beside one other request: the group stays the same until they run alone."""
+    budget = RestartBudget(5)
+    first, second, innocent = 1, 2, 3
+    deaths = [(second, first)] * 3 + [(first,)] + [(second, innocent)] * 3 + [(second,)]
+    assert [budget.died("schedule.0", float(i), was_ready=True, suspects=one) for i, one in enumerate(deaths)] == [
+        0
+    ] * 8
+
+
+@pytest.mark.parametrize("max_restarts", [1, 5])
+@pytest.mark.parametrize("stage", ["ingest", "schedule", "execute", "detokenize"])
+def test_no_number_of_bad_requests_ends_the_server(stage, max_restarts):
+    """Each is alone at last, beside innocent ones that are in all deaths before."""
+    budget = RestartBudget(max_restarts)
+    innocent = range(1_000_000, 1_000_032)
+    for number in range(1000):
+        for others in (innocent, innocent[:3], ()):
+            suspects = [number, *others]
+            assert budget.died(f"{stage}.0", 0.01 * number, was_ready=True, suspects=suspects) == 0
+
+
+def test_bad_requests_among_many_do_not_count():
     """Two bad requests among 32, in the groups of the executor's quarantine."""
     budget = RestartBudget(2)
     aboard = range(32)
     deaths = [aboard, range(8), range(2), range(1), range(8, 16), range(8, 10), range(8, 9)]
     assert [budget.died("execute.0", float(i), was_ready=True, suspects=one) for i, one in enumerate(deaths)] == [0] * 7
-    assert budget.died("schedule.0", 7.0, was_ready=True, suspects=aboard) == 0
-    # A request came since then.
-    assert budget.died("execute.0", 8.0, was_ready=True, suspects=[8, 99]) == DELAYS_S[1]
-    assert "it has died 9 times" in str(budget.died("execute.0", 9.0, was_ready=True, suspects=[8, 99]))
 
 
-def test_a_request_that_runs_alone_costs_one_restart():
-    """It fails at its third death."""
+def test_deaths_without_suspects_count_beside_those_of_requests():
     budget = RestartBudget(2)
-    for number in range(2):
-        for _ in range(3):
-            assert isinstance(budget.died("schedule.0", float(number), was_ready=True, suspects=[number]), float)
-    assert isinstance(budget.died("schedule.0", 2.0, was_ready=True, suspects=[2]), str)
+    for number, delay_s in enumerate(DELAYS_S[:2]):
+        assert budget.died("execute.0", 2.0 * number, was_ready=True) == delay_s
+        assert budget.died("execute.0", 2.0 * number + 1, was_ready=True, suspects=[number]) == 0
+    assert "it has died 5 times" in str(budget.died("execute.0", 5.0, was_ready=True))
 
 
-def test_a_search_does_not_go_on_for_ever():
+@pytest.mark.parametrize("suspects", [(1,), (1, 2)])
+def test_requests_in_many_deaths_are_not_the_reason(suspects):
+    """They were cleared again and again."""
+    budget = RestartBudget(2)
+    found = [budget.died("execute.0", float(i), was_ready=True, suspects=suspects) for i in range(DEATHS_OF_A_REQUEST)]
+    assert found == [0] * DEATHS_OF_A_REQUEST
+    assert [budget.died("execute.0", 9.0 + i, was_ready=True, suspects=suspects) for i in range(2)] == [0, DELAYS_S[1]]
+    assert budget.died("execute.0", 12.0, was_ready=True, suspects=[*suspects, 3]) == 0, "a request came since then"
+    assert isinstance(budget.died("execute.0", 13.0, was_ready=True, suspects=suspects), str)
+
+
+def test_a_request_that_ends_leaves_the_others_with_their_deaths():
+    """One request fewer at each death is no reason to go on for ever."""
     budget = RestartBudget(2)
     num = 0
     while isinstance(budget.died("execute.0", 0.1 * num, was_ready=True, suspects=range(max(1, 32 - num))), float):
         num += 1
-    assert num == 2 + 2 * DEATHS_PER_SEARCH
+    assert num == DEATHS_OF_A_REQUEST + 2
 
 
-@pytest.mark.parametrize("suspects", [(), (1, 2)])
-def test_the_same_suspects_are_no_search(suspects):
+def test_a_process_that_was_not_ready_has_no_suspects():
+    budget = RestartBudget(1)
+    assert isinstance(budget.died("execute.0", 1.0, was_ready=False, suspects=[1]), float)
+    assert isinstance(budget.died("execute.0", 2.0, was_ready=False, suspects=[2]), str)
+
+
+def test_a_gateway_starts_again_however_often_requests_kill_it():
+    """It takes with it what is known of them."""
     budget = RestartBudget(2)
-    assert [budget.died("execute.0", 1.0 + i, was_ready=True, suspects=suspects) for i in range(2)] == [0, DELAYS_S[1]]
-    assert isinstance(budget.died("execute.0", 3.0, was_ready=True, suspects=suspects), str)
+    found = [budget.died("gateway.0", float(i), was_ready=True) for i in range(50)]
+    assert found == [*DELAYS_S, *[DELAYS_S[-1]] * 45]
+    assert isinstance(budget.died("gateway.0", 50.0, was_ready=False), str)
+    assert isinstance(RestartBudget(0).died("gateway.0", 1.0, was_ready=True), str)
 
 
 def test_without_restarts_the_first_death_is_the_last():

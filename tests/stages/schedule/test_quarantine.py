@@ -159,14 +159,21 @@ def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
 
 
 def test_ended_requests_do_not_fill_the_list() -> None:
-    bench = Bench(config(max_num_seqs=4), 1)
+    bench = Bench(config(max_num_seqs=4, max_model_len=600), 1)
     memory = memoryview(bytearray(NUM_BYTES))
     suspects = bench.scheduler.lifecycle._suspects = SuspectList(memory)
-    for _ in range(100):
-        bench.admit(range(5), max_tokens=2)
+    for _ in range(2):
+        running = bench.admit(range(5), max_tokens=500)
+        for _ in range(100):
+            short = bench.admit(range(5), max_tokens=2)
+            while short in bench.scheduler.requests and bench.scheduler.requests[short].open_sequences:
+                bench.fill()
+                bench.answer()
+                bench.report()
+            assert running in suspects_in(memory)
+            assert len(suspects) < 70
         bench.run()
-        bench.scheduler.lifecycle.list_suspects()
-    assert len(suspects) < 70
+        assert suspects_in(memory) == [], "nothing runs, so a death has another reason"
 
 
 def test_a_suspect_whose_output_is_complete_holds_up_no_one() -> None:
