@@ -44,8 +44,10 @@ def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str,
 
 def _forget_frames(error: BaseException | None) -> None:
     """The response keeps its error until the client has taken it. The frames of the error, and of the errors that led
-    to it, would keep the request's body as long."""
-    while error is not None:
+    to it, would keep the request's body as long. An error that was raised again may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

@@ -44,3 +44,10 @@ def test_a_response_does_not_keep_the_body_that_its_error_was_raised_for() -> No
             assert [body() for body in bodies] == [None] * len(bodies), "though it is not taken yet"
     finally:
         gc.enable()
+
+
+def test_an_error_may_be_its_own_cause() -> None:
+    error = ApiError(HTTPStatus.BAD_REQUEST, "raised again")
+    error.__cause__ = ValueError("by something that keeps it")
+    error.__cause__.__context__ = error
+    assert error_response(make_mocked_request("POST", "/v1/completions"), error).status == HTTPStatus.BAD_REQUEST
