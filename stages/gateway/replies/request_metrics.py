@@ -6,6 +6,7 @@ queued ──queue_time_ms──► scheduled ──time_to_first_token_ms──
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 if TYPE_CHECKING:
     from pipeline.stages.gateway.request import Request
@@ -26,8 +27,8 @@ class RequestMetrics(msgspec.Struct):
     generation_time_ms: float | None = None
     """From the first token to the last"""
     queue_time_ms: float | None = None
-    mean_itl_ms: float | None = None
-    """Mean time between two tokens"""
+    mean_itl_ms: float | UnsetType = UNSET
+    """Mean time between two tokens; absent if there are no two, as in vLLM"""
     tokens_per_second: float | None = None
     """From the start of its computation to the last token"""
     speculative_decoding: SpeculativeDecodingMetrics | None = None

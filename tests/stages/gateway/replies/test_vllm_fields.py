@@ -121,7 +121,7 @@ class TestMetrics:
             response = gate.post(CHAT)
             finish_at(gate, gate.begin(), 10.75, num_ids=1)
             metrics = response.result().json()["metrics"]
-            assert (metrics["generation_time_ms"], metrics["mean_itl_ms"]) == (0.0, None)
+            assert metrics["generation_time_ms"] == 0.0 and "mean_itl_ms" not in metrics
 
     def test_they_are_off_by_default(self, gate: Gate) -> None:
         response = gate.post(CHAT)
