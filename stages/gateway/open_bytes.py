@@ -249,7 +249,7 @@ def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
     if not width and not prompt_width and parsed.response is None:
         return PLAIN
     id_bytes, reply, prompt_reply = OUTPUT_ID_BYTES + width, 0.0, 0.0
-    num_entries = 0 if parsed.details.num_top is None else 1 + options.num_logprobs
+    num_entries = 0 if parsed.details.num_top is None else 1 + options.num_logprobs + bool(options.logprob_token_ids)
     if is_kept and options.pooling:
         reply = VECTOR_ENTRY_BYTES
     elif is_kept and width:

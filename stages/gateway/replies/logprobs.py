@@ -119,6 +119,11 @@ def _finite(scores: "np.ndarray[Any, np.dtype[np.float32]]") -> Any:
     return bounded.tolist()
 
 
+def with_sampled(record: DecodedRecord) -> DecodedRecord:
+    """The record with its own id before the top ones, each once, as in vLLM if the client has named these."""
+    return record._replace(top=[*{one.id: one for one in (record.token, *record.top)}.values()])
+
+
 def of_chat(each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool) -> ChatLogprobs:
     """`num_top`: top logprobs to return; the same below."""
     return ChatLogprobs([_token_logprob(record, num_top, names_ids=names_ids) for record in each])

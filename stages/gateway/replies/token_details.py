@@ -81,6 +81,8 @@ class TokenDetailFormatter:
             return details
         if self._parsed.is_chat or self._parsed.is_tokens_only or self._parsed.ollama is not None:
             num_top, each = self._parsed.options.num_logprobs, self._decode_records(ids)
+            if self._parsed.options.logprob_token_ids:
+                num_top, each = 1 + num_top, map(logprobs.with_sampled, each)
             of_chat = logprobs.packed_of_chat if is_packed else logprobs.of_chat
             return details._replace(chat_logprobs=of_chat(each, num_top, names_ids=options.names_ids) if ids else None)
         if self._offsets is None:

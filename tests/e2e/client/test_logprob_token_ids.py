@@ -57,14 +57,20 @@ def test_they_equal_the_logprobs_of_the_most_likely_ids(server: Server, natural:
         assert set(top) == {*given, token}
 
 
-def test_chats_return_them_in_the_given_order_whole_and_streamed(server: Server) -> None:
+def test_chats_return_them_in_the_given_order_behind_the_sampled_id_whole_and_streamed(server: Server) -> None:
     body = CHAT | {"logprob_token_ids": GIVEN}
     (choice,) = post(server, "/v1/chat/completions", **body)["choices"]
     whole = list(of_chat(choice["logprobs"]))
     assert len(whole) == 3
-    for _, top in whole:
-        assert [one for one, _ in top] == GIVEN
-        assert top[0][1] == top[2][1]
+    for token, top in whole:
+        assert [one for one, _ in top] == list(dict.fromkeys([token, *GIVEN]))
+    given = dict(whole[0][1])
+    body["logprob_token_ids"] = repeated = [GIVEN[0], whole[0][0]]
+    (choice,) = post(server, "/v1/chat/completions", **body)["choices"]
+    token, top = next(of_chat(choice["logprobs"]))
+    assert [one for one, _ in top] == [token, GIVEN[0]] and set(repeated) == dict(top).keys()
+    assert dict(top)[GIVEN[0]] == given[GIVEN[0]]
+    body["logprob_token_ids"] = GIVEN
     streamed = []
     for event in post(server, "/v1/chat/completions", **body, stream=True):
         for one in event["choices"]:
@@ -120,7 +126,9 @@ def test_token_in_token_out_returns_them(server: Server) -> None:
     response = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
-    assert [[one for one, _ in top] for _, top in of_chat(choice["logprobs"])] == [GIVEN, GIVEN]
+    assert [[one for one, _ in top] for _, top in of_chat(choice["logprobs"])] == [
+        list(dict.fromkeys([token, *GIVEN])) for token in choice["token_ids"]
+    ]
 
 
 @pytest.mark.parametrize(
