@@ -50,9 +50,11 @@ def _prediction_details(sequences: Sequence[SequenceOutput]) -> CompletionTokens
     return CompletionTokensDetails(sum(one.num_accepted for one in counts), sum(one.num_rejected for one in counts))
 
 
-def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput) -> Usage:
-    """Usage of one choice of a stream so far."""
-    prompt, output = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids), sequence.num_ids
+def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput, *, is_begun: bool = True) -> Usage:
+    """Usage of one choice of a stream so far; without output in events that have none, as in vLLM, although some may
+    have arrived."""
+    prompt = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids)
+    output = sequence.num_ids if is_begun else 0
     return Usage(prompt, output, prompt + output, PromptTokensDetails(prompt_request.num_cached))
 
 
@@ -200,11 +202,11 @@ class Events:
         role, echoed = ChatDelta(parsed.reply_role, ""), ChatDelta(content=parsed.echoed)
         if isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = ids.tolist() if parsed.details.with_ids and ids is not None else None
-        data = b"".join(self._event(ChatDeltaChoice(i, role, None)) for i in self._unfinished)
+        data = b"".join(self._event(ChatDeltaChoice(i, role, None), is_begun=False) for i in self._unfinished)
         if isinstance(self._chunk, ChatChunk):
             self._chunk.prompt_token_ids = UNSET
         if parsed.echoed:
-            data += b"".join(self._event(ChatDeltaChoice(i, echoed, None)) for i in self._unfinished)
+            data += b"".join(self._event(ChatDeltaChoice(i, echoed, None), is_begun=False) for i in self._unfinished)
         return self._request.log_output("first", data)
 
     def due(self) -> bytes:
@@ -285,11 +287,11 @@ class Events:
         """The end of a failed stream."""
         return error_events(error)
 
-    def _event(self, choice: ChatDeltaChoice | TextChoice) -> bytes:
+    def _event(self, choice: ChatDeltaChoice | TextChoice, *, is_begun: bool = True) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
         if self._request.parsed.continuous_usage:
             i = choice.index
-            self._chunk.usage = usage_so_far(self._requests[i], self._request.sequences[i])
+            self._chunk.usage = usage_so_far(self._requests[i], self._request.sequences[i], is_begun=is_begun)
         return framed(_encoder.encode(self._chunk))
 
 

@@ -25,3 +25,14 @@ def test_usage_has_the_cached_prompt_tokens(gate: Gate, path: str, body: dict[st
     assert len(begun) >= 2
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in begun] == [2] * len(begun)
     assert [usage["total_tokens"] for usage in usages] == [3 + usage["completion_tokens"] for usage in usages]
+
+
+def test_the_first_event_of_a_chat_has_no_output(gate: Gate) -> None:
+    """As in vLLM, also if the first tokens arrive before it is sent."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = gate.post(CHAT | {"stream": True, "stream_options": options})
+    gate.delta(gate.begin(), "a", finish=m.Finish.STOP)
+    first, *_, last = events_of(response.result().text)
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert (first["usage"]["completion_tokens"], first["usage"]["total_tokens"]) == (0, 3)
+    assert last["usage"]["completion_tokens"] == 1
