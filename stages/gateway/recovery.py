@@ -26,9 +26,9 @@ from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 MAX_STRIKES = 2
 """Deaths of a stage while it worked on a request, before the request fails."""
-MAX_SCHEDULE_DEATHS = 4
-"""Deaths of schedule while it ran a request among others, without progress in between, before the request fails. One
-less if it was the only suspect of the last one."""
+MAX_SCHEDULE_DEATHS = 3
+"""Deaths of schedule while it ran a request, without progress in between, before the request fails, if it ran alone at
+the last one. Beside others it never does: one of them may be the reason each time."""
 
 
 class Recovery:
@@ -87,13 +87,13 @@ class Recovery:
 
     def _accuse(self, suspects: list[int]) -> None:
         """Schedule has crashed while it ran these requests, some of which may be of other gateways."""
-        limit = MAX_SCHEDULE_DEATHS - (len(suspects) == 1)
+        is_alone = len(suspects) == 1
         for request_id in suspects:
             prompt_request = self._requests.get(request_id)
             if prompt_request is None or prompt_request.is_closed:
                 continue
             prompt_request.suspect()
-            if prompt_request.num_schedule_deaths >= limit:
+            if is_alone and prompt_request.num_schedule_deaths >= MAX_SCHEDULE_DEATHS:
                 self._fail(prompt_request, "schedule", prompt_request.num_schedule_deaths)
 
     def _fail(self, prompt_request: PromptRequest, stage: str, num_deaths: int) -> None:

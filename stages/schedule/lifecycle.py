@@ -146,20 +146,19 @@ class SequenceLifecycle:
                 self._wait(sequence)
 
     def list_suspects(self) -> None:
-        """Write down who may be the reason if this process dies: who runs and is not cleared. Call it at the end of
-        each wake, when its output is sent. Until then, those that were cleared in it, and those that have ended, stay
-        suspects. Without a quarantine, ended ones may stay longer, but not if nothing runs."""
+        """Write down who may be the reason if this process dies: who runs, cleared or not. So a request that is listed
+        alone has run alone. Call it at the end of each wake, when its output is sent. Until then, those that have ended
+        stay suspects. Without a quarantine, ended ones may stay longer, but not if nothing runs."""
         is_quarantined = self.quarantine.is_active
         num_stale = MAX_STALE_SUSPECTS if len(self._rows) else 0
         if not (is_quarantined or self._was_quarantined or len(self._suspects) > len(self._rows) + num_stale):
             return
-        running = {one.request.request_id for one in self._rows.sequences if one is not None}
-        self._suspects.replace([one for one in running if not self.quarantine.excludes(one)])
+        self._suspects.replace({one.request.request_id for one in self._rows.sequences if one is not None})
         self._was_quarantined = is_quarantined
 
     def release_held(self) -> bool:
-        """If the suspects that ran are cleared, let the next ones run, or all. Call it behind `list_suspects`: else
-        those that were cleared would be suspects beside the next ones too. Returns whether others may run now."""
+        """If the suspects that ran are cleared, let the next ones run, or all. Call it behind `list_suspects`, when
+        the ids that cleared them are sent. Returns whether others may run now."""
         if not self.quarantine.next_group():
             return False
         if self.quarantine.is_alone:

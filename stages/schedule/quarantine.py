@@ -9,7 +9,7 @@
 
 Only requests that are cleared run beside a group, so an innocent request dies with a guilty one a few times at most,
 and waits for a few steps of others. Beside the small groups of schedule's suspects, nothing runs: one that was cleared
-and kills later would make the group look guilty. A process may die for other reasons: only a request that has died
+and kills later would make the group look guilty. The executor may die for other reasons: only a request that has died
 `MAX_STRIKES` times without a settled step in between fails, or one that died alone with one strike less. A restart on
 purpose and a death before the process was ready do not count.
 

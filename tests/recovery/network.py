@@ -63,6 +63,8 @@ class Network:
         """How often an edge that may be full refuses a message."""
         self.segments: dict[str, memoryview] = {}
         """The newest one of each process that has an arena."""
+        self._segments_of: dict[tuple[str, int], memoryview] = {}
+        """All of them, by name and incarnation."""
         self.indices = {
             name: memoryview(bytearray(INDEX_BYTES)) for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX)
         }
@@ -76,6 +78,11 @@ class Network:
         self.incarnations[name] = self.incarnations.get(name, last) + 1
         if topology.row(name.partition(".")[0]).has_arena:
             self.segments[name] = memoryview(bytearray(ARENA_BYTES))
+            self._segments_of[name, self.incarnations[name]] = self.segments[name]
+
+    def segment(self, name: str, incarnation: int) -> memoryview | None:
+        """That of one process, as a message about its start brings it, however late."""
+        return self._segments_of.get((name, incarnation))
 
     def send(self, edge: Edge, message: Any) -> bool:
         _, _, receiver, incarnation = edge
@@ -301,8 +308,9 @@ class ModelStage(Stage[Any]):
                 outbox.detach()
             self.inbox.removed(name, message.incarnation)
             return
-        if stage in self._row.reads and name in self._network.segments:  # else it is gone already
-            self._memories.add(name, self._network.segments[name], message.incarnation)
+        segment = self._network.segment(name, message.incarnation)
+        if stage in self._row.reads and segment is not None:
+            self._memories.add(name, segment, message.incarnation)
         if outbox is not None:
             outbox.incarnation, outbox.is_detached = message.incarnation, False
         elif stage in self._row.sends_to:

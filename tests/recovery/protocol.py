@@ -54,6 +54,9 @@ KILL_WEIGHTS = {"schedule": 2.0, "execute": 2.0, "detokenize": 1.0, "ingest": 0.
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 96
 MAX_RESTARTS = SupervisorSettings().max_restarts
+MANY_POISONS = 7
+"""More than `MAX_RESTARTS`, in each `MANY_POISONS_EVERY`th run that has any."""
+MANY_POISONS_EVERY = 4
 
 
 class Server:
@@ -105,7 +108,7 @@ class Server:
         """Those that no request has caused."""
         self._has_poison = rng.random() < 0.3
         """Whether some requests kill schedule again and again."""
-        self._num_poisons = rng.choice([1, 2]) * self._has_poison
+        self._num_poisons = (rng.choice([1, 2]) if seed % MANY_POISONS_EVERY else MANY_POISONS) * self._has_poison
         self._budget = RestartBudget(MAX_RESTARTS)
         self._poisons: dict[int, poison.Poison] = {}
         self._suspects: dict[str, list[int]] = {}
@@ -284,7 +287,8 @@ class Server:
             self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
             num_in_one_wake = self.settings.schedule.max_steps_in_flight
             assert isinstance(num_in_one_wake, int)
-            case.may_end = one.place != "settle" and len(case.outcomes[0].ids) - num_ids < num_in_one_wake
+            num_left = len(case.outcomes[0].ids) - max(num_ids, case.nums_given[0] if case.nums_given else 0)
+            case.may_end = one.place != "settle" and num_left <= num_in_one_wake
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)

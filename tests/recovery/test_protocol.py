@@ -1,6 +1,6 @@
 """Recovery as a whole: processes die at random moments, the numbers of gateways, ingests and detokenizers change, and
-every client gets exactly what it must. In some runs, one or two requests make schedule die again and again: they alone
-fail, within the default limit of restarts. In some, schedule is replaced on purpose.
+every client gets exactly what it must. In some runs, one, two or seven requests make schedule die again and
+again: they alone fail, within the default limit of restarts. In some, schedule is replaced on purpose.
 
 The supervisor's `Recovery` and `Scaling`, schedule, detokenize and the gateways' requests are the real ones. The
 executor stores ids instead of keys and values, so a wrong block or row shows in the ids. Each run is determined by its
