@@ -42,7 +42,9 @@ REASONS: dict[str, dict[str, str]] = {
     "In the folder that `Cache.ensure` fills: it is open, and only its user can enter it.": {
         "pipeline/runtime/generation_config.py": "write_bytes",
         "stages/prepare/gguf/model.py": "write_text*2",
-        "stages/prepare/sharing.py": "copyfile link unlink",
+        "stages/prepare/given_template.py": "unlink",
+        "stages/prepare/sharing.py": "copyfile*2 link unlink*2",
+        "stages/prepare/sources/chat_templates.py": "write_bytes",
         "stages/prepare/sources/folder.py": "write_bytes write_text",
         "stages/prepare/sources/tokenizer_json.py": "write_bytes*2",
         "stages/prepare/sources/wheel.py": "mkdir*2 open rmtree",

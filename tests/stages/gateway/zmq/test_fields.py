@@ -274,7 +274,6 @@ USER = p.ChatMessage("user", "Hi")
         (p.ChatPrompt([USER, p.ChatMessage("a cook", "x")]), "messages[1].role"),
         (p.ChatPrompt([USER, p.ChatMessage("function", "x")]), "messages[1].role"),
         (p.ChatPrompt([p.ChatMessage("user", None)]), "messages[0].content"),
-        (p.ChatPrompt([p.ChatMessage("assistant", None)]), "messages[0].content"),
         (p.ChatPrompt([p.ChatMessage("tool", None, None, [], "c1")]), "messages[0].content"),
         (p.ChatPrompt([p.ChatMessage("user", "x", None, [p.ToolCall("c1", "f", "{}")])]), "messages[0].tool_calls"),
         (p.ChatPrompt([p.ChatMessage("tool", "x")]), "messages[0].tool_call_id"),
@@ -316,3 +315,12 @@ def test_a_truncated_prompt_may_exceed_the_models_maximum(gate: Gate) -> None:
         assert peer.receive(p.Failed).failure.code == "context_length_exceeded"
         peer.send(p.Generate(2, "", ids, p.Params(truncate_prompt_tokens=-1), 1))
         assert gate.serve().prompt_options.truncate == -1
+
+
+def test_an_assistant_s_message_may_have_no_content(gate: Gate) -> None:
+    """A reply of ours that was cut before its content is accepted as history."""
+    with RawPeer(gate) as peer:
+        peer.send(p.Generate(1, "", p.ChatPrompt([USER, p.ChatMessage("assistant", None), USER]), p.Params(), 1))
+        prompt = gate.serve().prompt
+        assert isinstance(prompt, m.ChatPrompt)
+        assert [one.content for one in prompt.messages][1] == ""
