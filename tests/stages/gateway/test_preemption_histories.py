@@ -9,6 +9,7 @@ import json
 import os
 import random
 import socket
+import time
 from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
@@ -142,6 +143,8 @@ class History:
         name = self.dice.choice(["schedule.0", "ingest.0", "detokenize.0"])
         if name == "schedule.0":
             self.running.clear()
+        # What detokenize had sent and the gateway had not read, schedule would send again to the next one.
+        self.gate.rig.load()
         self.gate.rig.restart(name)
 
     # ------------------------------------------------------------------------------------------------------- the stages
@@ -215,9 +218,14 @@ class History:
     def look(self) -> None:
         """Which clients have got their replies."""
         for client in list(self.clients):
-            # The stages have done their part by the last turn, so that only the client may still be reading.
-            if client.reply.done() or self.turn > client.last_turn:
-                reply = client.reply.result(PATIENCE_S)
+            # The stages have done their part by the last turn. But on a busy machine a client may still have to send
+            # its request, or to read, while others have to begin again.
+            end = time.monotonic() + PATIENCE_S
+            while self.turn > client.last_turn and not client.reply.done():
+                assert time.monotonic() < end, "it does not end"
+                self.generate()
+            if client.reply.done():
+                reply = client.reply.result()
                 self.statuses.add(int(reply[9:12]) if isinstance(reply, bytes) else reply.status_code)
                 self.clients.remove(client)
                 if client.connection is not None:
