@@ -10,6 +10,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from pipeline.grammars.exact_json import Written, encoded
+from pipeline.grammars.exclusive import with_any_of
 from pipeline.grammars.keywords import KEYWORDS, OF_NAMES
 from pipeline.grammars.numbers import check_values, with_enforced_bounds
 from pipeline.grammars.schema import VALUES, UnsupportedSchema
@@ -65,6 +66,8 @@ class _Simplifier:
         self._has_unevaluated = '"unevaluated' in text
         """A schema that restricts nothing may still evaluate items or properties."""
         self._has_recursive_refs = '"$recursiveRef"' in text
+        self._has_inner_ids = text.count('"$id"') > ("$id" in self._root)
+        """References may start at a part of the document."""
 
     def schema(self, schema: Any) -> Any:
         """A schema, or an array of schemas, simplified. Anything else is returned as it is."""
@@ -78,9 +81,13 @@ class _Simplifier:
         if not self._has_unevaluated:
             made = _without_contains(_without_conditions(made))
         made = _without_not(_without_unevaluated(_without_dependencies(made)))
+        made = with_any_of(made, self._named)
         if "propertyNames" in made:
             made = self._without_property_names(made)
         return False if "not" in made and restricts_nothing(made["not"]) else made
+
+    def _named(self, ref: str) -> Any:
+        return None if self._has_inner_ids else resolved(ref, self._root)
 
     def _keyword(self, key: str, value: Any) -> Any:
         if key in ("enum", "const"):

@@ -20,6 +20,12 @@ TAGGED = (
     '"A": {"type": "object", "properties": {"k": {"const": "a", "type": "string"}}, "required": ["k"]}, '
     '"B": {"type": "object", "properties": {"k": {"const": "b", "type": "string"}}, "required": ["k"]}}}'
 )
+BARE_UNION = TAGGED.replace('"discriminator": {"propertyName": "k"}, ', "")
+NULL_OR_MODEL = BARE_UNION.replace('{"$ref": "#/$defs/B"}', '{"type": "null"}')
+LENGTH_OR_POINT = (
+    '{"oneOf": [{"type": "integer", "maximum": 500}, {"$ref": "#/$defs/P"}], "$defs": {"P": {"$ref": "#/$defs/Q"}, '
+    '"Q": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}}}'
+)
 
 ENFORCED = {
     # pydantic
@@ -43,6 +49,10 @@ ENFORCED = {
     "Literal": (f'{{"enum": [{2**53}, "a"]}}', str(2**53), str(BIG)),
     "old tuple": (TUPLE, '["a"]', "[1]"),
     "tagged union": (TAGGED, '{"k":"b"}', '{"k":"c"}'),
+    "union without a discriminator": (BARE_UNION, '{"k":"b"}', '{"k":"c"}'),
+    "null or a model": (NULL_OR_MODEL, "null", '{"k":"b"}'),
+    "a model or null": (NULL_OR_MODEL, '{"k":"a"}', '{"k":"b"}'),
+    "a number or a tuple behind references": (LENGTH_OR_POINT, "[1,2]", "501"),
     "Json": ('{"contentMediaType": "application/json", "contentSchema": {}, "type": "string"}', '"1"', "1"),
     "old exclusive bound": ('{"type": "number", "exclusiveMinimum": 0, "multipleOf": 0.01}', "0.25", "0.255"),
     # zod
@@ -113,6 +123,17 @@ REFUSED = {
         "propertyNames",
     ),
     "names that are numbers": (RECORD.replace("NAMES", '{"type": "integer"}'), "propertyNames"),
+    "a union of equal models": (BARE_UNION.replace("/B", "/A"), "oneOf"),
+    "a union whose kinds may be absent": (BARE_UNION.replace(', "required": ["k"]', ""), "oneOf"),
+    "a union with a kind in common": (BARE_UNION.replace('{"const": "b"', '{"enum": ["a", "b"]'), "oneOf"),
+    "an integer or a number": (
+        '{"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/N"}], "$defs": {"N": {"type": "number"}}}',
+        "oneOf",
+    ),
+    "a union of references without end": (
+        BARE_UNION.replace('"$defs": {', '"$defs": {"A": {"$ref": "#/$defs/A"}, "X": {').replace("/B", "/X") + "}",
+        "oneOf",
+    ),
     "Type.Date": ('{"type": "Date"}', "Date"),
     "dynamic references": ('{"$dynamicAnchor": "a", "items": {"$dynamicRef": "#a"}}', "$dynamic"),
     "look-ahead": ('{"type": "string", "pattern": "^(?!a)"}', '"pattern"'),
