@@ -1,6 +1,7 @@
 """Structured outputs: converts the fields that constrain the output to one `m.Grammar`. Pure.
 
-    response_format                          OpenAI's: text, json_object, json_schema; vLLM's structural_tag
+    response_format                          OpenAI's: text, json_object, json_schema; vLLM's structural_tag; a schema
+                                             may stand where llama.cpp takes it
     structured_outputs                       vLLM's: json, json_object, regex, choice, grammar or structural_tag
     guided_json, _regex, _choice, _grammar   vLLM's older names of these
 
@@ -48,6 +49,12 @@ class ResponseFormat(msgspec.Struct, omit_defaults=True):
 
     type: Annotated[str, Meta(extra_json_schema={"enum": list(RESPONSE_FORMATS)})]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[
+        Raw,
+        Meta(
+            description="llama.cpp's, with json_object or json_schema: as json_schema.schema.", extra_json_schema=OBJECT
+        ),
+    ] = Raw()
     structures: Annotated[Raw, Meta(description="structural_tag, older form: the tags.", extra_json_schema=OBJECTS)] = (
         Raw()
     )
@@ -122,15 +129,10 @@ def _grammars(fields: StructuredFields) -> Iterator[m.Grammar]:
 def _of_response_format(response: ResponseFormat) -> m.Grammar:
     param = "response_format"
     match response.type:
-        case "json_object":
+        case "json_object" if not _is_given(response.schema):
             return m.Grammar("json_object", "", param)
-        case "json_schema":
-            if response.json_schema is None:
-                raise invalid(f"{param}.json_schema", f"'{param}.json_schema' is required", None)
-            param = f"{param}.json_schema.schema"
-            if not _is_given(response.json_schema.schema):
-                raise invalid(param, f"'{param}' is required", None)
-            return m.Grammar("closed_schema", _text(response.json_schema.schema, param, takes_string=False), param)
+        case "json_object" | "json_schema":
+            return _of_schema(response, param)
         case "structural_tag":
             names = ("structures", "triggers", "format")
             given = {name: raw for name in names if _is_given(raw := getattr(response, name))}
@@ -139,6 +141,20 @@ def _of_response_format(response: ResponseFormat) -> m.Grammar:
             tag = msgspec.json.encode({"type": "structural_tag"} | given)
             return m.Grammar("structural_tag", _utf8(tag, param), param)
     raise invalid(f"{param}.type", f"'{param}.type' must be one of {', '.join(RESPONSE_FORMATS)}", "invalid_value")
+
+
+def _of_schema(response: ResponseFormat, at: str) -> m.Grammar:
+    """OpenAI's place of the schema, or llama.cpp's."""
+    schema, param = response.schema, f"{at}.schema"
+    if not _is_given(schema):
+        if response.json_schema is None:
+            raise invalid(f"{at}.json_schema", f"'{at}.json_schema' is required", None)
+        schema, param = response.json_schema.schema, f"{at}.json_schema.schema"
+        if not _is_given(schema):
+            raise invalid(param, f"'{param}' is required", None)
+    elif response.json_schema is not None:
+        raise invalid(param, f"'{param}' and '{at}.json_schema' cannot be combined", "invalid_value")
+    return m.Grammar("closed_schema", _text(schema, param, takes_string=False), param)
 
 
 def _of_structured_outputs(outputs: StructuredOutputsParam) -> m.Grammar:

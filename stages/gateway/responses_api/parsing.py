@@ -284,7 +284,9 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
     given = text.format
     if given.type not in FORMATS:
         raise invalid("text.format.type", f"'text.format.type' must be one of {', '.join(FORMATS)}", "invalid_value")
-    return ResponseFormat(given.type, JsonSchemaFormat(schema=given.schema) if given.type == "json_schema" else None)
+    if given.type == "json_schema":
+        return ResponseFormat(given.type, JsonSchemaFormat(schema=given.schema))
+    return ResponseFormat(given.type, schema=given.schema)
 
 
 def _renamed_grammar(options: m.GenerationOptions) -> m.GenerationOptions:
@@ -317,6 +319,8 @@ def _form(response: ResponsesBody, is_stored: bool, conversation_bytes: int) -> 
                 "schema": given.schema,
                 "strict": given.strict,
             }
+        elif bytes(given.schema) not in (b"", b"null"):
+            text_format["schema"] = given.schema
     reasoning = response.reasoning
     summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
     return ResponseForm(

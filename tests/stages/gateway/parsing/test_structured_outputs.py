@@ -27,6 +27,18 @@ GRAMMARS: list[tuple[dict[str, Any], str, Any, str]] = [
         "response_format.json_schema.schema",
     ),
     (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "closed_schema",
+        SCHEMA,
+        "response_format.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        "closed_schema",
+        SCHEMA,
+        "response_format.schema",
+    ),
+    (
         {"response_format": {"type": "structural_tag", **TAG}},
         "structural_tag",
         {"type": "structural_tag", **TAG},
@@ -137,6 +149,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         {FORMAT: {"type": "json_schema", "json_schema": {"schema": "{}"}}},
         f"{FORMAT}.json_schema.schema",
         "must be an object",
+    ),
+    ({FORMAT: {"type": "json_object", "schema": "{}"}}, f"{FORMAT}.schema", "must be an object"),
+    (
+        {FORMAT: {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
+        f"{FORMAT}.schema",
+        "cannot be combined",
     ),
     ({FORMAT: {"type": "structural_tag"}}, f"{FORMAT}.format", "is required"),
     ({OUTPUTS: {}}, OUTPUTS, "and has none"),

@@ -281,6 +281,7 @@ def test_parallel_tool_calls() -> None:
         ({"type": "text"}, None, None),
         ({"type": "json_object"}, "json_object", "text.format"),
         (SCHEMA, "closed_schema", "text.format.schema"),
+        ({"type": "json_object", "schema": SCHEMA["schema"]}, "closed_schema", "text.format.schema"),
     ],
 )
 def test_text_format(given: Any, kind: str | None, param: str | None) -> None:
