@@ -58,9 +58,10 @@ def _types(schema: Any) -> set[str]:
         return set()
     given = schema.get("type")
     names = given if isinstance(given, list) else [given]
-    if not all(isinstance(name, str) and name in JSON_TYPES for name in names):
+    known = {name for name in names if isinstance(name, str) and name in JSON_TYPES}
+    if len(known) < len(names):
         return set()
-    return {"number" if name == "integer" else name for name in names}
+    return {"number" if name == "integer" else name for name in known}
 
 
 def _required(schema: Mapping[str, Any]) -> Collection[str]:
