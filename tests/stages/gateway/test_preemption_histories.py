@@ -1,6 +1,7 @@
 """Requests of all kinds begin, grow, end by themselves, fail, and lose their clients and stages, by chance.
 
-Each ends in a bounded number of turns, what is open stays below the documented bound, and at the end nothing is left.
+Each ends in a bounded number of turns, or soon after it if its client is slow; what is open stays below the documented
+bound, and at the end nothing is left.
 
 With PIPELINE_ALL_CASES=1 there are 80 histories.
 """

@@ -6,7 +6,6 @@ PIPELINE_ALL_CASES=1 pytest tests/stages/prepare/test_chat_templates.py      all
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from pipeline.stages.prepare.sources import chat_templates
 from pipeline.stages.prepare.sources.hub import _wanted
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 from pipeline.stages.prepare.stage import prepare
-from tests.stages.prepare import checkpoints
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 TOOLS = [{"type": "function", "function": {"name": "find"}}]
@@ -43,16 +41,6 @@ ADDITIONAL = [set(names) for n in range(4) for names in itertools.combinations((
 CASES = list(itertools.product((False, True), ADDITIONAL, range(len(FORMS))))
 if not os.environ.get("PIPELINE_ALL_CASES"):
     CASES = CASES[::4]
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.save_folder(tmp_path_factory.mktemp("llama"), checkpoints.tiny_llama())
-
-
-@pytest.fixture
-def source(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
 def settings_of(source: Path, **changes: Any) -> Settings:

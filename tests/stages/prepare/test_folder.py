@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -32,17 +31,6 @@ LLAMA3 = {
 
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.save_folder(tmp_path_factory.mktemp("llama"), checkpoints.tiny_llama())
-
-
-@pytest.fixture
-def source(original: Path, tmp_path: Path) -> Path:
-    """A copy that tests may damage."""
-    return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
 def prepared(folder: Path) -> Path:
