@@ -1,15 +1,19 @@
 """Tries a tokenizer.json in a separate process with limited memory and time.
 
 The file is untrusted: it contains regular expressions, and replacements that can expand one letter to terabytes. The
-library aborts the process when memory runs out, and panics on some files.
+library runs them also on the texts of tokens that are added to it. It aborts the process when memory runs out, and
+panics on some files.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from tokenizers import AddedToken
 
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -30,22 +34,46 @@ def limit(what, most):
 limit(resource.RLIMIT_AS, int(sys.argv[2]))
 limit(resource.RLIMIT_CPU, int(sys.argv[3]))
 limit(resource.RLIMIT_CORE, 0)
-from tokenizers import Tokenizer
+import json
+from tokenizers import AddedToken, Tokenizer
 
-print(Tokenizer.from_file(sys.argv[1]).encode("a", add_special_tokens=True).ids[:1])
+FLAGS = sys.argv[4].split()
+
+def added():
+    known = tokenizer.get_added_tokens_decoder()
+    return [{"id": i, **{flag: getattr(known[i], flag) for flag in FLAGS}} for i in sorted(known)]
+
+tokenizer = Tokenizer.from_file(sys.argv[1])
+before = added()
+tokenizer.add_tokens([AddedToken(**token) for token in json.load(sys.stdin)])
+after = added()
+ids = tokenizer.encode("a", add_special_tokens=True).ids[:1]
+print(json.dumps({"first": ids[0] if ids else None, "added": None if after == before else after}))
 """
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+"""The fields of an added token, beside its id."""
 
 
-def first_id(path: Path, what: Path) -> int | None:
-    """The first id of an encoded text with special tokens, None if the encoding is empty.
+class Probed(msgspec.Struct, frozen=True):
+    """What the library says of a tokenizer."""
 
-    Raises ModelError, naming the file as `what`, if the library can't read the tokenizer or encode with it.
+    first: int | None
+    """The first id of an encoded text with special tokens; None if the encoding is empty."""
+    added: list[dict[str, Any]] | None
+    """All its added tokens, as in tokenizer.json; None if adding tokens changed none of them."""
+
+
+def probe(path: Path, what: Path, tokens: Sequence[AddedToken] = ()) -> Probed:
+    """Load a tokenizer, add tokens to it, and encode a letter.
+
+    Raises ModelError, naming the file as `what`, if the library can't read the tokenizer, add the tokens or encode.
     """
-    command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S))]
+    command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S)), " ".join(FLAGS)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    given = msgspec.json.encode([{flag: getattr(token, flag) for flag in FLAGS} for token in tokens])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False
+            command, input=given, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"{what} cannot be read: encoding one letter took more than {TIMEOUT_S:.0f} s") from error
@@ -54,5 +82,4 @@ def first_id(path: Path, what: Path) -> int | None:
         words = lines[-1] if lines else f"exit code {done.returncode}"
         words = words.removeprefix("Exception: ").removeprefix("pyo3_runtime.PanicException: ")[:MAX_WORDS]
         raise ModelError(f"{what} cannot be read: {words}")
-    ids = msgspec.json.decode(done.stdout, type=list[int])
-    return ids[0] if ids else None
+    return msgspec.json.decode(done.stdout, type=Probed)

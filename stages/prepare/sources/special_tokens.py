@@ -25,6 +25,10 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 EXTRA, ADDITIONAL, DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
+MAX_NAMES = 1024
+"""Named tokens. Models have up to twenty; each is a variable of each prompt's template."""
+MAX_ID_DIGITS = 10
+
 _END = "<|endoftext|>"
 DEFAULTS = {
     "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
@@ -81,7 +85,7 @@ def read(source: Path, config: Mapping[str, Any], *, is_byte_level: bool) -> Spe
     decoder: dict[int, AddedToken] = {}
     if DECODER in found:
         entries = found[DECODER]
-        if not isinstance(entries, dict) or not all(key.isdecimal() for key in entries):
+        if not isinstance(entries, dict) or not all(map(_is_id, entries)):
             raise ModelError(f"{where}: {DECODER} is {shown(entries)}; it must be an object from ids to tokens")
         decoder = {int(key): _token(value, where, DECODER) for key, value in entries.items()}
     else:
@@ -97,6 +101,8 @@ def read(source: Path, config: Mapping[str, Any], *, is_byte_level: bool) -> Spe
     named = {name: _token(given[name], where, name) for name in NAMES if given.get(name) not in (None, "")}
     auto = {key: value for key, value in found.items() if _is_own_name(key) and isinstance(value, str | dict) and value}
     named |= {name: _token(value, where, name) for name, value in {**auto, **own}.items()}
+    if len(named) > MAX_NAMES:
+        raise ModelError(f"{where}: {len(named)} special tokens have names; at most {MAX_NAMES} are supported")
     known = {token.content: token for token in decoder.values()}
     tokens = [token for _, token in sorted(decoder.items(), key=lambda item: item[0])]
     for token in [*(known.get(token.content, token) for token in named.values()), *extra]:
@@ -130,15 +136,19 @@ def _merge(found: dict[str, Any], own: dict[str, Any], special: Mapping[str, Any
     """Let special_tokens_map.json replace what tokenizer_config.json says."""
     for key, value in special.items():
         if key == EXTRA and isinstance(value, list):
-            merged = list(found.get(EXTRA) or [])
-            merged += [_special(token) for token in value if token not in merged]
-            found[EXTRA] = merged
+            merged = _list(found.get(EXTRA), where.with_name(CONFIG), EXTRA)
+            seen = set(map(_written, merged))
+            found[EXTRA] = [*merged, *(_special(token) for token in value if _written(token) not in seen)]
         elif key == EXTRA and isinstance(value, dict):
             own |= value
         elif value is None or isinstance(value, str | list | dict):
             found[key] = value
         else:
             raise ModelError(f"{where}: {shown(key)} is {shown(value)}; it must be a token or a list of tokens")
+
+
+def _written(token: Any) -> bytes:
+    return msgspec.json.encode(token, order="sorted")
 
 
 def _special(token: Any) -> Any:
@@ -150,12 +160,20 @@ def _is_own_name(key: str) -> bool:
     return key.endswith("_token") and key not in NAMES
 
 
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
+
+
 def _tokens(value: Any, where: Path, key: str) -> list[AddedToken]:
+    return [_token(each, where, key) for each in _list(value, where, key)]
+
+
+def _list(value: Any, where: Path, key: str) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise ModelError(f"{where}: {key} is {shown(value)}; it must be a list of tokens, or an object of named ones")
-    return [_token(each, where, key) for each in value]
+    return value
 
 
 def _token(value: Any, where: Path, key: str) -> AddedToken:

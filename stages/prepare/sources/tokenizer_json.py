@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
@@ -17,7 +17,7 @@ from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
 from pipeline.stages.prepare.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
-from pipeline.stages.prepare.tokenizer_probe import first_id
+from pipeline.stages.prepare.tokenizer_probe import probe
 
 PREFIXED = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
 """Classes of transformers that take `add_prefix_space` from tokenizer_config.json. Others take tokenizer.json's."""
@@ -48,36 +48,22 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     parts = decode_json(found or path, MAX_TOKENIZER_BYTES, dict[str, msgspec.Raw])
     parts = {key: part for key, part in parts.items() if key not in ("padding", "truncation")}
     path.write_bytes(msgspec.json.encode(parts))
-    first = first_id(path, source / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
-    check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
     is_byte_level = b'"ByteLevel"' in bytes(parts.get("pre_tokenizer", msgspec.Raw(b"")))
     special = special_tokens.read(source, config, is_byte_level=is_byte_level)
+    # In the other process, too: to add a token, the library runs the file's normalizer.
+    probed = probe(path, source / "tokenizer.json", special.tokens if found is not None else ())
+    tokenizer = Tokenizer.from_file(str(path))
+    check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
     before = tokenizer.get_vocab()
-    changes = _added(tokenizer, special.tokens) if found is not None else {}
+    changes: dict[str, Any] = {} if probed.added is None else {"added_tokens": probed.added}
     if found is not None and special.add_prefix_space is not None and special.tokenizer_class in PREFIXED:
         changes |= _with_prefix_space(parts, special.add_prefix_space)
     if changes:
         path.write_bytes(msgspec.json.encode(parts | changes))
-        first = first_id(path, source / "tokenizer.json")
+        probed = probe(path, source / "tokenizer.json")
         tokenizer = Tokenizer.from_file(str(path))
         check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
-    return WrittenTokenizer(tokenizer, first, special, frozenset(tokenizer.get_vocab().keys() - before.keys()))
-
-
-def _added(tokenizer: Tokenizer, tokens: list[AddedToken]) -> dict[str, Any]:
-    """The `added_tokens` of tokenizer.json with others added; empty if the tokenizer has them all."""
-    before = tokenizer.get_added_tokens_decoder()
-    tokenizer.add_tokens(tokens)
-    after = tokenizer.get_added_tokens_decoder()
-    if {i: repr(token) for i, token in before.items()} == {i: repr(token) for i, token in after.items()}:
-        return {}
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {
-        "added_tokens": [
-            {"id": i, **{flag: getattr(token, flag) for flag in flags}} for i, token in sorted(after.items())
-        ]
-    }
+    return WrittenTokenizer(tokenizer, probed.first, special, frozenset(tokenizer.get_vocab().keys() - before.keys()))
 
 
 def _with_prefix_space(parts: Mapping[str, msgspec.Raw], adds: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.ingest.templates.budget import Budget
 from pipeline.stages.ingest.templates.template import ChatTemplate
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.sources.special_tokens import _merge
 from pipeline.stages.prepare.sources.tokenizer_json import WrittenTokenizer, with_special_ids, write_tokenizer
 from tests.stages.prepare.checkpoints import byte_level
 
@@ -261,8 +262,59 @@ def test_a_token_without_a_row_in_the_model_ends_nothing(tmp_path: Path) -> None
         ({"eos_token": 7}, "eos_token is 7; it must be a token's text"),
         ({"extra_special_tokens": "<a>"}, "extra_special_tokens is '<a>'; it must be a list"),
         ({"extra_special_tokens": [None]}, "extra_special_tokens is None"),
+        ({"added_tokens_decoder": {"9" * 5000: "a"}}, "added_tokens_decoder is"),
+        ({f"x{i}_token": "<s>" for i in range(2000)}, "2000 special tokens have names; at most 1024"),
     ],
 )
 def test_values_of_other_kinds_are_refused_by_name(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {message}"):
         prepared(write(tmp_path / "source", Case(config=config)), tmp_path / "target")
+
+
+@pytest.mark.parametrize("value", [True, 7, "<a>"])
+def test_a_list_is_not_merged_with_a_value_of_another_kind(tmp_path: Path, value: Any) -> None:
+    case = Case(config={"extra_special_tokens": value}, map={"extra_special_tokens": ["<b>"]})
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: extra_special_tokens is"):
+        prepared(write(tmp_path / "source", case), tmp_path / "target")
+
+
+class _Counted(dict[str, Any]):
+    """A token that counts how often it is compared with another one."""
+
+    num_compared = 0
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.num_compared += 1
+        return super().__eq__(other)
+
+
+def test_merging_lists_of_tokens_compares_none_with_each_other() -> None:
+    found: dict[str, Any] = {"extra_special_tokens": [_Counted(content=f"<a{i}>") for i in range(1000)]}
+    more = [_Counted(content=f"<{'ab'[i % 2]}{i}>") for i in range(1000)]
+    _merge(found, {}, {"extra_special_tokens": more}, Path("special_tokens_map.json"))
+    assert len(found["extra_special_tokens"]) == 1500
+    assert _Counted.num_compared < 3000
+
+
+HOSTILE_NORMALIZERS = {
+    "backtracks": ({"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}, f"{'a' * 40}b"),
+    "expands": (
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 100}] * 6,
+        },
+        "q",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_NORMALIZERS)
+def test_a_normalizer_that_fails_on_a_token_of_another_file_is_an_error_of_one_line(tmp_path: Path, kind: str) -> None:
+    normalizer, text = HOSTILE_NORMALIZERS[kind]
+    decoder = {"600": token(text) | {"normalized": True}}
+    source = write(tmp_path / "source", Case(config={"added_tokens_decoder": decoder}))
+    path = source / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "normalizer": normalizer}), "utf-8")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: [^\n]+$"):
+        prepared(source, tmp_path / "target")
