@@ -36,7 +36,7 @@ def require_writable(path: Path, option: str) -> None:
         with _place_of(path) as place:
             if place.info is not None and not place.is_regular:
                 return  # opening a pipe or a device would have an effect on its reader
-            fd, partial = place.open(READABLE)
+            fd, partial = place.open(READABLE)  # what is there keeps its content
             os.close(fd)
             if partial is not None:
                 os.unlink(partial, dir_fd=place.folder)
@@ -69,9 +69,11 @@ def output(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
         fd, partial = place.open(mode)
         try:
             with os.fdopen(fd, "wb") as file:
+                if partial is None:
+                    place.empty(fd, mode)
                 yield file
             if partial is not None:
-                place.complete(partial)
+                place.complete(partial, mode)
                 partial = None
         finally:
             if partial is not None:
@@ -107,7 +109,8 @@ class _Place:
         return self.info is not None and stat.S_ISREG(self.info.st_mode)
 
     def open(self, mode: int) -> tuple[int, str | None]:
-        """A descriptor for writing, and the name of the new file; None if what is there is opened as it is."""
+        """A descriptor for writing, and the name of the new file; None if what is there is opened as it is, with its
+        content."""
         if self.info is not None and not self.is_regular:
             return self._existing(), None
         if self.info is not None and not os.access(self.name, os.W_OK, dir_fd=self.folder, effective_ids=True):
@@ -121,10 +124,19 @@ class _Place:
                 raise
             return self._existing(), None
         if self.info is not None and self.info.st_uid == os.geteuid() and mode != PRIVATE:
-            os.fchmod(fd, stat.S_IMODE(self.info.st_mode) & 0o777)
+            with suppress(PermissionError):  # a file system without modes
+                os.fchmod(fd, stat.S_IMODE(self.info.st_mode) & 0o777)
         return fd, partial
 
-    def complete(self, partial: str) -> None:
+    def empty(self, fd: int, mode: int) -> None:
+        """Take the content of a regular file that is opened as it is, and the rights of others if it is to be
+        private."""
+        if self.is_regular:
+            if mode == PRIVATE and os.fstat(fd).st_uid == os.geteuid():
+                os.fchmod(fd, PRIVATE)
+            os.ftruncate(fd, 0)
+
+    def complete(self, partial: str, mode: int) -> None:
         """Give a new file its name."""
         try:
             os.replace(partial, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
@@ -133,6 +145,7 @@ class _Place:
                 raise
             source = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.folder)
             with os.fdopen(source, "rb") as read, os.fdopen(self._existing(), "wb") as file:
+                self.empty(file.fileno(), mode)
                 shutil.copyfileobj(read, file)
             os.unlink(partial, dir_fd=self.folder)
 
@@ -143,8 +156,6 @@ class _Place:
         if self.info is None or not os.path.samestat(self.info, os.fstat(fd)):
             os.close(fd)
             raise NotOwn(errno.EPERM, "it has been replaced meanwhile")
-        if self.is_regular:
-            os.ftruncate(fd, 0)
         return fd
 
 

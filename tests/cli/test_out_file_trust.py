@@ -136,8 +136,12 @@ def test_a_file_in_a_folder_without_new_files_is_written_to(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "open", refused)
     require_writable(path, "--out")
+    assert path.read_text() == "older and longer"  # the command has not begun its work
     write_output(path, "new")
     assert path.read_text() == "new" and path.stat().st_ino == number
+    path.chmod(0o644)
+    write_output(path, "prompts", PRIVATE)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_ino == number
 
 
 def test_a_mounted_file_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +151,18 @@ def test_a_mounted_file_is_written_to(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(os, "replace", busy)
+    write_output(path, "new")
+    assert path.read_text() == "new" and [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_without_modes_keeps_no_incomplete_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "out").write_text("old")
+
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    require_writable(path, "--out")
     write_output(path, "new")
     assert path.read_text() == "new" and [one.name for one in tmp_path.iterdir()] == ["out"]
 
