@@ -19,6 +19,9 @@ MAX_WORDS_CHARS = 500
 
 MAX_SOURCE_CHARS = 2**18
 
+MAX_TIME_PATTERN_CHARS = 256
+"""A conversion such as `%999d` makes up to 256 times as many characters as its pattern has."""
+
 
 class TemplateFailure(Exception):
     """The template refused the messages or failed on them; the message is for the client."""
@@ -86,5 +89,9 @@ def _words(error: Exception) -> str:
 
 
 def _strftime(now_s: float | None, pattern: str) -> str:
+    if isinstance(pattern, str) and len(pattern) > MAX_TIME_PATTERN_CHARS:
+        raise ValueTooLarge(
+            f"it writes the time in a pattern of {len(pattern)} characters, the limit is {MAX_TIME_PATTERN_CHARS}"
+        )
     now = datetime.now() if now_s is None else datetime.fromtimestamp(now_s)
     return now.strftime(pattern)

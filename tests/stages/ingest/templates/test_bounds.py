@@ -99,6 +99,7 @@ HUGE = {
     "slice": "{{ [1]|slice(10**9)|list|length }}",
     "round": "{{ 5|round(-10**9) }}",
     "int": "{{ ('f' * 4000000)|int(0, 16) }}",
+    "times": "{{ strftime_now('%999d' * 400000) }}",
     "tojson": "{{ [1]|tojson(indent=10**9) }}",
     "strip": "{{ ('a' * 1000000).strip('b' * 1000000 + 'a') }}",
     "trim": "{{ ('a' * 1000000)|trim('b' * 1000000 + 'a') }}",
