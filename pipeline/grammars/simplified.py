@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from pipeline.grammars.exact_json import Written, encoded
-from pipeline.grammars.exclusive import with_any_of
+from pipeline.grammars.exclusive import Looks, with_any_of
 from pipeline.grammars.keywords import KEYWORDS, OF_NAMES
 from pipeline.grammars.numbers import check_values, with_enforced_bounds
 from pipeline.grammars.schema import VALUES, UnsupportedSchema
@@ -62,6 +62,7 @@ class _Simplifier:
         self._num_repeated = 0
         """Characters of the schemas that were repeated"""
         text = encoded(root)
+        self._looks = Looks(len(text))
         self._has_dynamic_refs = '"$dynamicRef"' in text
         self._has_unevaluated = '"unevaluated' in text
         """A schema that restricts nothing may still evaluate items or properties."""
@@ -81,7 +82,7 @@ class _Simplifier:
         if not self._has_unevaluated:
             made = _without_contains(_without_conditions(made))
         made = _without_not(_without_unevaluated(_without_dependencies(made)))
-        made = with_any_of(made, self._named)
+        made = with_any_of(made, self._named, self._looks)
         if "propertyNames" in made:
             made = self._without_property_names(made)
         return False if "not" in made and restricts_nothing(made["not"]) else made
@@ -112,8 +113,14 @@ class _Simplifier:
     def _without_property_names(self, schema: dict[str, Any]) -> dict[str, Any]:
         names = schema["propertyNames"]
         if isinstance(names, dict) and KEYWORDS & names.keys() == {"$ref"} and isinstance(names["$ref"], str):
+            if not self._looks.take_ref(names["$ref"]):
+                return schema
             names = resolved(names["$ref"], self._root)  # only this level: definitions may refer to each other
-            names = _counted(names) if isinstance(names, dict) else names
+            if isinstance(names, dict):
+                values, types = names.get("enum"), names.get("type")
+                if not self._looks.take(len(names) + sum(len(one) for one in (values, types) if isinstance(one, list))):
+                    return schema
+                names = _counted(names)
         rest = {key: value for key, value in schema.items() if key != "propertyNames"}
         if restricts_nothing(names):
             return rest

@@ -1,12 +1,16 @@
 """Schemas as public generators write them: each is enforced, or refused with the keyword's name."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from pipeline.grammars import exclusive, simplified
 from pipeline.grammars.engine import Engine
 from pipeline.text.formats.own_syntax import text_body
 from tests.grammars.walks import accepts, check, matcher_of
+from tools.scaling_meter.schemas import SCHEMAS
 
 BIG = 2**53 + 1
 RECORD = '{"type": "object", "propertyNames": NAMES, "additionalProperties": {"type": "integer"}}'
@@ -171,6 +175,46 @@ def test_schemas_within_schemas_are_not_repeated_without_end(tiny_engine: Engine
     for _ in range(60):
         schema = f'{{"propertyNames": {{"enum": ["a", "b"]}}, "additionalProperties": {schema}}}'
     assert '"propertyNames"' in check(tiny_engine, "json_schema", schema).error
+
+
+@pytest.mark.parametrize("name", ["unions of the same models", "records with the same names"])
+def test_what_many_references_lead_to_is_not_looked_at_for_each(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Counts the names and values that are looked at: none of these schemas can be rewritten."""
+    looks = 0
+
+    def counted(name_: str, function: Callable[..., Any], size: Callable[..., int]) -> None:
+        def work(*args: Any) -> Any:
+            nonlocal looks
+            looks += size(args[0])
+            return function(*args)
+
+        module = exclusive if hasattr(exclusive, name_) else simplified
+        monkeypatch.setattr(module, name_, work)
+
+    counted("_values", exclusive._values, lambda _: 1)
+    counted("_required", exclusive._required, lambda schema: len(schema["required"]))
+    counted("_counted", simplified._counted, lambda schema: len(schema) + len(schema.get("enum", ())))
+    num = []
+    for n in (2**16, 2**17):
+        looks, schema = 0, json.loads(SCHEMAS[name](n))
+        assert simplified.simplified(schema) == schema
+        num.append(looks)
+    assert num[1] < 2.5 * num[0]
+
+
+def test_a_large_union_that_is_used_often_is_rewritten() -> None:
+    kinds = [f"k{i}" for i in range(100)]
+    models = {
+        kind: {
+            "type": "object",
+            "required": ["a", "b", "c", "kind"],
+            "properties": {"kind": {"const": kind}, "a": {}, "b": {}, "c": {}},
+        }
+        for kind in kinds
+    }
+    union = {"oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in kinds]}
+    made = simplified.simplified({"$defs": models, "properties": {f"p{i}": union for i in range(50)}})
+    assert all(list(one) == ["anyOf"] for one in made["properties"].values())
 
 
 def test_formats_that_write_texts_without_quotes_ignore_a_length_that_no_text_reaches() -> None:

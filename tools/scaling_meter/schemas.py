@@ -118,7 +118,25 @@ def _wrapped(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
+def _unions(n: int) -> str:
+    """Unions of the same two models, which have no property that tells them apart."""
+    num = max(n // 128, 1)
+    names = [f"p{i}" for i in range(num)]
+    model = {"type": "object", "required": names, "properties": {name: {"const": "x"} for name in names}}
+    union = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    return _object({f"u{i}": union for i in range(num)}, {"a": model, "b": model})
+
+
+def _records(n: int) -> str:
+    """Records whose names are those of one long list."""
+    num = max(n // 100, 1)
+    record = {"propertyNames": {"$ref": "#/$defs/names"}, "properties": {"other": {}}}
+    return _object({f"r{i}": record for i in range(num)}, {"names": {"enum": [f"v{i}" for i in range(num)]}})
+
+
 SCHEMAS: Mapping[str, Grow] = {
+    "unions of the same models": _unions,
+    "records with the same names": _records,
     "anyOf of 2 refs": lambda n: _chain(n, 2),
     "anyOf of 8 refs": lambda n: _chain(n, 8),
     "oneOf of 2 refs": lambda n: _chain(n, 2, "oneOf"),
