@@ -6,6 +6,7 @@ what is computed and that are not supported are refused by name; others are igno
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def _problem(config: PeftConfig) -> str | None:
     if config.peft_type.upper() != "LORA":
         return f"peft_type is {config.peft_type[:40]!r}; supported is LORA"
     if not 0 < config.r <= MAX_RANK:
-        return f"r is {config.r}; it must be from 1 to {MAX_RANK}"
+        return f"r is {str(config.r)[:40]}; it must be from 1 to {MAX_RANK}"
     if config.bias != "none":
         return f"bias is {config.bias[:40]!r}; supported is none"
     for name in ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"):
@@ -124,8 +125,8 @@ def _problem(config: PeftConfig) -> str | None:
         for key, value in (getattr(config, field) or {}).items():
             if not _LITERAL.match(key):
                 return f"{field} has the key {key[:60]!r}; supported are names of modules, without other patterns"
-            if not math.isfinite(value) or value <= 0 or (field == "rank_pattern" and value > MAX_RANK):
-                return f"{field} has {value} for {key[:60]!r}"
+            if not 0 < value <= (MAX_RANK if field == "rank_pattern" else sys.float_info.max):
+                return f"{field} has {str(value)[:40]} for {key[:60]!r}"
     if not math.isfinite(config.lora_alpha):
         return f"lora_alpha is {config.lora_alpha}"
     return None

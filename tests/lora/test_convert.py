@@ -148,6 +148,8 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set"),
     ({"rank_pattern": {"(q|k)_proj": 4}}, "rank_pattern has the key"),
     ({"alpha_pattern": {"q_proj": -1.0}}, "alpha_pattern has -1.0"),
+    ({"rank_pattern": {"q_proj": 10**400}}, f"rank_pattern has 1{'0' * 39} for 'q_proj'$"),
+    ({"r": 10**400}, f"r is 1{'0' * 39}; it must be from 1 to 1024"),
     ({"r": 5}, "r or rank_pattern in adapter_config.json give it rank 5"),
 ]
 
