@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.runtime.model_folder import PANELS, STAMP
+from pipeline.runtime.regular_files import read_regular
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.files import open_regular
 from pipeline.stages.prepare.progress import Report
 
 CONTENT = "content.txt"
 """The file of an entry with the digest."""
+MAX_CONTENT_BYTES = 1024
 CHUNK_BYTES = 16 * 1024**2
 NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOENT)
 """Errors of file systems without hard links, and of an entry that was just removed."""
@@ -90,8 +92,8 @@ def _is_model_file(path: Path) -> bool:
 def _twins(cache: Cache, content: str) -> Iterator[Path]:
     for path in sorted(cache.root.glob(f"model-*/{CONTENT}")):
         try:
-            is_same = path.read_text("utf-8") == content
-        except (OSError, UnicodeDecodeError):  # removed just now, or damaged
+            is_same = read_regular(path, MAX_CONTENT_BYTES) == content.encode()
+        except OSError:  # removed just now, or damaged
             continue
         if is_same and (twin := cache.lookup(path.parent.name)) is not None:
             yield twin

@@ -32,6 +32,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.model_folder import PANELS
+from pipeline.runtime.regular_files import open_regular
 from pipeline.stages.execute.cpu.rank_group import RankPlace
 from pipeline.stages.execute.weights import TensorFile
 
@@ -109,12 +110,12 @@ class PanelStore:
         self._is_new = False
         self._stopped = ctypes.c_int(0)
         self._writer: threading.Thread | None = None
-        with suppress(OSError, ValueError):  # absent, or damaged: it is written again
+        with suppress(OSError, ValueError, struct.error):  # absent, or damaged: it is written again
             self._open(thread_pool)
 
     def _open(self, thread_pool: native.ThreadPool) -> None:
-        """Map the file. Raises OSError or ValueError if it can't be used."""
-        fd = os.open(self._place.path, os.O_RDONLY | os.O_CLOEXEC)
+        """Map the file. Raises OSError, ValueError or struct.error if it can't be used."""
+        fd = open_regular(self._place.path)
         try:
             end = os.fstat(fd).st_size - TAIL.size
             if end < 0:

@@ -125,6 +125,20 @@ def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[Path], 
     np.testing.assert_array_equal(first.logits, third.logits)
 
 
+def test_a_fifo_is_not_waited_for(folder: Path) -> None:
+    os.mkfifo(folder / PANELS)
+    assert not Start(folder).was_mapped and Start(folder).was_mapped
+
+
+def test_a_file_that_is_cut_while_it_is_opened_is_written_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Start(folder)
+    real = os.pread
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, at: real(fd, size, at)[: -1 if size == panel_file.TAIL.size else size]
+    )
+    assert Start(folder).packed
+
+
 def test_other_weights_are_packed_again(folder: Path) -> None:
     first = Start(folder)
     write(folder, checkpoints.config_of(**SHAPE), ["q8_0"])

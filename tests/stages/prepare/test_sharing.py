@@ -51,6 +51,17 @@ def test_a_copy_under_another_name_shares_the_weights_and_keeps_its_name(copies:
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
 
 
+@pytest.mark.parametrize("what", ["fifo", "device"])
+def test_what_another_user_of_the_cache_has_put_beside_is_not_waited_for(copies: tuple[Path, Path], what: str) -> None:
+    (planted := copies[0].parent / "cache" / "model-planted").mkdir(parents=True)
+    if what == "fifo":
+        os.mkfifo(planted / "content.txt")
+    else:
+        (planted / "content.txt").symlink_to("/dev/zero")
+    first, second = prepared(copies[0]), prepared(copies[1])
+    assert (first / WEIGHTS).samefile(second / WEIGHTS)
+
+
 def test_other_content_or_another_format_is_not_shared(copies: tuple[Path, Path]) -> None:
     first = prepared(copies[0])
     assert not (first / WEIGHTS).samefile(prepared(copies[1], quantization="q8_0") / WEIGHTS)
