@@ -1,10 +1,13 @@
-"""Progress of preparing, on standard error: a bar on a terminal, plain lines elsewhere."""
+"""Progress of preparing, on standard error: a bar on a terminal, plain lines elsewhere. Names of models may have any
+characters; on a terminal, those that it would obey are shown as escapes."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Protocol
+
+from pipeline.runtime.printable import printable
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, total bytes); the total is 0 while it is unknown."""
@@ -40,7 +43,7 @@ class Lines:
         self._stream = stream
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(printable(line), file=self._stream, flush=True)
 
     @contextmanager
     def measure(self, what: str) -> Iterator[Report]:
@@ -66,7 +69,7 @@ class ProgressBar:
         self._stream = stream
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(printable(line), file=self._stream, flush=True)
 
     @contextmanager
     def measure(self, what: str) -> Iterator[Report]:
@@ -76,14 +79,14 @@ class ProgressBar:
         from rich.progress import Progress as RichProgress
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
         )
         with RichProgress(*columns, console=Console(file=self._stream)) as bar:
-            task = bar.add_task(what, total=None)
+            task = bar.add_task(printable(what), total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
 

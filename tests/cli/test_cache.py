@@ -137,6 +137,13 @@ def test_what_is_old_and_not_in_use_is_removed(held: Path, capsys: pytest.Captur
     assert "kept notes: not made by a server\n" in out and "kept 1 compiled library: in use\n" in out
 
 
+def test_names_of_other_folders_are_shown_as_they_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "x[b]\x1b[2J").mkdir()
+    for command in (["ls"], ["prune", "--all", "--dry-run"]):
+        code, out, _ = run(root, capsys, "cache", *command)
+        assert code == 0 and "x[b]\\x1b[2J" in out
+
+
 def test_without_a_server_everything_can_be_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = kept(root)
     code, out, _ = run(root, capsys, "cache", "prune", "--all", "--dry-run")

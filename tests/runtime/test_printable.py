@@ -14,6 +14,7 @@ from pipeline.cli.complain import complain
 from pipeline.cli.safe_console import SafeConsole
 from pipeline.runtime.logs import INDENT, JsonFormatter, KeyValueFormatter
 from pipeline.runtime.printable import MAX_CHARS, json_printable, printable
+from pipeline.stages.prepare.progress import Lines, ProgressBar
 
 UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Categories: controls, formats (bidi overrides among them), surrogates, line and paragraph separators."""
@@ -91,6 +92,28 @@ def test_a_terminal_gets_no_code_of_a_server() -> None:
     assert "\\x1b]0;title" in text and "b\\x1b" in text
     assert "\x1b[31mc" in text, "styles stay"
     assert "\x9b" not in text and "\u202e" not in text and "\x1b]" not in text
+
+
+def test_a_terminal_shows_words_in_brackets_as_they_are() -> None:
+    table = Table("name")
+    table.add_row("model[/x][red]")
+    out = io.StringIO()
+    console = SafeConsole(file=out, force_terminal=True, width=200, highlight=False)
+    console.print("folder[/y]")
+    console.print(table)
+    assert "model[/x][red]" in out.getvalue() and "folder[/y]" in out.getvalue()
+
+
+@pytest.mark.parametrize("kind", [Lines, ProgressBar])
+def test_the_progress_of_preparing_takes_any_name(kind: type[Lines] | type[ProgressBar]) -> None:
+    out = io.StringIO()
+    progress = kind(out)
+    name = "model[/x]\x1b[2J\x9b"
+    progress.say(name)
+    with progress.measure(name) as report:
+        report(1, 2)
+    assert out.getvalue().count("model[/x]\\x1b[2J\\x9b") >= 2
+    assert "\x1b[2J" not in out.getvalue() and "\x9b" not in out.getvalue()
 
 
 def test_errors_of_commands_are_quoted(capsys: pytest.CaptureFixture[str]) -> None:

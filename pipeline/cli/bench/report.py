@@ -7,6 +7,7 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import Workload
@@ -70,7 +71,7 @@ def _table(levels: Sequence[Summary]) -> Table:
     for level in levels:
         table.add_column(f"{level.concurrency}\n{level.temperature:g}", justify="right", no_wrap=True)
     table.add_row("requests", *(f"{level.num_requests:,}" for level in levels))
-    table.add_row("errors", *(f"[red]{level.num_errors}[/red]" if level.num_errors else "0" for level in levels))
+    table.add_row("errors", *(Text(f"{level.num_errors}", "red" if level.num_errors else "") for level in levels))
     table.add_row("tokens in/out", *(f"{level.prompt_tokens:.0f}/{level.completion_tokens:.0f}" for level in levels))
     table.add_row("output tok/s", *(_number(level.output_tokens_per_s) for level in levels))
     table.add_row("total tok/s", *(f"{level.total_tokens_per_s:,.0f}" for level in levels))

@@ -14,6 +14,7 @@ from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.runtime.printable import printable
 
 NAME, MIN_NAME, GAP = 1, 16, 2
 """The place of the column of names, its least width, and the columns between two others."""
@@ -62,9 +63,9 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
     verb = "would remove" if args.dry_run else "removed"
     kept = [entry for entry in chosen if entry not in removed]
     for entry in rows_of(removed):
-        print(f"{verb} {entry.name} ({draw.size(entry.num_bytes)})")
+        print(f"{verb} {printable(entry.name)} ({draw.size(entry.num_bytes)})")
     for entry in rows_of(kept):
-        print(f"kept {entry.name}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
+        print(f"kept {printable(entry.name)}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
     # What a removed entry shares with one that stays is not freed.
     total = draw.size(before - disk_bytes(entry for entry in entries if entry not in removed))
     print(f"{verb} {total} from {root}" if removed else f"nothing to remove from {root}")

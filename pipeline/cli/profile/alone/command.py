@@ -66,7 +66,11 @@ def progress_of(what: str) -> Iterator[Tell]:
     """A progress bar in a terminal, nothing elsewhere."""
     screen = SafeConsole(stderr=True)
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), console=screen, transient=True, disable=not screen.is_terminal
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
     )
     with bar:
         task = bar.add_task(what, total=1.0)
