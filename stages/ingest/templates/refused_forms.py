@@ -10,6 +10,7 @@ What a template does is found out by a try, with these chats.
 """
 
 import dataclasses
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -80,12 +81,18 @@ def with_calls_apart(prompt: ChatPrompt) -> ChatPrompt:
 
 
 def _apart(message: ChatMessage, results: Sequence[ChatMessage]) -> list[ChatMessage]:
-    by_id: dict[str | None, list[ChatMessage]] = {}
+    """Of calls with the same id, each but the last one gets one result."""
+    by_id: dict[str | None, deque[ChatMessage]] = {}
     for result in results:
-        by_id.setdefault(result.tool_call_id, []).append(result)
+        by_id.setdefault(result.tool_call_id, deque()).append(result)
+    left = Counter(call.id for call in message.tool_calls)
     found: list[ChatMessage] = []
-    first, *others = message.tool_calls
-    found += [msgspec.structs.replace(message, tool_calls=[first]), *by_id.pop(first.id, ())]
-    for call in others:
-        found += [ChatMessage("assistant", None, tool_calls=[call]), *by_id.pop(call.id, ())]
+    for place, call in enumerate(message.tool_calls):
+        first = msgspec.structs.replace(message, tool_calls=[call])
+        found.append(first if place == 0 else ChatMessage("assistant", None, tool_calls=[call]))
+        left[call.id] -= 1
+        if left[call.id] == 0:
+            found += by_id.pop(call.id, ())
+        elif answers := by_id.get(call.id):
+            found.append(answers.popleft())
     return [*found, *(result for rest in by_id.values() for result in rest)]

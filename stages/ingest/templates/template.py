@@ -49,7 +49,8 @@ class ChatTemplate:
         except Exception as error:
             # Compiling is recursive, so an untrusted template may raise MemoryError, RecursionError and others besides
             # syntax errors. The stage must survive them.
-            raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}") from error
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise TemplateFailure(f"the model's chat template is not valid: {_words(error)}{line}") from error
 
     def render(
         self, variables: Mapping[str, Any], *, max_chars: int, budget: Budget, now_s: float | None = None

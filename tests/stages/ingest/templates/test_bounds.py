@@ -170,6 +170,12 @@ def test_a_template_with_unknown_names_is_invalid(source: str) -> None:
         ChatTemplate(source)
 
 
+def test_an_invalid_template_names_its_line() -> None:
+    for source in ("{{ a }}\n\n{% if %}", "\n\n{{ a|nofilter }}", "\n\n{% foo %}"):
+        with pytest.raises(TemplateFailure, match=r"not valid: [^\n]+ \(line 3\)$"):
+            ChatTemplate(source)
+
+
 ALL_IN_MEMORY = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
