@@ -24,7 +24,9 @@ def read(settings: Settings) -> str | None:
     try:
         if not is_file(path):
             raise ModelError(f"{path} is missing, or no regular file")
-        return text_of(path)
+        if not (text := text_of(path)).strip():
+            raise ModelError(f"{path} is empty")
+        return text
     except ModelError as error:
         raise ModelError(f"chat_template: {error}; give a file with a Jinja template") from error
 

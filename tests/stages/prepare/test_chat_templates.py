@@ -176,6 +176,7 @@ def test_without_hard_links_the_weights_are_copied(
     [
         (None, r"given\.jinja is missing, or no regular file; give a file with a Jinja template"),
         (b"\xff", r"given\.jinja is not UTF-8 text"),
+        (b" \n", r"given\.jinja is empty"),
         (b"x" * (2**20 + 1), r"given\.jinja has 1048577 bytes; at most 1048576 are allowed"),
     ],
 )

@@ -25,7 +25,7 @@ from pipeline.stages.prepare import files, tensors, tokenizer_probe
 from pipeline.stages.prepare.files import find
 from pipeline.stages.prepare.gguf import file, model
 from pipeline.stages.prepare.progress import Silence
-from pipeline.stages.prepare.sources import folder, hub, wheel
+from pipeline.stages.prepare.sources import chat_templates, folder, hub, special_tokens, wheel
 from pipeline.stages.prepare.sources.source import HubSource, ModelError, Pin, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tools.fuzzing import models
@@ -345,6 +345,37 @@ FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"),
     *("chat_template.jinja", "model.safetensors.index.json"),
 )
+
+
+BESIDE = (
+    *("special_tokens_map.json", "added_tokens.json", "processor_config.json", "chat_template.json"),
+    *("additional_chat_templates/default.jinja", "additional_chat_templates/tool_use.jinja"),
+)
+"""Files that are read only if others lack something."""
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("kind", ["a FIFO", "a link", "a folder", "too large"])
+def test_files_that_count_without_others_are_checked_too(llama: Path, name: str, kind: str) -> None:
+    (llama / "tokenizer_config.json").write_text("{}")
+    (path := llama / name).parent.mkdir(exist_ok=True)
+    match kind:
+        case "a FIFO":
+            os.mkfifo(path)
+            assert_matches(refusal(llama), rf"{name} is a FIFO, not a regular file")
+            return
+        case "a link":
+            (outside := llama.parent / "outside").write_text("{}")
+            path.symlink_to(outside)
+        case "a folder":
+            path.mkdir()
+        case _:
+            with path.open("wb") as file:
+                file.truncate(2**40)
+    with pytest.raises(ModelError, match=name) as caught:
+        special_tokens.read(llama, {}, is_byte_level=False)
+        chat_templates.templates_of(llama, {})
+    assert_matches(str(caught.value), "outside the model folder|not a regular file|at most [0-9]+ are allowed")
 
 
 def _without_weights_for_an_index(model: Path, name: str) -> None:
