@@ -282,7 +282,7 @@ class _Counted(dict[str, Any]):
     """A token that counts how often it is compared with another one."""
 
     num_compared = 0
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __eq__(self, other: object) -> bool:
         _Counted.num_compared += 1
