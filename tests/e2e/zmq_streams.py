@@ -16,7 +16,7 @@ from pipeline.client import protocol as p
 from pipeline.client.connection.stream import Stream
 from tests.e2e.recovery_streams import QUESTION, SCHEMA, STORY, TOOL
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=32, ignore_eos=True)
 CALL = p.ChatPrompt(
     [p.ChatMessage("user", "How is the weather in Oslo?")], tools=json.dumps([TOOL]), tool_choice="required"
