@@ -13,11 +13,13 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import EMPTY_PAYLOAD, StreamReader, _ErrInfo
 
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
+from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, HeadTooLarge, head_bytes, max_head_bytes
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
@@ -30,6 +32,9 @@ MAX_HEADERS = 128
 """Headers of a request."""
 MAX_CHUNKS = 8192
 """Buffered chunks of a body. aiohttp stops reading at 16,384."""
+MAX_PIPELINED = 2
+"""Requests that wait behind the one that is answered before the connection is read no more, besides those of the same
+read. With aiohttp's 32, a connection keeps as many bodies of 256 KiB, which nothing counts."""
 IDLE_CONNECTION_S = 300.0
 """Keep-alive time of idle connections."""
 CLOSE_S = 1.0
@@ -42,7 +47,16 @@ client that sends a byte now and then would keep a descriptor for ever."""
 class HttpConnection(web.RequestHandler):
     """One connection. Its errors have the shape of their path."""
 
-    __slots__ = ("_connections", "_head_timer", "_is_held", "_refusal_log", "address")
+    __slots__ = (
+        "_connections",
+        "_head_timer",
+        "_is_held",
+        "_last_payload",
+        "_max_head",
+        "_num_of_head",
+        "_refusal_log",
+        "address",
+    )
 
     def __init__(
         self, manager: web.Server, connections: HttpConnections, refusal_log: RefusalLog, **options: Any
@@ -52,6 +66,12 @@ class HttpConnection(web.RequestHandler):
         self._refusal_log = refusal_log
         self._is_held = False
         """Others that send much are read first."""
+        self._max_msg_queue_size, self._msg_queue_resume_size = MAX_PIPELINED, MAX_PIPELINED - 1
+        self._max_head = max_head_bytes(self.max_field_size)
+        self._num_of_head = 0
+        """Bytes of the head that is arriving."""
+        self._last_payload: StreamReader | None = None
+        """The body of the last request whose head has arrived."""
         self.address = ""
         """Of its client."""
 
@@ -90,16 +110,21 @@ class HttpConnection(web.RequestHandler):
         """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after
         the response, and the route would wait for the rest: fail the body now, and close the connection."""
         num_messages = len(self._messages)
+        is_in_head = self._last_payload is None or self._last_payload.is_eof()
         self._connections.heard(self, len(data))
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
+            self._check_heads(num_messages)
             if any(getattr(message, "compression", None) for message, _ in self._messages):
                 # aiohttp reads and drops the rest of a body that a route did not read, so that the client reads the
                 # response. Decompressing it for that could mean a gigabyte.
                 self._lingering_time = 0.0
-        elif data and self._current_request is None and not self._messages:
-            self._time_head()
+        elif data:
+            if self._current_request is None and not self._messages:
+                self._time_head()
+            if is_in_head:
+                self._check_arriving_head(len(data))
         self._refuse_small_chunks()
         reading = self._current_request
         if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
@@ -110,6 +135,33 @@ class HttpConnection(web.RequestHandler):
                 broken.__cause__ = error
                 reading.content.set_exception(broken)
                 self.close()
+
+    def _check_heads(self, num_before: int) -> None:
+        """Refuse those of the requests after the first `num_before` whose heads are too large."""
+        self._num_of_head = 0
+        self._last_payload = self._messages[-1][1]
+        for place in range(num_before, len(self._messages)):
+            message, payload = self._messages[place]
+            if isinstance(message, _ErrInfo):
+                continue
+            if (num_bytes := head_bytes(message)) > self._max_head:
+                self._messages[place] = self._too_large()
+            elif num_bytes > KEPT_HEAD_BYTES:
+                self._messages[place] = message._replace(should_close=True), payload
+
+    def _check_arriving_head(self, num_bytes: int) -> None:
+        """`num_bytes` of a head have arrived and have not completed it. If it is too large already, refuse it and read
+        no more."""
+        self._num_of_head += num_bytes
+        if self._num_of_head > self._max_head and not self._close:
+            self._messages.append(self._too_large())
+            self._close = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    def _too_large(self) -> tuple[_ErrInfo, StreamReader]:
+        error = HeadTooLarge(f"the head of a request may have at most {self._max_head} bytes")
+        return _ErrInfo(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error, error.message), EMPTY_PAYLOAD
 
     def hold(self) -> None:
         """Stop reading until `go_on`, whatever aiohttp wants meanwhile."""
@@ -169,6 +221,8 @@ def _error_of(status: int, exc: BaseException | None) -> ApiError:
             return ApiError(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a line of the request's head is too long", code="too_large"
             )
+        case HeadTooLarge(message=message):
+            return ApiError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, code="too_large")
         case BadHttpMessage(message=message) if message.startswith("Too many headers"):
             return ApiError(
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,

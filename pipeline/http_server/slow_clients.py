@@ -143,6 +143,8 @@ class UnreadReplies:
                 await send_body(request, response)
                 if request.transport is not None and request.transport.get_write_buffer_size():
                     await flushed(request)
+                if isinstance(response, web.Response):
+                    response.body = None  # aiohttp keeps the response until the connection's next request
             return response
 
         return sent

@@ -1,0 +1,169 @@
+"""What a connection keeps between two requests: nothing that a client can make large."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.connections import HttpConnections
+from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
+from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rules import ListenerRules
+from pipeline.http_server.slow_clients import UnreadReplies
+from tests.rig import PATIENCE_S
+
+MAX_HEADER_BYTES = 8190
+HOST = b"Host: localhost\r\n"
+
+
+class Body(bytes):
+    """Counts those that are kept."""
+
+    num_kept = 0
+
+    def __new__(cls, data: bytes) -> "Body":
+        cls.num_kept += 1
+        return super().__new__(cls, data)
+
+    def __del__(self) -> None:
+        type(self).num_kept -= 1
+
+
+@asynccontextmanager
+async def serving(
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], **options: Any
+) -> AsyncIterator[tuple[str, int]]:
+    """The address of a listener with one route."""
+    app = web.Application(**options)
+    app.router.add_route("*", "/", handle)
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # connections inherit it
+    listener = HttpListener(
+        app,
+        sock,
+        ListenerRules.admin(GatewaySettings(), RefusalLog(logging.getLogger("test"))),
+        max_header_bytes=MAX_HEADER_BYTES,
+        connections=HttpConnections(),
+        unread=UnreadReplies(lambda: 2**26, 60.0),
+    )
+    address = sock.getsockname()
+    await listener.start()
+    try:
+        yield address
+    finally:
+        await listener.cleanup()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and body."""
+    async with asyncio.timeout(PATIENCE_S):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        return int(head.split()[1]), await reader.readexactly(int(length))
+
+
+async def test_a_reply_that_was_taken_is_not_kept_with_the_connection() -> None:
+    async def large(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=Body(b"x" * 100_000))
+
+    async with serving(large) as address:
+        writers = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection(*address)
+            writers.append(writer)
+            writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            assert await answer(reader) == (200, b"x" * 100_000)
+        async with asyncio.timeout(PATIENCE_S):
+            while Body.num_kept:
+                await asyncio.sleep(0.01)
+        for writer in writers:  # the connections are open, and serve more
+            assert not writer.transport.is_closing()
+            writer.close()
+
+
+def head(num_headers: int, header_bytes: int, end: bytes = b"\r\n") -> bytes:
+    """Of a request with so many headers besides its host."""
+    lines = (b"X-%d: %b\r\n" % (i, b"v" * header_bytes) for i in range(num_headers))
+    return b"GET / HTTP/1.1\r\n" + HOST + b"".join(lines) + end
+
+
+async def small(_: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"small")
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b""], ids=["whole", "arriving"])
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_large_head_of_many_headers_is_refused_also_before_it_ends(end: bytes, num_before: int) -> None:
+    """Each header is within its limit."""
+    async with serving(small) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(num_before):
+            writer.write(head(1, 10))
+            assert await answer(reader) == (200, b"small")
+        for begin in range(0, len(data := head(9, 8000, end)), 16 * 1024):
+            writer.write(data[begin : begin + 16 * 1024])
+            await asyncio.sleep(0.001)
+        status, body = await answer(reader)
+        assert status == 431 and b"65536 bytes" in body
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_head_that_is_larger_than_usual_is_served_and_not_kept() -> None:
+    async with serving(small) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for num_headers in (1, 1, 7):
+            writer.write(head(num_headers, 8000))
+            assert await answer(reader) == (200, b"small")
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("piece", [30_000, 100_000, 300_000])
+async def test_a_body_that_no_route_reads_is_not_a_head(piece: int) -> None:
+    async with serving(small) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):
+            body = b"x" * 300_000
+            writer.write(b"PUT / HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n")
+            writer.write(b"Content-Length: %d\r\n\r\n" % len(body))
+            assert await answer(reader) == (200, b"small")
+            await asyncio.sleep(0.01)  # the head is read alone
+            for begin in range(0, len(body), piece):
+                writer.write(body[begin : begin + piece])
+                await asyncio.sleep(0.01)
+        writer.close()
+
+
+async def test_requests_that_wait_on_their_connection_keep_little() -> None:
+    """A client may send as many as it likes before it has the first reply, and gets all of them."""
+    num_requests, body = 24, b"x" * 200_000
+    goes_on = asyncio.Event()
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        await goes_on.wait()
+        return web.Response(body=b"%d" % len(await request.read()))
+
+    async with serving(wait, client_max_size=2**20) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        head = (
+            b"POST / HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        writer.write((head + body) * num_requests)
+        num_left = -1
+        while num_left != (num_left := writer.transport.get_write_buffer_size()):
+            await asyncio.sleep(0.3)  # the server reads no more
+        kept = num_requests * len(body) - num_left
+        goes_on.set()
+        replies = [await answer(reader) for _ in range(num_requests)]
+        assert replies == [(200, b"%d" % len(body))] * num_requests
+        writer.close()
+    num_of_kernel = 4 * 2**17  # SO_SNDBUF and SO_RCVBUF, both doubled
+    assert kept <= (MAX_PIPELINED + 1) * len(body) + 2**18 + num_of_kernel, kept
