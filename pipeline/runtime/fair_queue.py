@@ -9,8 +9,11 @@ the work, counted in cost, and within a scope every size class does. So:
   item of each.
 - Within a scope, small items don't wait behind the large ones that came before them.
 - Nothing waits for ever: what is pushed later gets a later turn, except for one item of each class of size.
+
+Scopes may be the addresses of many clients, so none of this takes time for each scope.
 """
 
+import heapq
 from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
@@ -45,19 +48,28 @@ class _SizeClass(Generic[K, T]):
 
 
 class _Scope(Generic[K, T]):
-    """The items of one scope by class. `start` is the turn of the scope, `now` that of its classes, in cost."""
+    """The items of one scope by class. `start` is the turn of the scope, `now` that of its classes, in cost. Of scopes
+    with the same turn, the one with the smallest `number` is first."""
 
-    __slots__ = ("classes", "now", "num_items", "start")
+    __slots__ = ("classes", "listed", "now", "num_items", "number", "start")
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, number: int) -> None:
         self.start = start
+        self.number = number
         self.now = 0
+        self.listed: tuple[int, int, int] | None = None
+        """The last turn that was listed for it, if it has items."""
         self.num_items = 0
         self.classes: dict[int, _SizeClass[K, T]] = {}
 
     @property
     def next_class(self) -> _SizeClass[K, T]:
         return min((one for one in self.classes.values() if one.items), key=lambda one: (one.start, one.next_cost))
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """Orders the scopes that have items."""
+        return self.start, self.next_class.next_cost, self.number
 
 
 class FairQueue(Generic[K, T]):
@@ -68,9 +80,13 @@ class FairQueue(Generic[K, T]):
         """Also empty ones, whose last item has cost them turns that are not over."""
         self._places: dict[K, tuple[str, int]] = {}
         """Scope and class of each waiting item."""
+        self._idle: dict[str, None] = {}
+        """Those without items."""
+        self._turns: list[tuple[tuple[int, int, int], str]] = []
+        """A heap with the turn of each scope that has items, and with former ones."""
+        self._num_scopes = 0
+        """That there ever were."""
         self._now = 0
-        self._num_busy = 0
-        """Scopes with items."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -92,7 +108,8 @@ class FairQueue(Generic[K, T]):
         cost = max(cost, 1)
         size = (cost.bit_length() + 1) // CLASS_BITS
         if (flow := self._scopes.get(scope)) is None:
-            flow = self._scopes[scope] = _Scope(self._now)
+            flow = self._scopes[scope] = _Scope(self._now, self._num_scopes)
+            self._num_scopes += 1
         elif not flow.num_items:
             flow.start, flow.now = max(flow.start, self._now), 0
             flow.classes.clear()
@@ -101,9 +118,10 @@ class FairQueue(Generic[K, T]):
         elif not same.items:
             same.start = max(same.start, flow.now)
         same.items[key] = _Waiting(item, cost)
-        self._num_busy += not flow.num_items
+        self._idle.pop(scope, None)
         flow.num_items += 1
         self._places[key] = scope, size
+        self._list(scope, flow)
 
     def peek(self, without: Collection[str] = ()) -> tuple[K, T, str] | None:
         """What `pop` would return."""
@@ -123,20 +141,38 @@ class FairQueue(Generic[K, T]):
         item, cost = same.items.pop(key)
         del self._places[key]
         flow.num_items -= 1
-        self._num_busy -= not flow.num_items
         self._now, flow.now = max(self._now, flow.start), same.start
         flow.start += cost
         same.start += cost
+        self._list(scope, flow)
         self._forget()
         return key, item, scope
 
     def _next_scope(self, without: Collection[str]) -> str | None:
-        turns = [
-            (flow.start, flow.next_class.next_cost, place, scope)
-            for place, (scope, flow) in enumerate(self._scopes.items())
-            if flow.num_items and scope not in without
-        ]
-        return min(turns)[-1] if turns else None
+        skipped, found = [], None
+        while self._turns and found is None:
+            turn, scope = self._turns[0]
+            flow = self._scopes.get(scope)
+            if flow is None or not flow.num_items or flow.turn != turn:
+                heapq.heappop(self._turns)  # a former one
+            elif scope in without:
+                skipped.append(heapq.heappop(self._turns))
+            else:
+                found = scope
+        for one in skipped:
+            heapq.heappush(self._turns, one)
+        return found
+
+    def _list(self, scope: str, flow: _Scope[K, T]) -> None:
+        """The items of a scope, or its turn, have changed."""
+        if not flow.num_items:
+            flow.listed, self._idle[scope] = None, None
+        elif (turn := flow.turn) != flow.listed:
+            flow.listed = turn
+            heapq.heappush(self._turns, (turn, scope))
+            if len(self._turns) > 2 * len(self._scopes) + MAX_REMEMBERED:
+                self._turns = [(one.turn, name) for name, one in self._scopes.items() if one.num_items]
+                heapq.heapify(self._turns)
 
     def remove(self, key: K) -> T | None:
         """Take an item out of the queue without a turn; None if it does not wait."""
@@ -145,17 +181,13 @@ class FairQueue(Generic[K, T]):
         scope, size = place
         flow = self._scopes[scope]
         flow.num_items -= 1
-        self._num_busy -= not flow.num_items
         item = flow.classes[size].items.pop(key).item
+        self._list(scope, flow)
         self._forget()
         return item
 
     def _forget(self) -> None:
         """Drop empty scopes whose turns are over; if there are many, all empty ones."""
-        if len(self._scopes) == self._num_busy:
-            return
-        is_full = len(self._scopes) > self._num_busy + MAX_REMEMBERED
-        for scope in [
-            name for name, flow in self._scopes.items() if not flow.num_items and (is_full or flow.start <= self._now)
-        ]:
-            del self._scopes[scope]
+        is_full = len(self._idle) > MAX_REMEMBERED
+        for scope in [name for name in self._idle if is_full or self._scopes[name].start <= self._now]:
+            del self._scopes[scope], self._idle[scope]

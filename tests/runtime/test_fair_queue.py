@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime.fair_gate import FairGate
-from pipeline.runtime.fair_queue import CLASS_BITS, MAX_REMEMBERED, FairQueue
+from pipeline.runtime.fair_queue import CLASS_BITS, MAX_REMEMBERED, FairQueue, _Scope
 
 SCOPES = "abcd"
 COSTS = st.one_of(st.integers(1, 64), st.integers(1, 4_000_000))
@@ -51,7 +51,42 @@ def test_each_item_leaves_once_and_the_next_of_a_scope_is_the_oldest_of_its_size
         assert len(queue) == len(waiting) and list(queue) == list(waiting)
         assert all(queue[key] == item for key, item in waiting.items())
     assert sorted(drained(queue)) == sorted(waiting.values())
-    assert queue._num_busy == 0 and len(queue._scopes) <= len(SCOPES)
+    assert len(queue._idle) == len(queue._scopes) <= len(SCOPES)
+
+
+@given(HISTORIES, st.sets(st.sampled_from(SCOPES)))
+@settings(deadline=None)
+def test_the_next_scope_is_the_one_with_the_first_turn(history: list[object], without: set[str]) -> None:
+    queue: FairQueue[int, None] = FairQueue()
+    for number, event in enumerate(history):
+        turns = [(flow.turn, name) for name, flow in queue._scopes.items() if flow.num_items and name not in without]
+        turn = queue.peek(without)
+        assert (turn and turn[2]) == (min(turns)[1] if turns else None)
+        match event:
+            case "pop":
+                assert queue.pop(without) == turn
+            case ("remove", int(key)):
+                queue.remove(key)
+            case (str(scope), int(cost)):
+                queue.push(number, None, scope, cost)
+
+
+def test_a_turn_takes_no_time_for_each_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+    next_class = _Scope.next_class.fget
+
+    def look(self: _Scope[int, None]) -> object:
+        nonlocal num_looks
+        num_looks += 1
+        return next_class(self)
+
+    monkeypatch.setattr(_Scope, "next_class", property(look))
+    queue: FairQueue[int, None] = FairQueue()
+    for number in range(2 * (num_scopes := 2000)):
+        queue.push(number, None, f"address {number % num_scopes}", 1)
+    while queue.pop() is not None:
+        assert len(queue._turns) <= 3 * num_scopes
+    assert num_looks <= 20 * num_scopes
 
 
 def test_scopes_that_wait_no_more_are_forgotten() -> None:
