@@ -16,6 +16,9 @@ MUCH_BYTES = 16 * 1024
 """A read of this size takes a turn. Most requests are smaller."""
 NUM_READS = 4
 """Connections that are read in one turn of the loop, after they sent much: 1 MiB, which takes about 1 ms."""
+MAX_SENDERS = 256
+"""Connections that may be held together because they have sent much and may do so again. Those that have been silent
+for longer count as new ones: idle connections would cost the turns of those that send."""
 
 
 class Receiver(Protocol):
@@ -40,7 +43,7 @@ class ReceiveTurns:
     def __init__(self) -> None:
         self._queue: FairQueue[Receiver, None] = FairQueue()
         self._senders: dict[Receiver, None] = {}
-        """Those that sent much at their last read and may be read again."""
+        """Those that sent much at their last read and may be read again, the most silent first."""
         self._num_read = 0
         """In this turn of the loop."""
         self._is_due = False
@@ -76,6 +79,8 @@ class ReceiveTurns:
                 break
             self._senders[turn[0]] = None
             turn[0].go_on()
+        while len(self._senders) > MAX_SENDERS:
+            del self._senders[next(iter(self._senders))]
         if self._queue:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._next_turn)

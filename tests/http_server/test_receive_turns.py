@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.http_server.listener import HttpConnection
-from pipeline.http_server.receive_turns import MUCH_BYTES, NUM_READS, ReceiveTurns
+from pipeline.http_server.receive_turns import MAX_SENDERS, MUCH_BYTES, NUM_READS, ReceiveTurns
 from tests.http_server.listeners import LISTENERS, listener
 from tests.rig import PATIENCE_S
 
@@ -67,6 +67,21 @@ async def test_senders_that_wait_for_one_moment_are_held_together() -> None:
     for _ in range(6):
         await asyncio.sleep(0)
     assert [one.is_held for one in many] == [False] * (len(many) - 1) + [True]
+
+
+async def test_connections_that_fell_silent_do_not_wait_in_front_of_those_that_send() -> None:
+    turns = ReceiveTurns()
+    silent, sending = [Fake() for _ in range(4 * MAX_SENDERS)], [Fake() for _ in range(NUM_READS)]
+    for one in (*silent, *sending):
+        turns.heard(one, MUCH_BYTES)
+    while any(one.is_held for one in (*silent, *sending)):
+        await asyncio.sleep(0)
+    for one in sending:
+        turns.heard(one, MUCH_BYTES)
+    assert sum(one.is_held for one in silent) <= MAX_SENDERS
+    for _ in range(MAX_SENDERS // NUM_READS + 1):
+        await asyncio.sleep(0)
+    assert not any(one.is_held for one in sending)
 
 
 @pytest.mark.parametrize("name", LISTENERS)
