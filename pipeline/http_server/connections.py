@@ -5,7 +5,9 @@ head of one slowly. Only idle ones are ended, so no request fails; HTTP clients 
 """
 
 import resource
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from pipeline.http_server.descriptors import SPARE, num_open
@@ -16,6 +18,9 @@ MAX_CONNECTIONS = 16_384
 PARTS = 64
 """This fraction of the connections is ended at once, so that a flood does not make the gateway look for one each
 time."""
+SEARCH_INTERVAL_S = 0.1
+"""Time until idle connections are looked for again if there were none. A look takes about 1 ms, and a flood would take
+one for each new connection."""
 
 
 class Connection(Receiver, Protocol):
@@ -28,7 +33,13 @@ class Connection(Receiver, Protocol):
 class HttpConnections:
     """The connections of one process."""
 
-    def __init__(self, limit: int = MAX_CONNECTIONS, *, is_strict: bool = False) -> None:
+    def __init__(
+        self,
+        limit: int = MAX_CONNECTIONS,
+        *,
+        is_strict: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Above `limit`, idle connections are ended. If it `is_strict`, new ones are refused if there are none."""
         self._limit = limit
         self._is_strict = is_strict
@@ -36,6 +47,9 @@ class HttpConnections:
         """Of open connections. The one that was silent for longest comes first."""
         self._num_of_address: Counter[str] = Counter()
         self._turns = ReceiveTurns()
+        self._clock = clock
+        self._search_s = 0.0
+        """Not before then are idle ones looked for."""
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -68,7 +82,11 @@ class HttpConnections:
 
     def _make_room(self) -> None:
         """End some idle connections: those of the address that has most first."""
+        if (now_s := self._clock()) < self._search_s:
+            return
         idle = [one for one in self._addresses if one.is_idle]
+        if not idle:
+            self._search_s = now_s + SEARCH_INTERVAL_S
         idle.sort(key=lambda one: -self._num_of_address[self._addresses[one]])  # stable: the most silent first
         for connection in idle[: max(1, self._limit // PARTS)]:
             self.remove(connection)

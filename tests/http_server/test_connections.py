@@ -57,6 +57,35 @@ def test_a_connection_is_accepted_if_none_is_idle() -> None:
     assert len(table) == 0 and not table._num_of_address
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_flood_does_not_look_through_all_connections_for_each_new_one(is_strict: bool) -> None:
+    now_s, num_looks = 10.0, 0
+
+    class Busy(Fake):
+        @property  # type: ignore[override]
+        def is_idle(self) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return self.address == "idle"
+
+        @is_idle.setter
+        def is_idle(self, _: bool) -> None: ...
+
+    table = HttpConnections(100, is_strict=is_strict, clock=lambda: now_s)
+    for _ in range(99):
+        table.add(Busy())
+    table.add(last := Busy())
+    for _ in range(100):
+        if table.has_room():
+            table.add(Busy())
+    assert num_looks <= len(table)
+    last.address = "idle"
+    now_s += connections.SEARCH_INTERVAL_S
+    assert table.has_room()
+    table.add(Busy())
+    assert last.is_closed
+
+
 def test_every_sequence_can_have_a_connection_if_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "num_open", lambda: 100)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_000_000, 1_000_000))
