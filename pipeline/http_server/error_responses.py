@@ -42,14 +42,18 @@ def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str,
     return response
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """The response keeps its error until the client has taken it. The frames of the error, and of the errors that led
+def _forget_frames(error: BaseException) -> None:
+    """The response keeps its error until the client has taken it. The frames of the error, and of all errors that led
     to it, would keep the request's body as long. An error that was raised again may be its own cause."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    found: dict[int, BaseException] = {}
+    queue: list[BaseException | None] = [error]
+    while queue:
+        if (one := queue.pop()) is not None and id(one) not in found:
+            found[id(one)] = one
+            one.__traceback__ = None
+            queue += one.__cause__, one.__context__
+            if isinstance(one, BaseExceptionGroup):
+                queue += one.exceptions
 
 
 def _request_id(request: web.BaseRequest) -> str:

@@ -33,9 +33,25 @@ def test_a_response_does_not_keep_the_body_that_its_error_was_raised_for() -> No
         except ApiError:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "no room") from None
 
+    def blame() -> None:
+        """The error has another cause than the one that was handled when it was raised."""
+        try:
+            parse()
+        except ApiError:
+            raise ApiError(HTTPStatus.BAD_REQUEST, "not valid") from ValueError("a rule")
+
+    def gather() -> None:
+        found: list[Exception] = []
+        for function in (parse, blame):
+            try:
+                function()
+            except ApiError as error:
+                found.append(error)
+        raise ApiError(HTTPStatus.BAD_REQUEST, "several") from ExceptionGroup("all", found)
+
     gc.disable()
     try:
-        for function in (parse, refuse):
+        for function in (parse, refuse, blame, gather):
             try:
                 function()
             except ApiError as error:
