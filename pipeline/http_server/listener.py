@@ -203,7 +203,10 @@ class HttpConnection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The response to an invalid request, or to an exception in a route. It closes the connection; aiohttp logs the
-        error."""
+        error. A client that does not take it would keep the connection, which closes only when it is empty."""
+        if self.transport is not None:
+            self._stop_head_timer()
+            self._head_timer = self._loop.call_later(HEAD_S, self.transport.abort)
         response = super().handle_error(request, status, exc, message)
         assert isinstance(response, web.Response)
         error = _error_of(status, exc)

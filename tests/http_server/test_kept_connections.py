@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -37,7 +38,9 @@ class Body(bytes):
 
 @asynccontextmanager
 async def serving(
-    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], **options: Any
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    connections: HttpConnections | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """The address of a listener with one route."""
     app = web.Application(**options)
@@ -49,7 +52,7 @@ async def serving(
         sock,
         ListenerRules.admin(GatewaySettings(), RefusalLog(logging.getLogger("test"))),
         max_header_bytes=MAX_HEADER_BYTES,
-        connections=HttpConnections(),
+        connections=HttpConnections() if connections is None else connections,
         unread=UnreadReplies(lambda: 2**26, 60.0),
     )
     address = sock.getsockname()
@@ -167,3 +170,41 @@ async def test_requests_that_wait_on_their_connection_keep_little() -> None:
         writer.close()
     num_of_kernel = 4 * 2**17  # SO_SNDBUF and SO_RCVBUF, both doubled
     assert kept <= (MAX_PIPELINED + 1) * len(body) + 2**18 + num_of_kernel, kept
+
+
+@pytest.mark.parametrize(
+    "request_line", [b"not HTTP\r\n\r\n", b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"], ids=["invalid", "fault"]
+)
+async def test_a_connection_whose_client_does_not_take_the_last_error_ends(
+    request_line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.http_server.listener.HEAD_S", 0.5)
+    transports: list[Any] = []
+
+    async def fail(request: web.Request) -> web.StreamResponse:
+        transports.append(request.transport)
+        if len(transports) > 1:
+            raise ValueError("a fault of the route")
+        return web.Response(body=b"small")
+
+    connections = HttpConnections()
+    async with serving(fail, connections) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+        assert await answer(reader) == (200, b"small")
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        with socket.socket(fileno=os.dup(transports[0].get_extra_info("socket").fileno())) as kernel:
+            num_full = 0
+            while num_full < 5:  # what the client's kernel takes makes room again
+                try:
+                    kernel.send(b"x" * 100)
+                    num_full = 0
+                except BlockingIOError:
+                    num_full += 1
+                    await asyncio.sleep(0.05)
+            writer.write(request_line)
+            assert len(connections) == 1
+            async with asyncio.timeout(PATIENCE_S):
+                while len(connections):
+                    await asyncio.sleep(0.05)
+        writer.close()
