@@ -21,6 +21,7 @@ from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
 from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, HeadTooLarge, head_bytes, max_head_bytes
 from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
 from pipeline.http_server.slow_clients import UnreadReplies
@@ -281,7 +282,7 @@ class HttpListener:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        server.request_handler = self._unread.wrap(self._rules.wrap(server.request_handler))
+        server.request_handler = self._unread.wrap(self._rules.wrap(RequestTurns().wrap(server.request_handler)))
         self._site = _Site(self._runner, self._listener, self._connection, self._tls)
         await self._site.start()
 
