@@ -27,7 +27,8 @@ class Connection(Receiver, Protocol):
     @property
     def is_idle(self) -> bool: ...
 
-    def force_close(self) -> None: ...
+    def end(self) -> None:
+        """Close at once."""
 
 
 class HttpConnections:
@@ -90,7 +91,7 @@ class HttpConnections:
         idle.sort(key=lambda one: -self._num_of_address[self._addresses[one]])  # stable: the most silent first
         for connection in idle[: max(1, self._limit // PARTS)]:
             self.remove(connection)
-            connection.force_close()
+            connection.end()
 
 
 def limit_of(max_open_sequences: int, num_reserved: int) -> int:

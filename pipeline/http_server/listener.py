@@ -13,7 +13,8 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
-from aiohttp.web_protocol import EMPTY_PAYLOAD, StreamReader, _ErrInfo
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import _ErrInfo
 
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import close_if_unclear
@@ -105,7 +106,14 @@ class HttpConnection(web.RequestHandler):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._current_request is None:
-            self.force_close()
+            self.end()
+
+    def end(self) -> None:
+        """Close at once: over TLS, a client could take 30 s to agree, and keep the descriptor as long."""
+        transport = self.transport
+        self.force_close()
+        if transport is not None:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after

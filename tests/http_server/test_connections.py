@@ -22,7 +22,7 @@ class Fake:
         self.is_idle = is_idle
         self.is_closed = False
 
-    def force_close(self) -> None:
+    def end(self) -> None:
         self.is_closed = True
 
     def hold(self) -> None:
@@ -62,7 +62,7 @@ def test_a_flood_does_not_look_through_all_connections_for_each_new_one(is_stric
     now_s, num_looks = 10.0, 0
 
     class Busy(Fake):
-        @property  # type: ignore[override]
+        @property
         def is_idle(self) -> bool:
             nonlocal num_looks
             num_looks += 1

@@ -4,8 +4,10 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.runtime.tls import server_context
 from tests.rig import PATIENCE_S
 
 MAX_HEADER_BYTES = 8190
+TLS = Path(__file__).parents[1] / "data/tls"
 HOST = b"Host: localhost\r\n"
 
 
@@ -40,6 +44,7 @@ class Body(bytes):
 async def serving(
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
     connections: HttpConnections | None = None,
+    tls: ssl.SSLContext | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """The address of a listener with one route."""
@@ -52,6 +57,7 @@ async def serving(
         sock,
         ListenerRules.admin(GatewaySettings(), RefusalLog(logging.getLogger("test"))),
         max_header_bytes=MAX_HEADER_BYTES,
+        tls=tls,
         connections=HttpConnections() if connections is None else connections,
         unread=UnreadReplies(lambda: 2**26, 60.0),
     )
@@ -208,3 +214,31 @@ async def test_a_connection_whose_client_does_not_take_the_last_error_ends(
                 while len(connections):
                     await asyncio.sleep(0.05)
         writer.close()
+
+
+async def test_a_connection_that_makes_room_returns_its_descriptor_at_once() -> None:
+    """Over TLS, whose end the client has to confirm."""
+    sockets: list[Any] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        sockets.append(request.transport.get_extra_info("socket"))
+        return web.Response(body=b"small")
+
+    tls = server_context(GatewaySettings(ssl_certfile=str(TLS / "server.pem"), ssl_keyfile=str(TLS / "server.key")))
+    context = ssl.create_default_context(cafile=TLS / "ca.pem")
+    async with serving(note, HttpConnections(1), tls) as address:
+
+        def ask() -> socket.socket:
+            client = context.wrap_socket(socket.create_connection(address, PATIENCE_S), server_hostname="localhost")
+            client.sendall(head(1, 10))
+            assert client.recv(15) == b"HTTP/1.1 200 OK"
+            return client
+
+        clients = [await asyncio.to_thread(ask) for _ in range(2)]
+        async with asyncio.timeout(10):
+            while sockets[0].fileno() != -1:
+                await asyncio.sleep(0.05)
+        assert sockets[1].fileno() != -1
+        for client in clients:
+            client.close()
