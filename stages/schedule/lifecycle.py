@@ -11,9 +11,11 @@ When the executor has died, running sequences wait again. Those that must not ru
 held back meanwhile, also when schedule itself has died.
 """
 
+from collections import deque
+
 import numpy as np
 
-from pipeline.runtime.black_box import SuspectList
+from pipeline.runtime.black_box import MAX_SUSPECTS, SuspectList
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.arrays import Ids
@@ -75,7 +77,9 @@ class SequenceLifecycle:
         self._metrics = metrics
         self._suspects = suspects
         self._was_quarantined = False
-        """Whether the suspects were not all that ran, when they were listed."""
+        """Whether the suspects were not all that were here, when they were listed."""
+        self._left: deque[tuple[int, RequestState]] = deque()
+        """Requests whose sequences have left their rows, and the last step in flight that may compute them."""
 
     @property
     def num_waiting(self) -> int:
@@ -120,7 +124,9 @@ class SequenceLifecycle:
             # A suspect may need the slot of its adapter.
             for freed in self.adapters.release(sequence):
                 self._wait(freed)
-        elif self.adapters.admit(sequence):
+            return
+        self._suspects.add(sequence.request.request_id)
+        if self.adapters.admit(sequence):
             self.waiting.add(sequence)
 
     def adapters_loaded(self, number: int, adapters: list[str]) -> None:
@@ -138,39 +144,55 @@ class SequenceLifecycle:
         self.quarantine.add(request.request_id, num_deaths, uncleared, request.n)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
-            waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
             adapted = [one for one in self.swapped if one.request.adapter_id]
             for sequence in adapted:  # rare; so they give up their slots too, and are computed again
                 self._leave_swap(sequence, self._in_flight.last_in_flight)
-            for sequence in (*waiting.sequences, *adapted):
-                self._wait(sequence)
+            self._wait_again(adapted)
+
+    def _wait_again(self, others: list[Sequence]) -> None:
+        """Hold back the waiting sequences that the quarantine excludes now, and these others."""
+        waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
+        for sequence in (*waiting.sequences, *others):
+            self._wait(sequence)
 
     def list_suspects(self) -> None:
-        """Write down who may be the reason if this process dies: who runs, cleared or not. So a request that is listed
-        alone has run alone. Call it at the end of each wake, when its output is sent. Until then, those that have ended
-        stay suspects. Without a quarantine, ended ones may stay longer, but not if nothing runs."""
+        """Write down who may be the reason if this process dies: who runs, cleared or not, and who waits, but not who
+        is held back. So a request that is listed alone was the only one that anything was done for. Call it at the end
+        of each wake, when its output is sent. Until then, those that have ended stay suspects. Without a quarantine,
+        ended ones may stay longer, but not if nothing is left."""
         is_quarantined = self.quarantine.is_active
-        num_stale = MAX_STALE_SUSPECTS if len(self._rows) else 0
-        if not (is_quarantined or self._was_quarantined or len(self._suspects) > len(self._rows) + num_stale):
+        num_open = len(self._rows) + len(self.waiting) + len(self.swapped) + len(self.adapters)
+        num_listed = num_open + max(MAX_STALE_SUSPECTS, num_open) if num_open else 0
+        if num_open < MAX_SUSPECTS:
+            num_listed = min(num_listed, MAX_SUSPECTS - 1)  # else those that come are not listed
+        if not (is_quarantined or self._was_quarantined or len(self._suspects) > num_listed):
             return
-        self._suspects.replace({one.request.request_id for one in self._rows.sequences if one is not None})
+        listed = dict.fromkeys(one.request.request_id for one in self._rows.sequences if one is not None)
+        for queue in (self.waiting.sequences, self.adapters):
+            listed.update(dict.fromkeys(one.request.request_id for one in queue))
+        swapped = (one.request.request_id for one in self.swapped)
+        listed.update(dict.fromkeys(one for one in swapped if not self.quarantine.excludes(one)))
+        self._suspects.replace(listed)
         self._was_quarantined = is_quarantined
 
     def release_held(self) -> bool:
         """If the suspects that ran are cleared, let the next ones run, or all. Call it behind `list_suspects`, when
         the ids that cleared them are sent. Returns whether others may run now."""
-        if not self.quarantine.next_group():
+        if not self.quarantine.is_cleared:
             return False
         if self.quarantine.is_alone:
             self._hold_others()
+            if self._in_flight.steps:
+                return False  # they compute the others
+        self.quarantine.next_group()
         held, self.held = self.held, SequenceQueue()
         for sequence in held:
             self._wait(sequence)
         return True
 
     def _hold_others(self) -> None:
-        """Preempt all requests but the group of suspects that runs now. Their blocks stay in the prefix cache while
-        there is room."""
+        """Preempt all requests: the next group of suspects runs alone. Their blocks stay in the prefix cache while there
+        is room."""
         running = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         for sequence in running:
             if self.quarantine.excludes(sequence.request.request_id):
@@ -178,9 +200,10 @@ class SequenceLifecycle:
                 sequence.num_preemptions += 1
                 self.num_preemptions += 1
                 self._wait(sequence)
-        for sequence in list(self.swapped):
+        swapped = list(self.swapped)
+        for sequence in swapped:
             self._leave_swap(sequence, self._in_flight.last_in_flight)
-            self._wait(sequence)
+        self._wait_again(swapped)
 
     def start(self, sequence: Sequence, num_running: int) -> tuple[int, ComputedPrefix, list[BlockTable]] | None:
         """Give a sequence a row and blocks, and leave `num_running` other rows their next ones. Returns the row, the
@@ -198,7 +221,6 @@ class SequenceLifecycle:
             self.num_cached_tokens += sequence.num_cached
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
-        self._suspects.add(sequence.request.request_id)
         self.preemptor.forget(sequence)
         queue.remove(sequence)
         self.waiting.count_skipped()
@@ -249,12 +271,12 @@ class SequenceLifecycle:
         order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
         killed the executor again and again."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
-        requests = {sequence.request.request_id: sequence.request for sequence in sequences}
-        guilty = self.quarantine.died(requests if loss.has_crashed and self._in_flight.steps else ())
+        guilty = self._suspect_aboard(sequences) if loss.has_crashed else []
         for sequence in sequences:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1
         last_settled = self._in_flight.lost()
+        self._left.clear()
         lost = [one for one in self.swapped if not loss.keeps_swap or one.swapped_by > last_settled]
         for sequence in lost:
             self._leave_swap(sequence, None)
@@ -265,7 +287,17 @@ class SequenceLifecycle:
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()
         for sequence in sequences:
             self._wait(sequence)
-        return [requests[request_id] for request_id in guilty]
+        return guilty
+
+    def _suspect_aboard(self, running: list[Sequence]) -> list[RequestState]:
+        """The executor has died. Returns requests that have to fail."""
+        if not self._in_flight.steps:
+            return []
+        first = self._in_flight.steps[0].step_id
+        left = [request for step_id, request in self._left if step_id >= first]
+        aboard = {one.request_id: one for one in (*(sequence.request for sequence in running), *left)}
+        suspects = {number: one.n for number, one in aboard.items() if one.open_sequences}
+        return [aboard[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
 
     def finish(self, sequence: Sequence, finish: Finish, ids: Ids | None = None) -> None:
         """End a sequence in any state. `ids` are the prompt and output of one of a beam search; without, it has only
@@ -320,6 +352,10 @@ class SequenceLifecycle:
         num_sent = int(self._rows.sent[row])
         sequence, blocks = self._rows.end(row)
         self._output_buffer.add_closing(sequence, num_sent, finish)
+        if steps := self._in_flight.steps:
+            while self._left and self._left[0][0] < steps[0].step_id:
+                self._left.popleft()
+            self._left.append((steps[-1].step_id, sequence.request))
         self._in_flight.drop_row(row)
         self._kv_cache_manager.release(blocks, self._in_flight.last_in_flight)
         self._kv_cache_manager.offload.release(sequence)

@@ -1,35 +1,33 @@
 """Finds requests that kill the executor, or schedule itself.
 
-    executor died ──► suspects: all requests that it was computing
-                        └── groups of at most 8 ──died again──► of 2 ──died again──► each alone ──died again──► failed
-                              └── a step of the group settled: its requests are cleared
+    a process died ──► suspects: all requests that it had in work
+                         └── groups of at most 32 ──died again──► of 4 ──died again──► each alone ──died again──► failed
+                               └── each sequence of a suspect has some new ids: it is cleared
 
-    schedule died ──► suspects: all requests that were running, as its successor learns with their `Admit`
-                        └── groups of at most 32 ──died again──► of 4 ──died again──► each alone
+Only a request that was in work alone fails: beside others, any of them may be the reason. Each death counts for all
+requests that were in work, so one that kills is in a smaller group after each of its deaths, whatever the others do,
+and alone after the third. Beside groups of 32, requests that are cleared run. Beside smaller ones, nothing runs: a
+request that was cleared and kills later would make the group look guilty. A restart on purpose and a death before the
+process was ready do not count.
 
-Only requests that are cleared run beside a group, so an innocent request dies with a guilty one a few times at most,
-and waits for a few steps of others. Beside the small groups of schedule's suspects, nothing runs: one that was cleared
-and kills later would make the group look guilty. The executor may die for other reasons: only a request that has died
-`MAX_STRIKES` times without a settled step in between fails, or one that died alone with one strike less. A restart on
-purpose and a death before the process was ready do not count.
-
-Schedule forgets all of this when it dies itself. So the gateways count these deaths, and fail requests
-(stages/gateway/recovery.py). A restart of schedule keeps the KV cache, so its groups are larger: a step of one is soon
-repeated. The last ids that it settled may not have reached the gateway, so its suspects need several new ones.
+If the executor died, those in work are the requests of the steps in flight, also those that have left their rows since.
+Schedule forgets these deaths when it dies itself. Those of schedule are counted by the gateways, which fail requests
+(stages/gateway/recovery.py); a request that waits in a queue of schedule is in work too, unless it is held back.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-GROUP_SIZES = (8, 2, 1)
-MAX_STRIKES = 4
-GROUP_SIZES_OF_SCHEDULE = (32, 4, 1)
-"""After the first, second, … death of schedule."""
+GROUP_SIZES = (32, 4, 1)
+"""After the first, second, … death."""
+MAX_STRIKES = 3
+"""Deaths of the executor, of which the last was alone, before a request fails."""
 NUM_CLEARING_IDS = 4
-"""Sampled ids after which a suspect of schedule's death is cleared, for each of its sequences. More than are settled in
-one wake, which may end before they are sent."""
+"""Steps with a sampled id after which a suspect is cleared, for each of its sequences. More than are settled in one
+wake, which may end before they are sent, and more than are in flight: a request that kills at a certain id is not
+cleared by the ids before that."""
 
 
 class Group(msgspec.Struct, eq=False):
@@ -38,7 +36,7 @@ class Group(msgspec.Struct, eq=False):
     request_ids: dict[int, int]
     """Those that are not cleared, and the number of ids after which they are."""
     size: int = 0
-    """How many suspects of deaths of schedule it may have; 0: those of the executor's death are complete."""
+    """How many suspects it may have; 0: it is complete. Its requests ran before there were suspects."""
 
 
 class Quarantine:
@@ -61,8 +59,10 @@ class Quarantine:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group that runs must have no other requests beside it, not even cleared ones."""
-        return bool(self._groups) and 0 < self._groups[0].size < GROUP_SIZES_OF_SCHEDULE[0]
+        """Whether the group that runs must have no other requests beside it, not even cleared ones. If it is cleared:
+        whether the next one must."""
+        group = next((one for one in self._groups if one.request_ids), None)
+        return group is not None and 0 < group.size < GROUP_SIZES[0]
 
     def excludes(self, request_id: int) -> bool:
         """Whether a request must wait until the quarantine is over, or until its group runs."""
@@ -73,48 +73,46 @@ class Quarantine:
         group is what runs and is `uncleared`."""
         if not self._groups and (others := dict.fromkeys(uncleared, 1)):
             self._groups.append(Group(others))
+        self._insert(request_id, num_sequences, _size_after(num_deaths), num_running=1)
+
+    def died(self, suspects: Mapping[int, int], *, is_alone: bool) -> list[int]:
+        """The executor died while it computed these requests, by id, with their numbers of sequences. `is_alone`: it
+        computed one request only. Returns those that have to fail."""
+        sizes: dict[int, int] = {}
+        for group in self._groups:
+            for request_id in suspects.keys() & group.request_ids.keys():
+                del group.request_ids[request_id]
+                sizes[request_id] = group.size or GROUP_SIZES[0]
+        self._groups = deque(group for group in self._groups if group.request_ids)
+        failed: list[int] = []
+        for request_id, num_sequences in suspects.items():
+            num_strikes = self._strikes.pop(request_id, 0) + 1
+            if is_alone and num_strikes >= MAX_STRIKES:
+                failed.append(request_id)
+                continue
+            self._strikes[request_id] = num_strikes
+            size = min(_size_after(num_strikes), sizes.get(request_id, GROUP_SIZES[0]))
+            self._insert(request_id, num_sequences, size, num_running=0)
+        return failed
+
+    def _insert(self, request_id: int, num_sequences: int, size: int, *, num_running: int) -> None:
+        """Add a suspect to a group with room. Those in most deaths go first, but behind the groups that run already."""
         num_ids = NUM_CLEARING_IDS * num_sequences
-        size = GROUP_SIZES_OF_SCHEDULE[min(num_deaths, len(GROUP_SIZES_OF_SCHEDULE)) - 1]
         with_room = (one for one in self._groups if one.size == size and len(one.request_ids) < size)
         if (group := next(with_room, None)) is not None:
             group.request_ids[request_id] = num_ids
             return
-        # Those in most deaths go first, but the first group runs already.
-        later = (place for place, one in enumerate(self._groups) if place and one.size > size)
+        later = (place for place, one in enumerate(self._groups) if place >= num_running and one.size > size)
         self._groups.insert(next(later, len(self._groups)), Group({request_id: num_ids}, size))
 
-    def died(self, aboard: Iterable[int]) -> list[int]:
-        """The executor died while it computed these requests. Returns those that have to fail."""
-        suspects = sorted(set(aboard))
-        if not suspects:
-            return []
-        if self._groups:  # beside the group, only cleared requests ran
-            running = self._groups[0].request_ids
-            suspects = [request_id for request_id in suspects if request_id in running] or suspects
-        for request_id in suspects:
-            self._strikes[request_id] = self._strikes.get(request_id, 0) + 1
-        limit = MAX_STRIKES - 1 if len(suspects) == 1 else MAX_STRIKES
-        failed = [request_id for request_id in suspects if self._strikes[request_id] >= limit]
-        suspects = [request_id for request_id in suspects if request_id not in failed]
-        size = next((size for size in GROUP_SIZES if size < len(suspects)), 1)
-        groups = [Group(dict.fromkeys(suspects[begin : begin + size], 1)) for begin in range(0, len(suspects), size)]
-        if self._groups:
-            first = self._groups.popleft()
-            waiting = {one: num for one, num in first.request_ids.items() if one not in suspects and one not in failed}
-            groups.append(Group(waiting, first.size))
-        self._groups.extendleft(reversed(groups))
-        for request_id in failed:
-            del self._strikes[request_id]
-        return failed
-
     def settled(self, request_id: int) -> None:
-        """A sampled id of this request has arrived."""
-        self._strikes.pop(request_id, None)
+        """A sequence of this request has got an id, or several, in one step."""
         for group in self._groups:
             if request_id in group.request_ids:
                 group.request_ids[request_id] -= 1
                 if group.request_ids[request_id] <= 0:
                     del group.request_ids[request_id]
+                    self._strikes.pop(request_id, None)
 
     def ended(self, request_id: int) -> None:
         """This request has ended."""
@@ -129,3 +127,7 @@ class Quarantine:
         while self._groups and not self._groups[0].request_ids:
             self._groups.popleft()
         return True
+
+
+def _size_after(num_deaths: int) -> int:
+    return GROUP_SIZES[min(num_deaths, len(GROUP_SIZES)) - 1]

@@ -8,12 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.recovery import MAX_SCHEDULE_DEATHS
-from pipeline.stages.schedule.quarantine import GROUP_SIZES_OF_SCHEDULE, Quarantine
+from pipeline.stages.schedule.quarantine import GROUP_SIZES, Quarantine
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
+
+
+MAX_DEATHS = 4
+"""Of the executor, until a request is found."""
 
 
 def is_next(bench: Bench, seq: int) -> bool:
@@ -44,6 +49,39 @@ def test_a_request_that_kills_each_executor_fails_alone(num_requests: int) -> No
     assert all(len(ids) == 8 for seq, ids in bench.received.items() if seq != poison)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**32))
+def test_of_several_that_kill_each_executor_no_other_fails(
+    num_guilty: int, num_others: int, depth: int, seed: int
+) -> None:
+    """They kill at some id, or with the first step that computes them, whatever was settled before."""
+    rng = Random(seed)
+    bench = Bench(config(max_num_seqs=rng.choice([4, 64]), num_blocks=200), depth)
+    guilty: dict[int, int] = {}
+    for number in rng.sample(range(num_guilty + num_others), num_guilty + num_others):
+        bench.admit(range(number, number + 10), max_tokens=8)
+        if number < num_guilty:
+            guilty[max(bench.opened)] = rng.choice([0, 0, 3, 5])
+    num_deaths = 0
+    bench.fill()
+    while bench.steps:
+        sequences = bench.scheduler.rows.sequences
+        known = {one.seq: int(bench.scheduler.rows.known[one.row]) - 10 for one in sequences if one is not None}
+        if any(is_next(bench, seq) and known.get(seq, 8) >= num_ids for seq, num_ids in guilty.items()):
+            bench.lose_executor(0)
+            num_deaths += 1
+            assert num_deaths <= MAX_DEATHS * num_guilty
+        else:
+            bench.answer()
+        bench.fill()
+        bench.report()
+    finishes = {seq: bench.finished.pop(seq) for seq in guilty}
+    assert set(finishes.values()) == {Finish.ERROR}, "each that kills fails"
+    bench.check_outputs()
+    assert len(bench.finished) == num_others and Finish.ERROR not in bench.finished.values()
+    assert all(len(ids) == 8 for seq, ids in bench.received.items() if seq not in guilty)
+
+
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_what_says_nothing_about_requests_harms_none(num_requests: int) -> None:
     """The executor is restarted on purpose, or dies before it is ready."""
@@ -56,6 +94,71 @@ def test_what_says_nothing_about_requests_harms_none(num_requests: int) -> None:
     bench.run()
     bench.check_outputs()
     assert len(bench.finished) == num_requests and not bench.errors
+
+
+def test_one_that_gets_no_id_does_not_fail_for_one_that_kills_behind_its_ids() -> None:
+    """A long prompt is computed while another request is cleared and kills, again and again."""
+    bench = Bench(config(max_num_seqs=16, max_num_batched_tokens=16), 1)
+    bench.admit(range(200), max_tokens=8)
+    for number in range(8):
+        bench.admit(range(number, number + 4), max_tokens=40)
+    guilty = sorted(bench.opened)[1]
+    num_at_start = num_known = 4
+    num_deaths = 0
+    bench.fill()
+    while bench.steps:
+        sequences = [one for one in bench.scheduler.rows.sequences if one is not None]
+        num_known = next((int(bench.scheduler.rows.known[one.row]) for one in sequences if one.seq == guilty), 0)
+        if is_next(bench, guilty) and num_known - num_at_start >= 5:
+            bench.lose_executor(0)
+            num_deaths, num_at_start = num_deaths + 1, num_known
+        else:
+            bench.answer()
+        bench.fill()
+        bench.report()
+    assert num_deaths > 4
+    bench.check_outputs()
+    assert not bench.errors and Finish.ERROR not in bench.finished.values()
+
+
+def test_a_request_that_has_left_its_row_is_still_aboard() -> None:
+    """The steps in flight compute it: the one that runs is not the only suspect."""
+    bench = Bench(config(max_num_seqs=16), 1)
+    for number in range(9):
+        bench.admit(range(number, number + 10), max_tokens=8)
+    for _ in range(2):
+        bench.fill()
+        bench.lose_executor(0)
+    bench.fill()
+    for row in bench.scheduler.rows.order.tolist()[1:]:
+        gone = bench.scheduler.rows.sequences[row]
+        assert gone is not None
+        bench.scheduler.abort(m.Abort(gone.request.request_id, gone.request.attempt))
+    assert bench.scheduler.num_running == 1
+    bench.lose_executor(0)
+    bench.run()
+    bench.check_outputs()
+    assert not bench.errors and Finish.ERROR not in bench.finished.values()
+
+
+def test_a_request_that_waits_is_a_suspect_of_the_death_of_schedule() -> None:
+    """The one that runs is not listed alone."""
+    bench = Bench(config(max_num_seqs=1), 1)
+    memory = memoryview(bytearray(NUM_BYTES))
+    bench.scheduler.lifecycle._suspects = SuspectList(memory)
+    requests = [bench.admit(range(number, number + 10), max_tokens=50) for number in range(3)]
+    bench.fill()
+    assert bench.scheduler.num_running == 1
+    assert set(suspects_in(memory)) == set(requests)
+    suspect = bench.admit(range(5, 10), max_tokens=50, num_schedule_deaths=3)
+    for _ in range(2):
+        bench.answer()
+        bench.report()
+        bench.fill()
+    bench.report()
+    assert set(suspects_in(memory)) == {suspect}, "those that are held back are not touched"
+    bench.run()
+    assert suspects_in(memory) == []
 
 
 class Lives:
@@ -88,7 +191,7 @@ class Lives:
             waiting -= started
             if quarantine.is_active:
                 group = {one for one in running if not quarantine.excludes(one)}
-                assert sum(map(bool, map(self.num_deaths.get, group))) <= GROUP_SIZES_OF_SCHEDULE[0]
+                assert sum(map(bool, map(self.num_deaths.get, group))) <= GROUP_SIZES[0]
             if quarantine.is_alone:  # as SequenceLifecycle does it
                 held = {one for one in running if quarantine.excludes(one)}
                 waiting |= held
@@ -146,7 +249,7 @@ def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
         if bench.scheduler.lifecycle.quarantine.is_alone and running and running != groups[-1]:
             groups.append(running)
         bench.report()
-    size = GROUP_SIZES_OF_SCHEDULE[1]
+    size = GROUP_SIZES[1]
     assert groups == [{first}, *(set(suspects[begin : begin + size]) for begin in range(0, 10, size))]
     while set(suspects_in(memory)) != {first, *suspects, new}:  # all are cleared and run
         assert not bench.finished
