@@ -147,10 +147,15 @@ def keep_lines(log: logging.Logger, memory: memoryview) -> None:
 def suspect_of(box: BlackBox) -> Suspect | None:
     """The request that the process was working on. If several threads were working, it is the request that was begun
     last: most deaths come soon."""
+    return next(iter(breadcrumbs_of(box)), None)
+
+
+def breadcrumbs_of(box: BlackBox) -> list[Suspect]:
+    """The requests that the threads of the process were working on, the one that was begun last first. Each of them may
+    be the reason of its death."""
     data = os.pread(box.memory_fd, _POSITION_AT, 0)
     crumbs = [_CRUMB.unpack_from(data, place * CRUMB_BYTES) for place in range(len(data) // CRUMB_BYTES)]
-    begun_ns, request_id, attempt = max(crumbs, default=(0, 0, 0))
-    return Suspect(request_id, attempt) if begun_ns else None
+    return [Suspect(request_id, attempt) for begun_ns, request_id, attempt in sorted(crumbs, reverse=True) if begun_ns]
 
 
 def suspects_of(box: BlackBox) -> list[int]:

@@ -51,11 +51,11 @@ class BlackBoxes:
             os.pwrite(box.stacks_fd, stacks, 0)
             os.pwrite(box.memory_fd, memory[: black_box.NUM_BYTES], 0)
 
-    def suspect_of(self, name: str, incarnation: int) -> int | None:
-        """The id of the request that a process is working on, or was when it died."""
+    def at_work(self, name: str, incarnation: int) -> list[int]:
+        """The ids of the requests that the threads of a process are working on, or were when it died."""
         box = self._boxes.get((name, incarnation))
-        suspect = None if box is None else black_box.suspect_of(box)
-        return None if suspect is None else suspect.request_id
+        found = [] if box is None else black_box.breadcrumbs_of(box)
+        return list(dict.fromkeys(one.request_id for one in found))
 
     def suspects_of(self, name: str, incarnation: int) -> list[int]:
         """The ids of the requests that a process is working on together, or was when it died."""

@@ -175,10 +175,11 @@ class SharedResources:
             del self._settings_of[key]
 
     def suspects_at_death(self, name: str) -> list[int]:
-        """The requests of which each may be the reason why this process has died at work: the one that it was working
-        on, or else all that schedule has listed, if it or a rank of the executor has died. Call it before `renew`."""
-        if (suspect := self.black_boxes.suspect_of(name, self.incarnations[name])) is not None:
-            return [suspect]
+        """The requests of which each may be the reason why this process has died at work: those that its threads were
+        working on, or else all that schedule has listed, if it or a rank of the executor has died. Call it before
+        `renew`."""
+        if at_work := self.black_boxes.at_work(name, self.incarnations[name]):
+            return at_work
         if topology.stage_of(name) not in ("schedule", "execute"):
             return []
         return self.black_boxes.suspects_of(topology.SCHEDULE, self.incarnations[topology.SCHEDULE])
@@ -191,10 +192,10 @@ class SharedResources:
     def renew(self, name: str, *, has_crashed: bool = False) -> None:
         """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
         process is used again: the others may still read what it wrote. Raises MemoryError."""
-        suspect = self.black_boxes.suspect_of(name, self.incarnations[name])
-        together = self.black_boxes.suspects_of(name, self.incarnations[name])
+        at_work = self.black_boxes.at_work(name, self.incarnations[name])
+        together = at_work or self.black_boxes.suspects_of(name, self.incarnations[name])
         self.discard(self.replace(name))
-        self._suspects[name] = suspect
+        self._suspects[name] = suspect = at_work[0] if len(at_work) == 1 else None
         if has_crashed:
             self._crashed.add(name)
             self._suspects_together[name] = together if suspect is None else []

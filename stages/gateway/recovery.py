@@ -7,7 +7,8 @@
 Each attempt is submitted only once, so one scheduler at most runs it. Ids of two schedulers could contradict each other
 on a GPU.
 
-Aborts are repeated too. A request that was in work at two deaths of one kind of stage probably causes them: it fails.
+Aborts are repeated too. A request that was alone in work at two deaths of a stage probably causes them: it fails. If
+threads of ingest had several in work, its successor works on each of them alone (stages/ingest/submit_queue.py).
 
 Schedule works on many requests at once. When it has crashed, all of those are suspects. Its successor runs suspects in
 groups, which get smaller with each death (stages/schedule/quarantine.py), and leaves the names of the group if it dies
@@ -15,6 +16,8 @@ too. A suspect with some new output ids is cleared.
 """
 
 from http import HTTPStatus
+
+import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
@@ -25,7 +28,7 @@ from pipeline.stages.gateway.request import PromptRequest, next_attempt
 from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 MAX_STRIKES = 2
-"""Deaths of a stage while it worked on a request, before the request fails."""
+"""Deaths of a stage while it worked on a request and on no other, before the request fails."""
 MAX_SCHEDULE_DEATHS = 3
 """Deaths of schedule while it ran a request, without progress in between, before the request fails, if it ran alone at
 the last one. Beside others it never does: one of them may be the reason each time."""
@@ -48,9 +51,12 @@ class Recovery:
 
     def peer_restarted(self, message: m.PeerRestarted) -> None:
         stage, _, replica = message.peer.name.partition(".")
-        if message.suspect is not None:
+        if message.suspect is not None and message.has_crashed:
             self._strike(message.suspect, stage)
-        self._accuse(message.suspects)
+        if stage == "schedule":
+            self._accuse(message.suspects)
+        elif stage == "ingest":
+            self._isolate(message.suspects)
         match stage:
             case "ingest":
                 self._requests.drop_unsent(message.peer.name)
@@ -77,13 +83,21 @@ class Recovery:
         self._requests.submit_again(prompt_request)
 
     def _strike(self, request_id: int, stage: str) -> None:
-        """A process of this stage has died while it worked on a request."""
+        """A process of this stage has crashed while it worked on a request, and on no other."""
         prompt_request = self._requests.get(request_id)
         if prompt_request is None or prompt_request.is_closed:
             return
         prompt_request.num_strikes += 1
+        if stage == "ingest":
+            self._isolate([request_id])
         if prompt_request.num_strikes >= MAX_STRIKES:
             self._fail(prompt_request, stage, prompt_request.num_strikes)
+
+    def _isolate(self, suspects: list[int]) -> None:
+        """Ingest has crashed while it worked on these requests, each in a thread: it works on them alone from now on."""
+        for request_id in suspects:
+            if (prompt_request := self._requests.get(request_id)) is not None and not prompt_request.is_closed:
+                prompt_request.submit = msgspec.structs.replace(prompt_request.submit, is_suspect=True)
 
     def _accuse(self, suspects: list[int]) -> None:
         """Schedule has crashed while it ran these requests, some of which may be of other gateways."""

@@ -24,7 +24,6 @@ from pipeline.runtime import generation_config, heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.black_box import Breadcrumb
-from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
@@ -35,6 +34,7 @@ from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRefused, cost_chars
 from pipeline.stages.ingest.retry_queue import RetryQueue
+from pipeline.stages.ingest.submit_queue import MIN_CHARS, Key, SubmitQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
@@ -54,9 +54,6 @@ NUM_THREADS = 2
 """Threads for long prompts, and as many for very long ones. Each works for another key, so without keys one of each
 kind works."""
 
-MIN_CHARS = 1024
-"""The least that a request costs in the queue."""
-
 ID_CHARS = 2
 """What an id costs that is decoded, in characters of a text that is encoded."""
 
@@ -64,9 +61,6 @@ SLICE_S = 0.01
 
 SWITCH_S = 0.001
 """How long the loop waits for the GIL while a thread renders a template; Python's default is 5 ms."""
-
-Key = tuple[int, int]
-"""Request id and attempt."""
 
 
 class PreparedPrompt(NamedTuple):
@@ -130,7 +124,7 @@ class IngestStage:
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
         self._prompt_processor: PromptProcessor | None = None
-        self._waiting: FairQueue[Key, Submit] = FairQueue()
+        self._waiting = SubmitQueue()
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
@@ -162,7 +156,8 @@ class IngestStage:
     @property
     def _has_work(self) -> bool:
         """Whether prompts can be prepared now. Requests that overtake `Start` wait for it."""
-        return bool(self._waiting) and self._prompt_processor is not None
+        in_work = next((submit for submit, _ in self._encoding.values()), None)
+        return self._prompt_processor is not None and self._waiting.may_pop(in_work)
 
     def _handle(self, message: m.IngestInbox) -> None:
         match message:
@@ -209,7 +204,7 @@ class IngestStage:
     def _wait(self, key: Key, submit: Submit) -> None:
         """Wait for a turn."""
         if key not in self._waiting:  # else it was submitted twice, as after a restart
-            self._waiting.push(key, submit, submit.scope_id, MIN_CHARS + cost_chars(submit))
+            self._waiting.push(key, submit)
 
     def _work_soon(self) -> None:
         """Work on what waits although no message comes, after other tasks."""
@@ -229,9 +224,7 @@ class IngestStage:
         """Prepare prompts for a slice of time, at least one."""
         end = self._stage.replay_context.monotonic() + SLICE_S
         while self._has_work and not self._stopping:
-            turn = self._waiting.pop()
-            assert turn is not None
-            key, submit, _ = turn
+            key, submit = self._waiting.pop()
             with self._stage.breadcrumb.at(*key):
                 self._begin(key, submit)
             if self._stage.replay_context.monotonic() > end:
@@ -276,6 +269,7 @@ class IngestStage:
         self._encoding.pop(key, None)
         if isinstance(outcome, RequestRefused):
             self._reject(submit, outcome.failure)
+            self._turn_if_suspected(submit)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
         self._wait(key, msgspec.structs.replace(submit, options=options))
@@ -298,6 +292,12 @@ class IngestStage:
                     self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
+            self._turn_if_suspected(submit)
+
+    def _turn_if_suspected(self, done: Submit) -> None:
+        """A prompt is no longer in work: go on if it was alone, or if one waits that must be."""
+        if done.is_suspect or self._waiting.has_suspects:
+            self._work_soon()
 
     def _prepare_in_thread(
         self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb

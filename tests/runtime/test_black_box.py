@@ -121,6 +121,7 @@ def test_of_two_threads_the_request_that_was_begun_last_is_suspected(box: BlackB
     with thread.at(9, 1):
         with loop.at(5, 1):
             assert black_box.suspect_of(box) == (5, 1)
+            assert black_box.breadcrumbs_of(box) == [(5, 1), (9, 1)]
         assert black_box.suspect_of(box) == (9, 1)
     assert black_box.suspect_of(box) is None
 

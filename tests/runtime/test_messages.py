@@ -321,6 +321,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "submit after deaths of schedule": m.Submit(
         REQUEST_ID, 3, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS], num_schedule_deaths=2
     ),
+    "submit of a suspect": m.Submit(REQUEST_ID, 2, 0, 1.5, m.TextPrompt("hi"), OPTIONS, is_suspect=True),
     "submit of a continued stream": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS], template_s=0.5),
     "admit after deaths of schedule": m.Admit(
         REQUEST_ID, 3, 0, 1.5, REF, packed(OPTIONS), [IDS], b"\x00", num_schedule_deaths=2

@@ -201,6 +201,29 @@ def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> Non
         resources.close()
 
 
+def test_each_request_that_a_thread_had_in_work_is_a_suspect() -> None:
+    """Not only the one that was begun last."""
+    resources = SharedResources(Settings(), [], [], None)
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        resources.launch("ingest", "", [])
+        box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
+        assert box is not None
+        memory = black_box.attach(box)
+        for thread, request_id in enumerate((5, 7)):
+            black_box.Breadcrumb(memory, thread).at(request_id, 1)
+        assert sorted(resources.suspects_at_death("ingest.0")) == [5, 7]
+        resources.renew("ingest.0", has_crashed=True)
+        suspects = resources.suspects_of_crash("ingest.0")
+        assert sorted(suspects) == [5, 7]
+        found = resources.restart_of("ingest.0", "gateway.0", 1, suspects)
+        assert found is not None and isinstance(found[0], m.PeerRestarted)
+        assert (found[0].suspect, sorted(found[0].suspects)) == (None, [5, 7])
+    finally:
+        resources.close()
+
+
 def test_a_death_has_the_suspects_that_its_stage_has_named() -> None:
     """One by one, or those that schedule has listed, also for a rank of the executor."""
     resources = SharedResources(Settings(execute=ExecuteSettings(tensor_parallel=2)), [], [], None)

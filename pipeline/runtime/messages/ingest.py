@@ -28,6 +28,9 @@ class Submit(Message, frozen=True, tag="submit"):
     scope_id: str = ""
     """Whose request it is (`api_keys.scope_id`): ingest divides its time fairly among scopes. Empty without API
     keys."""
+    is_suspect: bool = False
+    """Whether a process of ingest has crashed while it worked on this request: it is prepared alone (submit_queue.py).
+    """
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

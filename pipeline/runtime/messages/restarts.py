@@ -27,7 +27,7 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     segment: Segment | None = None
     """The successor's arena, if the receiver reads it."""
     suspect: int | None = None
-    """The id of the request that the dead process was working on, if that is known."""
+    """The id of the request that the dead process was working on, if it was working on one only."""
     has_other_settings: bool = False
     """Whether settings of its stage have changed since the dead process started."""
     is_removed: bool = False
@@ -36,8 +36,8 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """Whether the process was at work when it died. False if it was restarted on purpose, or died before it was ready:
     then no request can be the reason."""
     suspects: list[int] = []
-    """The ids of the requests that the dead process was working on together, if it has crashed and `suspect` is not
-    known. Only gateways get it."""
+    """The ids of the requests that the dead process was working on together or in several threads, if it has crashed
+    and there is no `suspect`. Only gateways get it."""
 
 
 class Rescaled(Message, frozen=True, tag="rescaled"):

@@ -42,6 +42,27 @@ def test_a_request_that_kills_a_stage_twice_fails_and_its_neighbour_is_served(ga
         gate.rig.receive("ingest", m.Submit, timeout_s=0.1)
 
 
+def test_a_request_that_ingest_has_in_a_thread_does_not_fail_for_another_one(gate: Gate) -> None:
+    """Ingest works on both alone from then on, and only one that kills it then fails."""
+    poison = gate.complete(COMPLETION | {"prompt": "poison"})
+    guilty = gate.submit()
+    neighbour = gate.complete(COMPLETION)
+    other = gate.submit()
+    assert not guilty.is_suspect and not other.is_suspect
+    for _ in range(4):
+        gate.rig.restart("ingest.0", suspects=[guilty.request_id, other.request_id])
+        assert [gate.submit().is_suspect for _ in range(2)] == [True, True]
+    gate.rig.restart("ingest.0", suspect=guilty.request_id)
+    assert len({gate.submit().request_id for _ in range(2)}) == 2
+    gate.rig.restart("ingest.0", suspect=guilty.request_id)
+    assert poison.result().status_code == 500
+    last = gate.submit()
+    assert last.request_id == other.request_id
+    gate.accept(last)
+    gate.delta(last, "fine", finish=m.Finish.LENGTH)
+    assert neighbour.result().json()["choices"][0]["text"] == "fine"
+
+
 def test_a_request_that_kills_detokenize_twice_fails_and_schedule_forgets_it(gate: Gate) -> None:
     """Until then, schedule tells each successor of it again."""
     poison = gate.complete(COMPLETION)

@@ -18,6 +18,7 @@ from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 from tests.stages.ingest import test_reply_grammar as grammars
+from tests.stages.ingest.test_fairness import LONG, Encoding
 from tests.stages.ingest.test_stage import LONG_TEXT, release
 
 chat_rig = grammars.rig
@@ -30,12 +31,31 @@ def rig_of(folder: Path) -> Rig:
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     with rig_of(tiny.folder(tmp_path)) as rig:
-        rig.start(tiny.facts(max_model_len=10_000))
+        rig.start(tiny.facts(max_model_len=100_000))
         yield rig
 
 
 def submit_of(gateway: int, request_id: int, text: str = "hi") -> m.Submit:
     return msgspec.structs.replace(tiny.submit(text, request_id=request_id), gateway=gateway)
+
+
+def test_a_suspect_is_prepared_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the long prompt that is in a thread, and all others wait for it, whose prompt is long too."""
+    encoding = Encoding(monkeypatch, len(LONG))
+    suspects = [msgspec.structs.replace(submit_of(0, number, LONG), is_suspect=True) for number in (2, 4)]
+    rig.send(submit_of(0, 1, LONG), "gateway.0")
+    encoding.until_running(1)
+    for one in (suspects[0], submit_of(0, 3), suspects[1], submit_of(0, 5)):
+        rig.send(one, "gateway.0")
+    rig.until(lambda load: load.num_open == 5)
+    encoding.go_on(1)
+    assert rig.receive("schedule", m.Admit).request_id == 1
+    for num_running, suspect in enumerate(suspects, 2):
+        encoding.until_running(num_running)
+        rig.load()
+        encoding.go_on(1)
+        assert rig.receive("schedule", m.Admit).request_id == suspect.request_id
+    assert [rig.receive("schedule", m.Admit).request_id for _ in range(2)] == [3, 5]
 
 
 def test_requests_of_a_dead_gateway_that_wait_or_are_encoded_are_dropped(smollm2_dir: Path) -> None:
