@@ -153,8 +153,12 @@ def suspect_of(box: BlackBox) -> Suspect | None:
 def breadcrumbs_of(box: BlackBox) -> list[Suspect]:
     """The requests that the threads of the process were working on, the one that was begun last first. Each of them may
     be the reason of its death."""
-    data = os.pread(box.memory_fd, _POSITION_AT, 0)
-    crumbs = [_CRUMB.unpack_from(data, place * CRUMB_BYTES) for place in range(len(data) // CRUMB_BYTES)]
+    return breadcrumbs_in(os.pread(box.memory_fd, _POSITION_AT, 0))
+
+
+def breadcrumbs_in(memory: bytes | memoryview) -> list[Suspect]:
+    """The same, from the memory of a black box."""
+    crumbs = [_CRUMB.unpack_from(memory, place * CRUMB_BYTES) for place in range(NUM_CRUMBS)]
     return [Suspect(request_id, attempt) for begun_ns, request_id, attempt in sorted(crumbs, reverse=True) if begun_ns]
 
 

@@ -28,7 +28,7 @@ from pipeline.stages.schedule.parallel_samples import ParallelSamples
 from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
-from pipeline.stages.schedule.quarantine import Quarantine
+from pipeline.stages.schedule.quarantine import MAX_STRIKES, Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.rows import RowTracker
@@ -134,14 +134,15 @@ class SequenceLifecycle:
         for sequence in self.adapters.loaded(number, adapters):
             self._wait(sequence)
 
-    def suspect(self, request: RequestState, num_deaths: int) -> None:
-        """A new request was running when schedule died, `num_deaths` times in a row: it runs beside few others at
-        first. Call it before its sequences are added."""
+    def suspect(self, request: RequestState, num_deaths: int, num_strikes: int = 0) -> None:
+        """A new request was in work when schedule died, `num_deaths` times in a row, or its attempt before when the
+        executor died, `num_strikes` times: it runs beside few others at first. Call it before its sequences are
+        added."""
         was_active = self.quarantine.is_active
         rows = self._rows
         new = rows.order[rows.known[rows.order] == rows.num_given[rows.order]].tolist()
         uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
-        self.quarantine.add(request.request_id, num_deaths, uncleared, request.n)
+        self.quarantine.add(request.request_id, num_deaths, uncleared, request.n, num_strikes)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
             adapted = [one for one in self.swapped if one.request.adapter_id]
@@ -191,8 +192,8 @@ class SequenceLifecycle:
         return True
 
     def _hold_others(self) -> None:
-        """Preempt all requests: the next group of suspects runs alone. Their blocks stay in the prefix cache while there
-        is room."""
+        """Preempt all requests: the next group of suspects runs alone. Their blocks stay in the prefix cache while
+        there is room."""
         running = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
         for sequence in running:
             if self.quarantine.excludes(sequence.request.request_id):
@@ -294,10 +295,16 @@ class SequenceLifecycle:
         if not self._in_flight.steps:
             return []
         first = self._in_flight.steps[0].step_id
-        left = [request for step_id, request in self._left if step_id >= first]
-        aboard = {one.request_id: one for one in (*(sequence.request for sequence in running), *left)}
-        suspects = {number: one.n for number, one in aboard.items() if one.open_sequences}
-        return [aboard[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
+        aboard = {request.request_id for step_id, request in self._left if step_id >= first}
+        aboard |= {sequence.request.request_id for sequence in running}
+        # A newer attempt may have taken the place of one that is aboard.
+        queued = (*self.waiting.sequences, *self.held, *self.swapped, *self.adapters)
+        present = {one.request.request_id: one.request for one in (*running, *queued)}
+        suspects = {number: present[number].n for number in sorted(aboard) if number in present}
+        guilty = [present[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
+        for request in guilty:
+            request.num_strikes = MAX_STRIKES
+        return guilty
 
     def finish(self, sequence: Sequence, finish: Finish, ids: Ids | None = None) -> None:
         """End a sequence in any state. `ids` are the prompt and output of one of a beam search; without, it has only

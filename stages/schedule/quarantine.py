@@ -68,12 +68,26 @@ class Quarantine:
         """Whether a request must wait until the quarantine is over, or until its group runs."""
         return bool(self._groups) and request_id not in self._groups[0].request_ids
 
-    def add(self, request_id: int, num_deaths: int, uncleared: Iterable[int], num_sequences: int = 1) -> None:
-        """A request was running when schedule died, `num_deaths` times in a row. If there were no suspects, the first
-        group is what runs and is `uncleared`."""
+    def num_strikes(self, request_id: int) -> int:
+        """Deaths of the executor since this request was cleared."""
+        return self._strikes.get(request_id, 0)
+
+    def add(
+        self,
+        request_id: int,
+        num_deaths: int,
+        uncleared: Iterable[int],
+        num_sequences: int = 1,
+        num_strikes: int = 0,
+    ) -> None:
+        """A request was in work when schedule died, `num_deaths` times in a row, or its attempt before when the
+        executor died, `num_strikes` times. If there were no suspects, the first group is what runs and is
+        `uncleared`."""
         if not self._groups and (others := dict.fromkeys(uncleared, 1)):
             self._groups.append(Group(others))
-        self._insert(request_id, num_sequences, _size_after(num_deaths), num_running=1)
+        if num_strikes:
+            self._strikes[request_id] = num_strikes
+        self._insert(request_id, num_sequences, _size_after(max(num_deaths, num_strikes)), num_running=1)
 
     def died(self, suspects: Mapping[int, int], *, is_alone: bool) -> list[int]:
         """The executor died while it computed these requests, by id, with their numbers of sequences. `is_alone`: it

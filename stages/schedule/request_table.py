@@ -79,7 +79,10 @@ class RequestStates:
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
         if known >= message.attempt:
             return []
+        num_strikes = self._lifecycle.quarantine.num_strikes(message.request_id)
         if known:
+            if (before := self.by_id.get(message.request_id)) is not None:
+                num_strikes = max(num_strikes, before.num_strikes)
             self._drop(message.request_id)
         options = self._decoder.decode(message.options)
         assert options.max_tokens is not None, "ingest sets max_tokens"
@@ -107,8 +110,8 @@ class RequestStates:
             request.beam_search = search = BeamSearch(options, len(prompt), limit, self._config.eos_ids)
             request.row_options = Raw(self._encoder.encode(row_options(options, search)))
         self.by_id[request.request_id] = request
-        if message.num_schedule_deaths:
-            self._lifecycle.suspect(request, message.num_schedule_deaths)
+        if message.num_schedule_deaths or num_strikes:
+            self._lifecycle.suspect(request, message.num_schedule_deaths, num_strikes)
         openings: list[m.Open | m.Refuse] = [
             self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
             if outputs

@@ -1,4 +1,5 @@
-"""Requests that make schedule die again and again, while it runs their sequences."""
+"""Requests that make a stage die again and again: schedule while it runs their sequences, or, in other runs, each of
+several a stage of its own: execute, ingest, or schedule while they wait in its queue."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,12 @@ MAX_DEATHS = 5
 (stages/schedule/quarantine.py) if a request gets enough ids to be cleared before it kills again."""
 KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
 """Of random kills in a run with such a request."""
+MIXED_PLACES = ("execute", "ingest", "queue")
+"""Places of poisons of different kinds, in one run."""
+MIXED_KILL_WEIGHTS = {"gateway": 1.0}
+"""Of random kills in such a run: none that may be taken for the fault of a request."""
+MAX_DEATHS_OF = {"execute": 4, "ingest": 3}
+"""Of these stages, until a request is found (docs/recovery.md)."""
 MAX_WAKES = 100
 
 
@@ -31,7 +38,8 @@ class Poison(NamedTuple):
     num_ids: int
     """Output ids that its first sequence has then."""
     place: str
-    """Where schedule dies: at the next `plan`, `settle` or `report`."""
+    """Where schedule dies: at the next `plan`, `settle` or `report`, or at a `plan` while the request waits in the
+    `queue`; or the stage that dies, `execute` or `ingest`."""
 
 
 def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
@@ -47,7 +55,7 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
 
         return wrapped
 
-    scheduler.plan = deadly("plan", scheduler.plan)  # type: ignore[method-assign]
+    scheduler.plan = deadly("queue", deadly("plan", scheduler.plan))  # type: ignore[method-assign]
     scheduler.settle = deadly("settle", scheduler.settle)  # type: ignore[method-assign]
     loop._report = deadly("report", loop._report)  # type: ignore[method-assign]
 
@@ -55,13 +63,17 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
 def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     request = scheduler.requests.get(request_id)
     first = None if request is None else request.open_sequences.get(0)
-    if request is None or first is None or first.row < 0:
+    if request is None or first is None:
+        return False
+    if poison.place == "queue":
+        return first in scheduler.lifecycle.waiting
+    if first.row < 0:
         return False
     return int(scheduler.rows.known[first.row]) - len(request.prompt) >= poison.num_ids
 
 
 def accuse(server: "Server", request_ids: list[int]) -> None:
-    """Note that schedule dies of these requests."""
+    """Note that a stage dies of these requests."""
     for ledger in server.ledgers:
         for case in ledger.cases:
             case.has_killed |= case.request_id in request_ids

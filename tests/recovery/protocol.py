@@ -28,7 +28,7 @@ from pipeline.config.settings import (
 )
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.black_box import suspects_in
+from pipeline.runtime.black_box import breadcrumbs_in, suspects_in
 from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.supervisor.recovery import Recovery, RestartBudget
@@ -57,6 +57,9 @@ MAX_RESTARTS = SupervisorSettings().max_restarts
 MANY_POISONS = 7
 """More than `MAX_RESTARTS`, in each `MANY_POISONS_EVERY`th run that has any."""
 MANY_POISONS_EVERY = 4
+
+MIXED_EVERY = 5
+"""Of so many runs, one has requests that kill different stages."""
 
 
 class Server:
@@ -110,10 +113,17 @@ class Server:
         """Whether some requests kill schedule again and again."""
         self._num_poisons = (rng.choice([1, 2]) if seed % MANY_POISONS_EVERY else MANY_POISONS) * self._has_poison
         self._budget = RestartBudget(MAX_RESTARTS)
+        self._is_mixed = seed % MIXED_EVERY == 3
+        """Whether some requests kill different stages, and nothing else does but a gateway."""
+        if self._is_mixed:
+            self._has_poison, self._num_poisons = True, rng.randint(1, 4)
         self._poisons: dict[int, poison.Poison] = {}
         self._suspects: dict[str, list[int]] = {}
-        """Requests that a process which has crashed had in work."""
-        self.num_poison_deaths = 0
+        """Requests that a process which has crashed had in work, among others."""
+        self._alone: dict[str, int | None] = {}
+        """The only one that it had in work."""
+        self.num_poison_deaths: Counter[str] = Counter()
+        """By stage."""
         self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
         self._num_aborts, self._num_resets = rng.randint(0, 2), rng.randint(0, 2)
         self._num_scalings = rng.choice([0, 0, 1, 2, 4])
@@ -144,14 +154,14 @@ class Server:
         process: Process
         match stage_name:
             case "gateway":
-                self.ledgers.append(Ledger(self.num_deaths, self.num_random_deaths))
+                self.ledgers.append(Ledger(self.num_deaths, self.num_random_deaths, is_strict=self._is_mixed))
                 process = GatewayProcess(stage, self.ledgers[-1])
             case "ingest":
-                process = IngestProcess(stage)
+                process = IngestProcess(stage, self._poisons)
             case "schedule":
                 process = ScheduleProcess(stage, self._owners, self._poisons)
             case "execute":
-                process = ExecuteProcess(stage, self._facts, self._swap)
+                process = ExecuteProcess(stage, self._facts, self._swap, self._poisons)
             case _:
                 process = DetokenizeProcess(stage, self._vocabulary)
         self.processes[name], self.stages[name] = process, stage
@@ -170,7 +180,10 @@ class Server:
         """Let a process die at this moment."""
         process = self.processes.pop(name)
         is_at_work = name not in self._starting and not is_planned
-        self._suspects[name] = suspects = suspects_in(self.stages.pop(name).black_box) if is_at_work else []
+        aboard = self._note_suspects(name) if is_at_work else []
+        if not is_at_work:
+            self._suspects[name], self._alone[name] = [], None
+        del self.stages[name]
         if isinstance(process, ExecuteProcess):
             self._swap = process.swap
         if isinstance(process, GatewayProcess):
@@ -184,14 +197,41 @@ class Server:
             return
         self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
         if is_poisoned:
-            self.num_poison_deaths += 1
-            # Output that a detokenizer has lost arrives late, and clears a request once more.
-            most = poison.MAX_DEATHS * self._num_poisons + self.num_deaths.get("detokenize", 0)
-            assert self.num_poison_deaths <= most, "a request that kills is not found"
-            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=suspects)
+            self.num_poison_deaths[stage] += 1
+            most = self._most_deaths(stage)
+            assert self.num_poison_deaths[stage] <= most, "a request that kills is not found"
+            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=aboard)
             assert isinstance(delay_s, float), f"the server has ended: {delay_s}"
         else:
             self.num_random_deaths[stage] = self.num_random_deaths.get(stage, 0) + 1
+
+    def _note_suspects(self, name: str) -> list[int]:
+        """As SharedResources.renew. Returns what its `suspects_at_death` does."""
+        at_work = list(dict.fromkeys(one.request_id for one in breadcrumbs_in(self.stages[name].black_box)))
+        together = suspects_in(self.stages[name].black_box)
+        self._alone[name] = at_work[0] if len(at_work) == 1 else None
+        self._suspects[name] = [] if len(at_work) == 1 else at_work or together
+        of_schedule = suspects_in(self.stages[SCHEDULE].black_box) if SCHEDULE in self.stages else []
+        return at_work or (of_schedule if name.startswith(("schedule.", "execute.")) else [])
+
+    def _most_deaths(self, stage: str) -> int:
+        """Those that the requests may cost that kill this stage."""
+        num_of = Counter(
+            "schedule" if one.place not in ("execute", "ingest") else one.place for one in self._poisons.values()
+        )
+        match stage:
+            case "schedule":
+                # Output that a detokenizer has lost arrives late, and clears a request once more. When the executor
+                # dies, those that ran are listed until the wake is over, beside the group that runs next.
+                num_others = self.num_deaths.get("detokenize", 0) + self.num_deaths.get("execute", 0)
+                return poison.MAX_DEATHS * num_of[stage] + num_others
+            case (
+                "execute"
+            ):  # schedule forgets these deaths when it dies, and its verdict may be too late if ingest does
+                most = poison.MAX_DEATHS_OF[stage] * num_of[stage] * (1 + self.num_deaths.get("schedule", 0))
+                return most + num_of[stage] * self.num_deaths.get("ingest", 0)
+            case _:
+                return poison.MAX_DEATHS_OF[stage] * num_of[stage]
 
     def _notice(self, name: str) -> None:
         self._unnoticed.remove(name)
@@ -229,7 +269,8 @@ class Server:
     def _tell(self, other: str, name: str, epoch: int, suspects: Sequence[int] = ()) -> None:
         peer, network = m.PeerInbox(name, "", 0), self.network
         if name in network.incarnations:
-            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=list(suspects)))
+            restarted = m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=list(suspects))
+            self.send(other, msgspec.structs.replace(restarted, suspect=self._alone.get(name)))
         else:
             self.send(other, m.PeerRestarted(epoch, peer, network.last_of_removed[name], [], is_removed=True))
 
@@ -283,12 +324,13 @@ class Server:
             return  # an edge is full
         gateway.ledger.add(case)
         if len(self._poisons) < self._num_poisons:
+            places = poison.MIXED_PLACES if self._is_mixed else ("plan", "settle", "report")
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
-            self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(["plan", "settle", "report"]))
+            self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(places))
             num_in_one_wake = self.settings.schedule.max_steps_in_flight
             assert isinstance(num_in_one_wake, int)
             num_left = len(case.outcomes[0].ids) - max(num_ids, case.nums_given[0] if case.nums_given else 0)
-            case.may_end = one.place != "settle" and num_left <= num_in_one_wake
+            case.may_end = one.place in ("plan", "report") and num_left <= num_in_one_wake
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)
@@ -382,6 +424,7 @@ class Server:
 
     def _kill_any(self) -> None:
         weights = poison.KILL_WEIGHTS if self._has_poison else KILL_WEIGHTS
+        weights = poison.MIXED_KILL_WEIGHTS if self._is_mixed else weights
         names = [name for name in self.processes if name.partition(".")[0] in weights]
         if names:
             self._num_kills -= 1
@@ -389,6 +432,8 @@ class Server:
 
     def _is_runnable(self, name: str) -> bool:
         process = self.processes.get(name)
+        if isinstance(process, ExecuteProcess) and name in self._starting:
+            return False  # it loads the model
         return process is not None and (bool(self.network.edges_to(name)) or process.has_work)
 
     def _wake(self, name: str) -> None:
@@ -409,9 +454,10 @@ class Server:
             process.check()
 
     def _poisoned(self, name: str, request_ids: list[int]) -> None:
-        """Schedule dies of these requests."""
+        """A process dies of these requests."""
         poison.accuse(self, request_ids)
-        poison.deliver_output(self, name)
+        if name == SCHEDULE:
+            poison.deliver_output(self, name)
         self.kill(name, is_poisoned=True)
 
     def _check_over(self) -> None:

@@ -7,18 +7,20 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.black_box import MAX_THREADS, Breadcrumb
 from pipeline.stages.detokenize.stage import DetokenizeStage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.recovery import Recovery
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.results import ResultHandler
+from pipeline.stages.ingest.submit_queue import Key, SubmitQueue
 from pipeline.stages.schedule.stage import ScheduleStage, _wait_for_start
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import FakeExecutor
 from tests.recovery.ledger import Ledger
 from tests.recovery.network import ModelStage, WakeOver
-from tests.recovery.poison import Poison, poison
+from tests.recovery.poison import Poison, Poisoned, poison
 from tests.rig import raw
 
 SCHEDULE = "schedule.0"
@@ -109,8 +111,17 @@ class DetokenizeProcess:
 class ExecuteProcess:
     """The loop of execute around the executor that stores ids. Blocks in swap space outlive the process."""
 
-    def __init__(self, stage: ModelStage, facts: m.ExecuteFacts, swap: "np.ndarray[Any, Any] | None") -> None:
+    def __init__(
+        self,
+        stage: ModelStage,
+        facts: m.ExecuteFacts,
+        swap: "np.ndarray[Any, Any] | None",
+        poisons: dict[int, Poison],
+    ) -> None:
         self._stage = stage
+        self._poisons = poisons
+        self._requests: dict[int, int] = {}
+        """By row."""
         self.executor = FakeExecutor(
             facts.num_blocks,
             facts.block_size,
@@ -130,6 +141,7 @@ class ExecuteProcess:
         for message in self._stage.inbox.wait_all(0):
             match message:
                 case m.Step():
+                    self._die_of(message)
                     assert self._stage.outbox("schedule").send(self.executor.run(message))
                 case m.Release():
                     self._stage.arrays.released(message)
@@ -137,6 +149,16 @@ class ExecuteProcess:
                     self.executor.rows.clear()
                     self._stage.reconnected(message)
         self._stage.release()
+
+    def _die_of(self, step: m.Step) -> None:
+        """Raise Poisoned if the step computes a request that kills."""
+        self._requests |= {add.row: add.request_id for add in step.adds}
+        if not self._poisons:
+            return
+        rows = self._stage.arrays.take(step.rows, np.int32).tolist()
+        deadly = [one for one in {self._requests[row] for row in rows} if one in self._poisons]
+        if due := [one for one in deadly if self._poisons[one].place == "execute"]:
+            raise Poisoned(due)
 
     @property
     def has_work(self) -> bool:
@@ -147,38 +169,69 @@ class ExecuteProcess:
 
 
 class IngestProcess:
-    """What stages/ingest/stage.py does with messages, for prompts of ids."""
+    """What stages/ingest/stage.py does with messages, for prompts of ids, each of which takes a while in a thread."""
 
-    def __init__(self, stage: ModelStage) -> None:
+    def __init__(self, stage: ModelStage, poisons: dict[int, Poison]) -> None:
         self._stage = stage
-        self._waiting: dict[tuple[int, int], m.Submit] = {}
+        self._poisons = poisons
+        self._waiting = SubmitQueue()
+        self._crumbs = [Breadcrumb(stage.black_box, 1 + thread) for thread in range(MAX_THREADS)]
+        self._encoding: dict[Key, tuple[m.Submit, Breadcrumb]] = {}
         self._has_started = False
 
     def wake(self) -> None:
         for message in self._stage.inbox.wait_all(0):
             match message:
                 case m.Submit():
-                    self._waiting[message.request_id, message.attempt] = message
+                    self._waiting.push((message.request_id, message.attempt), message)
                 case m.Abort(request_id, attempt):
-                    if (submit := self._waiting.pop((request_id, attempt), None)) is not None:
+                    submit = self._waiting.remove((request_id, attempt)) or self._end((request_id, attempt))
+                    if submit is not None:
                         self._reject(submit)
                 case m.Release():
                     self._stage.arrays.released(message)
                 case m.PeerRestarted():
                     stage, _, replica = message.peer.name.partition(".")
                     if stage == "gateway":
-                        kept = {key: one for key, one in self._waiting.items() if one.gateway != int(replica)}
-                        self._waiting = kept
+                        for key in [one for one in self._waiting if self._waiting[one].gateway == int(replica)]:
+                            self._waiting.remove(key)
+                        for key in [key for key, (one, _) in self._encoding.items() if one.gateway == int(replica)]:
+                            self._end(key)
                     self._stage.reconnected(message)
                 case m.Start():
                     self._has_started = True
-        if self._waiting and self._has_started and self._stage.replay_context.randbits(1):
-            self._admit(self._waiting.pop(next(iter(self._waiting))))
+        while self._may_begin and self._stage.replay_context.randbits(2):
+            key, submit = self._waiting.pop()
+            crumb = self._crumbs.pop()
+            crumb.at(*key)
+            self._encoding[key] = submit, crumb
+        for key in list(self._encoding):
+            if self._stage.replay_context.randbits(1):
+                poison = self._poisons.get(key[0])
+                if poison is not None and poison.place == "ingest":
+                    raise Poisoned([key[0]])
+                submit = self._end(key)
+                assert submit is not None
+                self._admit(submit)
         self._stage.release()
+
+    def _end(self, key: Key) -> m.Submit | None:
+        """The thread that works on a prompt is free again."""
+        if key not in self._encoding:
+            return None
+        submit, crumb = self._encoding.pop(key)
+        crumb.clear()
+        self._crumbs.append(crumb)
+        return submit
+
+    @property
+    def _may_begin(self) -> bool:
+        in_work = next((submit for submit, _ in self._encoding.values()), None)
+        return self._has_started and bool(self._crumbs) and self._waiting.may_pop(in_work)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) and self._has_started
+        return self._may_begin or bool(self._encoding)
 
     def _reject(self, submit: m.Submit) -> None:
         failure = m.Failure(499, "the request was aborted", code="aborted")
@@ -215,7 +268,7 @@ class IngestProcess:
         assert self._stage.outbox("schedule").send(admit)
 
     def check_empty(self) -> None:
-        assert not self._waiting
+        assert not self._waiting and not self._encoding
 
 
 class GatewayProcess:

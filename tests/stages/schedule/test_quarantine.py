@@ -16,7 +16,6 @@ from pipeline.stages.schedule.quarantine import GROUP_SIZES, Quarantine
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
 
-
 MAX_DEATHS = 4
 """Of the executor, until a request is found."""
 
