@@ -94,7 +94,7 @@ class Recovery:
             self._fail(prompt_request, stage, prompt_request.num_strikes)
 
     def _isolate(self, suspects: list[int]) -> None:
-        """Ingest has crashed while it worked on these requests, each in a thread: it works on them alone from now on."""
+        """Ingest has crashed while it worked on these requests, in threads: it works on each alone from now on."""
         for request_id in suspects:
             if (prompt_request := self._requests.get(request_id)) is not None and not prompt_request.is_closed:
                 prompt_request.submit = msgspec.structs.replace(prompt_request.submit, is_suspect=True)

@@ -157,10 +157,10 @@ class SequenceLifecycle:
             self._wait(sequence)
 
     def list_suspects(self) -> None:
-        """Write down who may be the reason if this process dies: who runs, cleared or not, and who waits, but not who
-        is held back. So a request that is listed alone was the only one that anything was done for. Call it at the end
-        of each wake, when its output is sent. Until then, those that have ended stay suspects. Without a quarantine,
-        ended ones may stay longer, but not if nothing is left."""
+        """Write down which requests may be the reason if this process dies: those that run, cleared or not, and those
+        that wait, but not those that are held back. So one that is listed alone was the only one that anything was done
+        for. Call it at the end of each wake, when its output is sent. Until then, those that have ended stay suspects.
+        Without a quarantine, ended ones may stay longer, but not if nothing is left."""
         is_quarantined = self.quarantine.is_active
         num_open = len(self._rows) + len(self.waiting) + len(self.swapped) + len(self.adapters)
         num_listed = num_open + max(MAX_STALE_SUSPECTS, num_open) if num_open else 0
