@@ -225,10 +225,10 @@ class Server:
                 # dies, those that ran are listed until the wake is over, beside the group that runs next.
                 num_others = self.num_deaths.get("detokenize", 0) + self.num_deaths.get("execute", 0)
                 return poison.MAX_DEATHS * num_of[stage] + num_others
-            case (
-                "execute"
-            ):  # schedule forgets these deaths when it dies, and its verdict may be too late if ingest does
-                most = poison.MAX_DEATHS_OF[stage] * num_of[stage] * (1 + self.num_deaths.get("schedule", 0))
+            case "execute":
+                # Schedule's successor does not know these deaths, and its verdict may come too late if ingest dies.
+                num_schedules = 1 + self.num_deaths.get("schedule", 0) + self.num_handed_over
+                most = poison.MAX_DEATHS_OF[stage] * num_of[stage] * num_schedules
                 return most + num_of[stage] * self.num_deaths.get("ingest", 0)
             case _:
                 return poison.MAX_DEATHS_OF[stage] * num_of[stage]
