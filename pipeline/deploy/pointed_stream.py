@@ -28,7 +28,12 @@ class PointedStream:
         """It can't be continued from here on."""
         self.failure: str | None = None
         """The code of the error with which the replica ends the stream. The events of the error are held back."""
-        self._buffer = b""
+        self._buffer = bytearray()
+        self._no_mark_before = 0
+        """No point begins in the buffer before this place, so that each byte is searched once however many pieces an
+        event comes in."""
+        self._no_close_before = 0
+        """The same for the end of the first point in the buffer."""
 
     @property
     def is_resumable(self) -> bool:
@@ -37,35 +42,48 @@ class PointedStream:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the response. Returns those to give out."""
-        data = self._buffer + data if self._buffer else data
-        if self.is_off and self.failure is None and PREFIX not in data:
-            self._buffer = b""
-            return data
+        self._buffer += data
+        if self.is_off and self.failure is None and PREFIX not in self._buffer:
+            return self.rest()
         given = []
         begin = 0
-        while True:
-            if data.startswith(PREFIX, begin):
-                end = begin
-            elif (found := data.find(_MARK, begin)) >= 0:
-                end = found + 2
-            else:
-                break
-            close = data.find(b"\n\n", end + len(PREFIX))
-            if close < 0:
-                break
+        while (place := self._next_point(begin)) is not None:
+            end, close = place
             if self.failure is None:
-                given.append(data[begin:end])
-                self._take(data[end : close + 1])
+                given.append(bytes(self._buffer[begin:end]))
+                self._take(bytes(self._buffer[end : close + 1]))
             begin = close + 2
-        rest = data[begin:]
-        if len(rest) > MAX_HELD_BYTES or self.num_point_bytes > MAX_POINTS_BYTES:
+        self._drop(begin)
+        if len(self._buffer) > MAX_HELD_BYTES or self.num_point_bytes > MAX_POINTS_BYTES:
             self.is_off = True
             self.points.clear()
-        if self.failure is None and (rest in _KEEP_ALIVES or (self.is_off and rest)):
-            given.append(rest)
-            rest = b""
-        self._buffer = rest
+        if self.failure is None and (self._buffer in _KEEP_ALIVES or (self.is_off and self._buffer)):
+            given.append(self.rest())
         return given[0] if len(given) == 1 else b"".join(given)
+
+    def _next_point(self, begin: int) -> tuple[int, int] | None:
+        """Where the first complete point of the buffer behind `begin` begins and ends."""
+        data = self._buffer
+        if data.startswith(PREFIX, begin):
+            end = begin
+        else:
+            found = data.find(_MARK, max(begin, self._no_mark_before))
+            if found < 0:
+                self._no_mark_before = max(begin, len(data) - len(_MARK) + 1)
+                return None
+            self._no_mark_before = found
+            end = found + 2
+        close = data.find(b"\n\n", max(end + len(PREFIX), self._no_close_before))
+        if close < 0:
+            self._no_close_before = max(end, len(data) - 1)
+            return None
+        return end, close
+
+    def _drop(self, num: int) -> None:
+        """Forget the first bytes of the buffer."""
+        del self._buffer[:num]
+        self._no_mark_before = max(0, self._no_mark_before - num)
+        self._no_close_before = max(0, self._no_close_before - num)
 
     def _take(self, block: bytes) -> None:
         """Take the lines of a point."""
@@ -81,10 +99,11 @@ class PointedStream:
 
     def rest(self) -> bytes:
         """What is held back: give it out if the response has ended properly."""
-        rest, self._buffer = self._buffer, b""
+        rest = bytes(self._buffer)
+        self._drop(len(rest))
         return rest
 
     def lose(self) -> None:
         """The connection has ended early: forget what is held back."""
-        self._buffer = b""
+        self._drop(len(self._buffer))
         self.failure = None

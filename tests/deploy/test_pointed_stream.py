@@ -1,5 +1,6 @@
 """Events are given out with the point behind them, however the bytes arrive."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,3 +66,26 @@ def test_behind_off_everything_is_passed_on():
     assert stream.feed(event(0) + b": point off\n\n") == event(0)
     assert not stream.is_resumable
     assert stream.feed(b"data: x") + stream.feed(b"\n\n") == b"data: x\n\n"
+
+
+class CountedBytes(bytearray):
+    """Counts the bytes that searches may read."""
+
+    num_read = 0
+
+    def find(self, sub, start=0):
+        self.num_read += len(self) - start
+        return super().find(sub, start)
+
+
+@pytest.mark.parametrize("begin", [b"data: ", b": point "], ids=["an event", "a point"])
+def test_each_byte_is_searched_once_however_many_pieces_come(begin):
+    """An event without a point behind it is held back: 4 MiB in small pieces took the loop 80 s."""
+    stream = PointedStream()
+    stream._buffer = CountedBytes()
+    num_pieces, piece = 2000, b"a" * 50
+    assert stream.feed(begin) == b""
+    for _ in range(num_pieces):
+        assert stream.feed(piece) == b""
+    assert isinstance(stream._buffer, CountedBytes)
+    assert 0 < stream._buffer.num_read < 2 * num_pieces * len(piece)

@@ -9,6 +9,7 @@ from tokenizers import AddedToken as TokenizerToken
 from tokenizers import Tokenizer, models
 
 from pipeline.client import protocol as p
+from pipeline.deploy.pointed_stream import PointedStream
 from pipeline.http_server import request_ids
 from pipeline.http_server.origins import _ABSOLUTE, _JSON
 from pipeline.runtime import messages as m
@@ -56,6 +57,8 @@ def cases() -> Iterator[Case]:
         yield _of_text("chat template", f"formats: {name}", _formats, grow, MAX_TEMPLATE, START_MS)
     for name, points in POINTS.items():
         yield Case("resume points", name, functools.partial(_points, points), MAX_BODY, THREAD_MS)
+    for name, stream in STREAMS.items():
+        yield Case("ingress stream", name, functools.partial(_relayed, stream), MAX_BODY, THREAD_MS)
     for name, grow in MESSAGES.items():
         yield _of_text("error", f"names of fields: {name}", _renamed, grow, 65536)
     for name, (stops, piece) in STOPS.items():
@@ -112,6 +115,28 @@ def _points(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
     parsed = parse_completion(b'{"model": "m", "prompt": "a", "stream": true}', LIMITS)
     data = grow(n)
     return lambda: _refused(lambda: with_points(parsed, data, 2.0, MAX_IDS))
+
+
+STREAMS: Mapping[str, Callable[[int], bytes]] = {
+    "events without a point": lambda n: b'data: {"text":"aaaaaaaaaaaaaaaa"}\n\n' * (n // 36),
+    "an event": lambda n: b"data: " + b"a" * n,
+    "a point": lambda n: PREFIX + b"a" * n,
+    "points": lambda n: (b"data: a\n\n" + PREFIX + b"0 1 0 AQAAAA==\n\n") * (n // 34),
+    "line breaks": lambda n: b"\n" * n,
+}
+PIECE = 64
+"""Bytes that arrive at once"""
+
+
+def _relayed(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
+    data = grow(n)
+
+    def work() -> None:
+        stream = PointedStream()
+        for begin in range(0, len(data), PIECE):
+            stream.feed(data[begin : begin + PIECE])
+
+    return work
 
 
 OLLAMA = OllamaForm(route="chat", model="m")
