@@ -206,13 +206,16 @@ class PromptProcessor:
         """The first ids of a predicted text, as many as fit into the context; int32. Raises RequestRefused."""
         if not (text and self._uses_predictions):
             return b""
+        # More text than this can't matter, and as above, only the batch call lets other threads run.
+        text = text[: self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)]
         try:
             with panics_as_errors():
-                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises nothing more precise
             message = f"'prediction' can't be tokenized: {error}"
             raise RequestRefused(Failure(400, message, "prediction")) from error
-        known = np.array(ids[: self._max_model_len], np.int64)
+        encoding.truncate(self._max_model_len)
+        known = np.array(encoding.ids, np.int64)
         return known[(known >= 0) & (known < self._vocab_size)].astype(np.int32).tobytes()
 
     def _check_first_token(self, options: GenerationOptions) -> None:

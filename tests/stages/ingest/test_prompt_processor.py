@@ -1,5 +1,6 @@
 """Every prompt becomes ids or a rejection with a clear error."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,37 @@ def test_a_prediction_becomes_ids_if_they_are_used(tmp_path: Path) -> None:
         made = prompt_processor.load(tiny.folder(tmp_path), facts, tiny.byte_tokenizer())
         completed = made.complete(options, 9)
         assert (completed.prediction, completed.predicted_ids) == ("", expected)
+
+
+def test_a_prediction_lets_other_threads_run_and_only_what_fits_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Tokenizer.encode` holds Python's lock: with a prediction of 4 MB, ingest did nothing else for 8 s."""
+    given: list[str] = []
+
+    class Batches:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> list[Any]:
+            given.extend(texts)
+            return tokenizer.encode_batch_fast(texts, **options)
+
+    facts = msgspec.structs.replace(tiny.facts(), num_speculative_tokens=5)
+    tokenizer = tiny.byte_tokenizer()
+    made = prompt_processor.load(tiny.folder(tmp_path), facts, tokenizer)
+    monkeypatch.setattr(made, "_tokenizer", Batches())
+    longest = longest_id_bytes(tokenizer)
+    assert longest is not None
+    completed = made.complete(m.GenerationOptions(prediction="ab" * 100_000), 9)
+    assert [len(text) for text in given] == [facts.max_model_len * longest]
+    assert completed.predicted_ids == np.array(tokenizer.encode("ab" * 32).ids, np.int32).tobytes()
+
+
+def test_no_call_in_a_stage_holds_the_lock_while_it_tokenizes() -> None:
+    """Of the tokenizer's calls, only those of batches let other threads run."""
+    root = Path(__file__).resolve().parents[3]
+    found = [
+        f"{path.relative_to(root)}: {match[0]}"
+        for folder in ("ingest", "detokenize", "gateway", "schedule", "execute")
+        for path in (root / "stages" / folder).rglob("*.py")
+        for match in re.finditer(r"tokenizer\.(encode|decode)\(.*", path.read_text())
+    ]
+    assert not found, "use encode_batch or encode_batch_fast"
