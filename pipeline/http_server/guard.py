@@ -5,6 +5,7 @@ requested. A server with API keys requires one of them. A server without keys re
 another site may have sent (see origins.py). Both refuse a body whose declared type is not JSON.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Container
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -26,6 +27,8 @@ a router would."""
 OPEN_METHODS = ("GET", "HEAD")
 PAGE, PAGE_PREFIX = "/", "/page/"
 """Paths of the web page: its index, and where its other files are."""
+_PAGE_FILE = re.compile(rf"{PAGE_PREFIX}[A-Za-z0-9_-]+(?:[./][A-Za-z0-9_-]+)*", re.ASCII)
+"""Without `..`, escapes and double slashes, in which a server or a proxy behind the ingress might read another path."""
 KEY_HEADER = "x-api-key"
 """Clients of Anthropic's API send their key in it. `Authorization` takes precedence."""
 _scope: ContextVar[str] = ContextVar("scope", default=NO_SCOPE)
@@ -36,7 +39,7 @@ class OpenPaths:
     """OPEN_PATHS and those of the web page, for a server that does not know which files the page has."""
 
     def __contains__(self, path: object) -> bool:
-        return path in OPEN_PATHS or path == PAGE or (isinstance(path, str) and path.startswith(PAGE_PREFIX))
+        return path in OPEN_PATHS or path == PAGE or (isinstance(path, str) and _PAGE_FILE.fullmatch(path) is not None)
 
 
 def require_key(handle: Handle, keys: Keys, open_paths: Container[str]) -> Handle:
