@@ -98,6 +98,14 @@ def _all_to_all(n: int, keyword: str = "anyOf") -> str:
     return _object({"p": {"$ref": "#/$defs/d0"}}, {f"d{i}": refs for i in range(num)} | {"d0": {"type": "string"}})
 
 
+def _unions(n: int) -> str:
+    """Many unions that refer to the same two objects, whose properties don't tell them apart."""
+    names = [f"{i:x}" for i in range(n // 24)]
+    objects = {key: {"type": "object", "required": names, "properties": {}} for key in "AB"}
+    union = {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}
+    return _object({f"p{i}": union for i in range(n // 140)}, objects)
+
+
 def _many(one: Callable[[int], Any], size: int) -> Grow:
     return lambda n: _object({f"p{i}": one(i) for i in range(max(n // size, 1))})
 
@@ -194,6 +202,7 @@ SCHEMAS: Mapping[str, Grow] = {
     "required names": lambda n: json.dumps(
         {"type": "object", "properties": {f"p{i}": {} for i in range(n // 18)}, "required": ["p0"] * (n // 8)}
     ),
+    "oneOf of the same long objects": _unions,
     "deep objects": _nested(lambda n: {"type": "string", "enum": ["a" * n]}),
     "deep lists": lambda n: _object(
         {"p": json.loads('{"type": "array", "items": ' * DEPTH + json.dumps({"const": "a" * n}) + "}" * DEPTH)}
