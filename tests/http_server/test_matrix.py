@@ -20,9 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STATUS = ("/health", "/live", "/metrics", "/ping")
 OTHER_PATHS = (
     "/page/../v1/models", "/page/./../v1/models", "/page/%2e%2e/v1/models", "/page/..%2fv1%2fmodels",
-    "/page/.%2E/health",    "/page/a/../../v1/models", "/page/..;/v1/models", "/page/..\\v1\\models", "/page//v1/models", "/page/", "/page/%00",
-    "/page", "/PAGE/app.js", "//v1/models", "//health", "/./health", "/%68ealth", "/health%2f..%2fv1",
-    "/health;a", "/live/", "/metrics/../v1/models",
+    "/page/.%2E/health", "/page/a/../../v1/models", "/page/..;/v1/models", "/page/..\\v1\\models",
+    "/page//v1/models", "/page/", "/page/%00", "/page",
+    "/PAGE/app.js", "//v1/models", "//health", "/./health",
+    "/%68ealth", "/health%2f..%2fv1", "/health;a", "/live/",
+    "/metrics/../v1/models",
 )  # fmt: skip
 """Paths that begin like an open one, and are another one for who reads dots, escapes or double slashes in them."""
 OWN_HOST, FOREIGN_HOST = "127.0.0.1:8000", "attacker.example.com"
