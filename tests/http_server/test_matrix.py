@@ -26,7 +26,7 @@ OTHER_PATHS = (
     "/%68ealth", "/health%2f..%2fv1", "/health;a", "/live/",
     "/metrics/../v1/models",
 )  # fmt: skip
-"""Paths that begin like an open one, and are another one for who reads dots, escapes or double slashes in them."""
+"""Paths that begin like an open one, but may name another one if dots, escapes or double slashes are resolved."""
 OWN_HOST, FOREIGN_HOST = "127.0.0.1:8000", "attacker.example.com"
 HOSTS = (OWN_HOST, FOREIGN_HOST, None)
 ORIGINS = (None, f"http://{OWN_HOST}", ALLOWED_ORIGIN, "https://attacker.example.com")
