@@ -104,12 +104,12 @@ def test_a_wheel_contains_every_file_of_the_folders_and_no_other(wheel: Path, pr
         f"pipeline/{path.relative_to(project)}"
         for folder in LINKED
         for path in (project / folder).rglob("*")
-        if path.is_file()
+        if path.is_file() and path.suffix != ".pyc"
     }
     expected |= {
         str(path.relative_to(project))
         for path in (project / "pipeline").rglob("*")
-        if path.is_file() and path.relative_to(project).parts[1] not in LINKED
+        if path.is_file() and path.suffix != ".pyc" and path.relative_to(project).parts[1] not in LINKED
     }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == expected
