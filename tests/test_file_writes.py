@@ -50,6 +50,9 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/sources/wheel.py": "mkdir*2 open rmtree",
         "stages/prepare/weight_file.py": "open",
     },
+    "Of something that is no file.": {
+        "stages/ingest/prompt_processor.py": "truncate",
+    },
     "In a folder that tempfile has made for this process, with mode 0700.": {
         "pipeline/cli/check/command.py": "mkdir",
         "pipeline/hosts/own_ray.py": "O_CREAT O_WRONLY rmtree",

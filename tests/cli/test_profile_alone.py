@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,13 +13,16 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.profile.alone.clock import Used
+from pipeline.cli.profile.alone.harness import Harness
 from pipeline.cli.profile.alone.loads import AHEAD
 from pipeline.cli.profile.alone.measure import measure
 from pipeline.cli.profile.alone.result import StageProfile, limit_of
 from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import ScheduleSettings, Settings
 from pipeline.errors import UserError
+from pipeline.runtime import messages as m
 from pipeline.runtime.stack_sampler import Stacks, StackSampler
+from pipeline.runtime.topology import SUPERVISOR
 
 STREAMS = 8
 
@@ -97,6 +101,23 @@ def test_a_flame_graph_and_a_trace_show_the_working_stage(smollm2_dir: Path, tmp
     wakes = [event for event in events if event["ph"] == "X" and event["name"] == "wake"]
     assert len(wakes) >= result.messages_out["Deltas"] // 2
     assert any(event["ph"] == "M" and "detokenize" in str(event["args"]) for event in events)
+
+
+def test_the_error_of_a_stage_that_has_ended_may_still_be_on_its_way() -> None:
+    class Inbox:
+        num_waits = 0
+
+        def wait_all(self, timeout_s: float) -> list[Any]:
+            self.num_waits += 1
+            return [m.StageFailed("no such file")] if self.num_waits == 3 else []
+
+    harness = Harness.__new__(Harness)
+    harness.stage, harness._inboxes = "detokenize", {SUPERVISOR: Inbox()}  # type: ignore[dict-item]
+    harness.child = SimpleNamespace(is_alive=False, describe_end=lambda: "exited with code 1")  # type: ignore[assignment]
+    with pytest.raises(UserError, match="^detokenize failed: no such file$"):
+        harness.wait_for(lambda message: False, 60, "to be ready")
+    with pytest.raises(UserError, match="^detokenize exited with code 1$"):
+        harness.wait_for(lambda message: False, 60, "to be ready")
 
 
 def test_a_stage_that_fails_is_reported_with_its_error(tmp_path: Path, smollm2_dir: Path) -> None:

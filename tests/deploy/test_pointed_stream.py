@@ -73,9 +73,9 @@ class CountedBytes(bytearray):
 
     num_read = 0
 
-    def find(self, sub, start=0):
+    def find(self, sub, start=0, end=None, /):
         self.num_read += len(self) - start
-        return super().find(sub, start)
+        return super().find(sub, start, end)
 
 
 @pytest.mark.parametrize("begin", [b"data: ", b": point "], ids=["an event", "a point"])

@@ -25,6 +25,8 @@ from pipeline.supervisor.process import Child
 
 START_S = 60.0
 STOP_S = 5.0
+LAST_WORDS_S = 0.5
+"""From the end of the stage's process until its `StageFailed` must have arrived."""
 
 INBOXES: dict[str, Any] = {
     "supervisor": m.SupervisorInbox,
@@ -121,15 +123,17 @@ class Harness:
 
     def wait_for(self, condition: Callable[[Any], bool], timeout_s: float, what: str) -> Any:
         """The first message to the supervisor that meets a condition. Raises UserError."""
-        end = time.monotonic() + timeout_s
+        end_s, is_alive = time.monotonic() + timeout_s, True
         inbox = self._inboxes[SUPERVISOR]
-        while time.monotonic() < end:
+        while time.monotonic() < end_s:
             for message in inbox.wait_all(0.05):
                 if isinstance(message, m.StageFailed):
                     raise UserError(f"{self.stage} failed: {message.reason}")
                 if condition(message):
                     return message
-            self.check()
+            if is_alive and not self.child.is_alive:
+                is_alive, end_s = False, time.monotonic() + LAST_WORDS_S
+        self.check()
         raise UserError(f"waited {timeout_s:g} s for {self.stage} {what}")
 
     def check(self) -> None:
