@@ -8,6 +8,7 @@
     </tool_call>                             GLM                  …     Qwen; Seed-OSS has <seed:tool_call>
 
 Values have no quotes: the tool's schema determines whether 5 is a number or a text. Texts are streamed.
+An end tag within a text is part of it: it ends the value only before the next tag, or where the reply ends.
 A value whose end tag is missing ends before another parameter of the tool, and where the call ends. Such tags may be
 part of a text: they count if what follows them could follow a call.
 Sources: the chat templates of zai-org/GLM-4.6, GLM-4.7-Flash, Qwen/Qwen3-Coder and ByteDance-Seed/Seed-OSS
@@ -32,8 +33,11 @@ from pipeline.text.formats.tool_format import ToolFormat
 _NAME = re.compile(r"[\w.\-]+")
 _KEY = re.compile(r"[^<>\n]{1,256}")
 """The name of a parameter, where the tag that ends the value before it is missing"""
+TEXTS = frozenset({"string", "array", "object"})
+"""Types of values that may have text in them"""
 MAX_SPACE_CHARS = 64
-"""White space between the end tags of a call whose last value has no end tag"""
+"""White space between the end tags of a call whose last value has no end tag, and behind a text's end tag: more of it
+ends the text"""
 
 
 class Tags(msgspec.Struct, frozen=True):
@@ -131,6 +135,8 @@ class XmlParser(CallParser):
         """The current key has had a value before; this one is dropped."""
         self._is_text = False
         """The current value is a string, which is emitted chunk by chunk."""
+        self._has_text = False
+        """The current value may have text in it, and so an end tag."""
         self._value: list[str] = []
         self._is_over = False
         """The reply has ended: nothing follows the text that waits for more."""
@@ -259,7 +265,9 @@ class XmlParser(CallParser):
         if self._tags.has_lines and text[at] == "\n":
             at += 1
         self._is_repeated = self._key in self._keys
-        self._is_text = self._types.get(self._key) == STRING_ONLY
+        types = self._types.get(self._key)
+        self._is_text = types == STRING_ONLY
+        self._has_text = types is None or not types.isdisjoint(TEXTS)
         self._value = []
         if not self._is_repeated:
             before, quote = ", " if self._keys else "{", '"' if self._is_text else ""
@@ -272,9 +280,10 @@ class XmlParser(CallParser):
         begin = at
         while (found := self._value_end.search(text, at)) is not None:
             place, at = found.span()
-            if found[0] == self._tags.after_value:
-                return self._end_value(text[begin:place], out, at, drops_line=self._tags.has_lines)
-            match self._ends_without_tag(text, found):
+            has_tag = found[0] == self._tags.after_value
+            match not self._has_text or self._ends_with_tag(text, at) if has_tag else self._ends_without_tag(text, found):
+                case True if has_tag:
+                    return self._end_value(text[begin:place], out, at, drops_line=self._tags.has_lines)
                 case True:
                     return self._end_value(text[begin:place], out, place, drops_line=True)
                 case None:
@@ -299,6 +308,23 @@ class XmlParser(CallParser):
             self._write('"' if self._is_text else self._converted("".join(self._value)), out)
         self._read = self._in_arguments
         return end
+
+    def _ends_with_tag(self, text: str, at: int) -> bool | None:
+        """Whether an end tag before `at` is no part of the value: another tag follows. None if that needs more
+        text."""
+        tags = self._tags
+        end = at
+        while end < len(text) and text[end] in SPACE:
+            end += 1
+        if end - at > MAX_SPACE_CHARS:
+            return True
+        call_end = [tags.call_end] if tags.call_end else []
+        match starts_with(text, end, (tags.before_key, *call_end, tags.end, *self._starts)):
+            case "":
+                return True if self._is_over else None
+            case None:
+                return False
+        return True
 
     def _ends_without_tag(self, text: str, found: "re.Match[str]") -> bool | None:
         """Whether a tag ends the value before it; None if that needs more text."""

@@ -280,11 +280,38 @@ EACH = [(name, text, content, calls) for name, cases in CALLS.items() for text, 
         ("qwen3_coder", qwen, "<parameter=b> </function> <parameter=text>\n</function>.\n</tool_call>?"),
         ("seed_oss", seed, "<parameter=b></parameter </function>\n\n</seed:tool_call"),
         ("qwen3_coder", qwen, f"</function>{' ' * 99}</tool_call>"),
+        ("glm45", glm, "</arg_value> </arg_value>\n<b></arg_value>x</arg_value>\n"),
+        ("glm45", glm, "<arg_key>a</arg_key><arg_value>b</arg_value> <arg_keys></arg_value></tool_calls>"),
+        ("qwen3_coder", qwen, "\n</parameter>\n</parameter>.</parameter>"),
+        ("qwen3_coder", qwen, "x\n</parameter>\n\n<parameters></parameter> </functions>\n</parameter>\n<b>"),
+        ("seed_oss", seed, "<parameter=b></parameter>\n.</parameter></parameter>"),
     ],
 )
 def test_texts_may_have_tags_that_end_no_value(form: str, write: Callable[..., str], text: str) -> None:
     reply = parsed(form, write("find", text=text, n="5"))
     assert [(name, json.loads(arguments)) for name, arguments in reply.calls] == [("find", {"text": text, "n": 5})]
+
+
+@pytest.mark.parametrize(
+    ("form", "write", "value"),
+    [("glm45", glm, '["</arg_value>", "a"]'), ("qwen3_coder", qwen, '["</parameter>\\n</parameter>", 1]')],
+)
+def test_texts_in_lists_may_have_end_tags(form: str, write: Callable[..., str], value: str) -> None:
+    reply = parsed(form, write("add_2", xs=value, code="a"))
+    assert [json.loads(arguments) for _, arguments in reply.calls] == [{"xs": json.loads(value), "code": "a"}]
+
+
+def test_an_end_tag_before_much_white_space_ends_a_text() -> None:
+    """So that no more is held back."""
+    text = f"<function=find>\n<parameter=text>\na\n</parameter>{' ' * 65}"
+    assert parsed("qwen3_coder", f"{text}b").calls == [("find", '{"text": "a"}')]
+    assert parsed("qwen3_coder", f"{text[:-1]}b").calls == [("find", f'{{"text": "a\\n</parameter>{" " * 64}b')]
+
+
+@pytest.mark.parametrize("rest", ["", "\n", "\n<", "\n</func", "\n</function>\n</tool"])
+def test_a_text_ends_at_its_end_tag_where_the_reply_ends(rest: str) -> None:
+    reply = parsed("qwen3_coder", f"<tool_call>\n<function=find>\n<parameter=text>\na\n</parameter>{rest}")
+    assert [arguments.removesuffix("}") for _, arguments in reply.calls] == ['{"text": "a"']
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), EACH)
