@@ -37,6 +37,7 @@ AS_SETTINGS = {
     "--max-loras": "lora.max_loras=N",
     "--max-model-len": "max_model_len=N",
     "--max-num-batched-tokens": "schedule.max_num_batched_tokens=N",
+    "--max-num-queued-reqs": "gateway.max_open_sequences=N",
     "--max-num-seqs": "schedule.max_num_seqs=N",
     "--no-async-scheduling": "schedule.max_steps_in_flight=1",
     "--no-enable-prefix-caching": "schedule.prefix_caching=false",

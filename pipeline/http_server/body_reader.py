@@ -114,11 +114,11 @@ class BodyReader:
             if upload.why_given_up == "slow":
                 raise _too_slow() from None
             if upload.why_given_up == "share":
-                raise overloaded("clients with other API keys needed the room of this body") from None
+                raise overloaded("clients with other API keys needed the room of this body", by_size=True) from None
             if turn_end_s == end_s if upload.is_complete else left_s < timeout_s:
                 raise OutOfTime(HTTPStatus.REQUEST_TIMEOUT, "the request's time passed before it was parsed") from None
             if upload.is_complete:
-                raise overloaded(f"other large bodies were parsed for {TURN_TIMEOUT_S:g} s") from None
+                raise overloaded(f"other large bodies were parsed for {TURN_TIMEOUT_S:g} s", by_size=True) from None
             raise BodyTimeout(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None
         except web.RequestPayloadError as error:
             cause = error.__cause__

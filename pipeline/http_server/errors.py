@@ -86,10 +86,17 @@ def invalid(param: str | None, message: str, code: str | None = None) -> ApiErro
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
-def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """503"""
-    message = f"the server is overloaded: {why}"
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded", retry_after_s=retry_after_s)
+class Overloaded(ApiError):
+    """503. `by_size`: what is open has too many tokens or bytes, not too many requests."""
+
+    def __init__(self, message: str, retry_after_s: int, *, by_size: bool) -> None:
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded", retry_after_s=retry_after_s)
+        self.by_size = by_size
+
+
+def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S, *, by_size: bool = False) -> Overloaded:
+    """503; `by_size` as in `Overloaded`"""
+    return Overloaded(f"the server is overloaded: {why}", retry_after_s, by_size=by_size)
 
 
 ENCODINGS = ("identity", "gzip", "deflate")

@@ -112,7 +112,8 @@ class UploadBudget:
         if num_more > num_left:
             raise overloaded(
                 f"{num_left} of {self.max_bytes} bytes are free for large bodies that are being received, and this "
-                f"body needs {num_more} more"
+                f"body needs {num_more} more",
+                by_size=True,
             )
 
 

@@ -84,6 +84,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """Requests that wait for room in this limit, after some output."""
     num_preemptions: int = 0
     """How often a request was preempted for it."""
+    num_overloaded_by_size: int = 0
+    """Part of `num_overloaded`: too many prompt tokens or bytes were open, not too many requests."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

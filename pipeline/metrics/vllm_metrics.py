@@ -123,6 +123,15 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
     for place, reason in enumerate(FINISHED_REASONS):
         finished.add_metric([*labels.values(), reason], sum(gateway.num_finished[place] for gateway in gateways))
     yield finished
+    refused = CounterMetricFamily(
+        "vllm:admission_rejections",
+        "Number of requests answered with 503 on arrival, by the limit that was reached.",
+        labels=["model_name", "reason"],
+    )
+    by_size = sum(gateway.num_overloaded_by_size for gateway in gateways)
+    refused.add_metric([stats.model, "max_num_queued_reqs"], sum(one.num_overloaded for one in gateways) - by_size)
+    refused.add_metric([stats.model, "max_num_queued_tokens"], by_size)
+    yield refused
     if executors := list(counts_of(stats, ExecuteCounts)):
         yield counter(
             "vllm:corrupted_requests",

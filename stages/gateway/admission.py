@@ -72,7 +72,9 @@ class Admission:
             )
         if self.num_sequences and self.num_tokens >= self.max_tokens:
             raise overloaded(
-                f"the limit of {self.max_tokens} open prompt tokens is reached", self._retry_after_s(0, 1, now_s)
+                f"the limit of {self.max_tokens} open prompt tokens is reached",
+                self._retry_after_s(0, 1, now_s),
+                by_size=True,
             )
         if self.num_sequences and body_bytes >= self._num_free_bytes:
             raise self._lacks_bytes(body_bytes, now_s)
@@ -91,6 +93,7 @@ class Admission:
             raise overloaded(
                 f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens}",
                 self._retry_after_s(0, min(num_tokens - num_left, self.num_tokens), now_s),
+                by_size=True,
             )
         if self.num_sequences and num_bytes > self._num_free_bytes:
             raise self._lacks_bytes(num_bytes, now_s)
@@ -101,6 +104,7 @@ class Admission:
             f"{num_left} of {self.max_bytes} bytes are free for new requests, and this one keeps {num_bytes} at least "
             "(gateway.max_open_bytes)",
             self._retry_after_s(0, 0, now_s, min(num_bytes - num_left, self.num_bytes)),
+            by_size=True,
         )
 
     @property

@@ -11,6 +11,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.num_overloaded = 0
+        self.num_overloaded_by_size = 0
         self.num_timed_out = 0
         self.num_preemptions = 0
         self._num_opened = 0
@@ -80,4 +81,5 @@ class GatewayMetrics:
             max_open_bytes=admission.max_bytes,
             num_preempted=admission.num_preempted,
             num_preemptions=self.num_preemptions,
+            num_overloaded_by_size=self.num_overloaded_by_size,
         )

@@ -29,7 +29,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.deadlines import Deadlines
-from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
+from pipeline.stages.gateway.errors import ApiError, Overloaded, overloaded, timeout_error
 from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.open_bytes import bounded, fixed_bytes, measured, output_cost, size_of, submitted_bytes
@@ -192,6 +192,7 @@ class RequestTable:
     def count_overloaded(self, error: ApiError) -> None:
         """Count a request that an admission limit refused."""
         self.metrics.num_overloaded += 1
+        self.metrics.num_overloaded_by_size += isinstance(error, Overloaded) and error.by_size
         self.log_refused(error)
 
     def log_refused(self, error: ApiError | None = None) -> None:

@@ -254,6 +254,7 @@ VLLM_OPTIONS = {
     "--max-logprobs=5": ("limits.max_logprobs", 5),
     "--max-model-len=4k": ("max_model_len", 4000),
     "--max-num-batched-tokens=1K": ("schedule.max_num_batched_tokens", 1024),
+    "--max-num-queued-reqs=64": ("gateway.max_open_sequences", 64),
     "--max_num_seqs=3": ("schedule.max_num_seqs", 3),
     "--no-async-scheduling": ("schedule.max_steps_in_flight", 1),
     "--no-enable-prefix-caching": ("schedule.prefix_caching", False),

@@ -78,6 +78,7 @@ def gateway(num_stopped: int, first_s: float) -> Any:
     admission.take(2, 300, 0.0, 70)
     admission.num_preempted = counting.num_preemptions = 2
     counting.num_timed_out = 3
+    counting.num_overloaded, counting.num_overloaded_by_size = 5, 2
     return counting.counts(2, admission)
 
 
@@ -231,6 +232,9 @@ def test_open_tokens_are_shown_with_their_limit() -> None:
     assert value(samples, "pipeline_open_tokens") == 600
     assert value(samples, "pipeline_max_open_tokens") == 2000
     assert value(samples, "pipeline_calls_timed_out_total") == 6
+    assert value(samples, "pipeline_calls_overloaded_total") == 10
+    for reason, num in (("max_num_queued_reqs", 6), ("max_num_queued_tokens", 4)):
+        assert value(samples, "vllm:admission_rejections_total", reason=reason) == num
 
 
 def test_open_bytes_are_shown_with_their_limit() -> None:

@@ -14,7 +14,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission import MAX_RETRY_S, Admission
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, Overloaded
 from tests.logs import lines_of
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
@@ -24,8 +24,8 @@ SOON_S = 0.05
 """Limit of the median time of a rejection: other load of the machine may delay single ones."""
 
 
-def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: float = 0.0) -> ApiError:
-    with pytest.raises(ApiError) as raised:
+def refusal(admission: Admission, num_sequences: int, num_tokens: int, now_s: float = 0.0) -> Overloaded:
+    with pytest.raises(Overloaded) as raised:
         admission.admit(num_sequences, num_tokens, now_s)
     assert (raised.value.status, raised.value.code) == (503, "overloaded")
     return raised.value
@@ -37,8 +37,9 @@ class TestLimits:
         admission.admit(2, 60, 0.0)
         admission.take(2, 60, 0.0)
         admission.admit(2, 40, 0.0)
-        refusal(admission, 3, 1)
+        assert not refusal(admission, 3, 1).by_size
         assert "40 of 100 prompt tokens are free" in refusal(admission, 1, 41).message
+        assert refusal(admission, 1, 41).by_size
         admission.give(2, 60, 1.0)
         admission.admit(4, 100, 1.0)
 

@@ -152,6 +152,22 @@ def test_overloaded_requests_are_counted(tmp_path: Any) -> None:
         reply.result()
 
 
+@pytest.mark.parametrize(("limit", "by_size"), [({"max_open_sequences": 2}, 0), ({"max_open_tokens": 500}, 2)])
+def test_overloaded_requests_are_counted_by_the_limit_that_they_reach(
+    tmp_path: Any, limit: dict[str, int], by_size: int
+) -> None:
+    with Gate(tmp_path, **limit) as gate:
+        reply = gate.complete(COMPLETION | {"prompt": list(range(450))})
+        gate.accept(submit := gate.submit(), 450)
+        for _ in range(2):
+            refused = gate.client.post("/v1/completions", json=COMPLETION | {"prompt": list(range(60)), "n": 2})
+            assert refused.status_code == 503, refused.text
+        counts = counts_of(gate)
+        assert (counts.num_overloaded, counts.num_overloaded_by_size) == (2, by_size)
+        gate.finish(submit)
+        reply.result()
+
+
 # ---------------------------------------------------------------------------------------------------------- timings
 
 
