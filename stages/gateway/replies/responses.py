@@ -51,11 +51,11 @@ def _prediction_details(sequences: Sequence[SequenceOutput]) -> CompletionTokens
 
 
 def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput, *, is_begun: bool = True) -> Usage:
-    """Usage of one choice of a stream so far; without output in events that have none, as in vLLM, although some may
-    have arrived."""
+    """Usage of one choice of a stream so far, without details, as in vLLM; without output in events that have none,
+    although some may have arrived."""
     prompt = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids)
     output = sequence.num_ids if is_begun else 0
-    return Usage(prompt, output, prompt + output, PromptTokensDetails(prompt_request.num_cached))
+    return Usage(prompt, output, prompt + output)
 
 
 def whole(request: Request) -> bytes:

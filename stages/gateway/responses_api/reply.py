@@ -112,7 +112,7 @@ def _finished(request: Request, output: list[Item]) -> ResponseObject:
     usage = usage_of(request)
     response.usage = ResponseUsage(
         usage.prompt_tokens,
-        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        InputTokensDetails(request.num_cached_tokens),
         usage.completion_tokens,
         OutputTokensDetails(num_reasoning_tokens(request, output)),
         usage.total_tokens,
