@@ -155,6 +155,8 @@ def form_bytes(parsed: ParsedRequest) -> int:
         raw = form.text, form.tool_choice, form.tools  # JSON already
         size += form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
         size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
+        for name, one in form.called.items():
+            size += text_bytes(name) + text_bytes(one.name) + text_bytes(one.namespace) + 2 * VALUE_BYTES
         repeated = sum(map(json_bytes, own)) + sum(map(_utf8_bytes, raw)) + json_bytes(form.metadata)
         size += (FIRST_EVENTS if parsed.stream else ECHO_COPIES) * repeated
     return size

@@ -44,9 +44,10 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: Annotated[
-        PromptTokensDetails, Meta(description="Not in the events of a stream before the last one.")
-    ] | UnsetType = UNSET
+    prompt_tokens_details: (
+        Annotated[PromptTokensDetails, Meta(description="Not in the events of a stream before the last one.")]
+        | UnsetType
+    ) = UNSET
     completion_tokens_details: Annotated[CompletionTokensDetails, Meta(description="With prediction.")] | UnsetType = (
         UNSET
     )

@@ -28,22 +28,41 @@ Metadata = Annotated[
 ]
 
 
-class FunctionTool(msgspec.Struct, omit_defaults=True):
-    """A function that the model may call"""
+class CustomFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a custom tool's input. The model reads it; it is not enforced."""
 
-    type: Annotated[str, Meta(description="function")]
+    type: Annotated[str, Meta(description="text or grammar")]
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class FunctionTool(msgspec.Struct, omit_defaults=True):
+    """A function or a custom tool that the model may call"""
+
+    type: Annotated[str, Meta(description="function or custom")]
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     parameters: Annotated[
         Raw, Meta(description="A JSON Schema of its arguments: an object.", extra_json_schema=OBJECT)
     ] = Raw()
     strict: bool | None = None
+    format: Annotated[CustomFormat, Meta(description="Of a custom tool's input.")] | None = None
+
+
+class Tool(FunctionTool, omit_defaults=True):
+    """An entry of `tools`"""
+
+    type: Annotated[
+        str,
+        Meta(description="function, custom or namespace. The model does not get tools of other types."),
+    ]
+    tools: Annotated[list[FunctionTool], Meta(description="The tools of a namespace.")] | None = None
 
 
 class FunctionChoice(msgspec.Struct, omit_defaults=True):
-    """Requires a call of one function"""
+    """Requires a call of one tool"""
 
-    type: Annotated[str, Meta(description="function")]
+    type: Annotated[str, Meta(description="function or custom")]
     name: str | None = None
 
 
@@ -78,7 +97,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
         Annotated[str | list[InputItem], Meta(description="A user's message, or items of a conversation.")] | None
     ) = None
     instructions: Annotated[str, Meta(description="A system message before everything else.")] | None = None
-    tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] | None = None
+    tools: Annotated[list[Tool], Meta(description="Tools that the model may call.")] | None = None
     tool_choice: (
         Annotated[str | FunctionChoice, Meta(description="none, auto, required, or a function by name.")] | None
     ) = None

@@ -3,6 +3,14 @@
 import msgspec
 
 
+class CalledTool(msgspec.Struct, frozen=True):
+    """How the output names a tool."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
 class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     """A request of POST /v1/responses, besides its prompt and its sampling options.
 
@@ -28,5 +36,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     truncation: str = "disabled"
     user: str | None = None
+    called: dict[str, CalledTool] = {}
+    """By the name of the chat's function: tools that the output names in another way"""
     conversation_bytes: int = 0
     """Size of the items of its conversation, which are kept until the response is stored; 0 if it is not."""

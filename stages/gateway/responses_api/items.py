@@ -6,10 +6,10 @@ write in several ways; `item_of` checks it and converts it.
 
 import hashlib
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.stages.gateway.errors import invalid, shown, unsupported
 from pipeline.stages.gateway.parsing.conversation import MAX_ID_CHARS
@@ -55,9 +55,26 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
     status: Status
+    namespace: str | UnsetType = UNSET
+
+
+class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+    namespace: str | UnsetType = UNSET
 
 
 class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str
+    status: Status
+
+
+class CustomToolCallOutputItem(msgspec.Struct, tag_field="type", tag="custom_tool_call_output"):
     id: str
     call_id: str
     output: str
@@ -71,12 +88,19 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     status: Status
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+CallItem = FunctionCallItem | CustomToolCallItem
+CallOutputItem = FunctionCallOutputItem | CustomToolCallOutputItem
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+C = TypeVar("C", FunctionCallItem, CustomToolCallItem)
+R = TypeVar("R", FunctionCallOutputItem, CustomToolCallOutputItem)
 
 PREFIXES: dict[type, str] = {
     MessageItem: "msg",
     FunctionCallItem: "fc",
     FunctionCallOutputItem: "fco",
+    CustomToolCallItem: "ctc",
+    CustomToolCallOutputItem: "ctco",
     ReasoningItem: "rs",
 }
 """Of the ids of items"""
@@ -122,8 +146,9 @@ class InputItem(msgspec.Struct):
         Annotated[
             str,
             Meta(
-                description="message (the default if there is a role), function_call, function_call_output, reasoning, "
-                "or item_reference: the id of an item of a stored response."
+                description="message (the default if there is a role), function_call, function_call_output, "
+                "custom_tool_call, custom_tool_call_output, reasoning, or item_reference: the id of an item of a "
+                "stored response."
             ),
         ]
         | None
@@ -133,8 +158,10 @@ class InputItem(msgspec.Struct):
     content: str | list[InputPart] | None = None
     call_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     name: str | None = None
+    namespace: Annotated[str, Meta(description="Of a call's tool.")] | None = None
     arguments: Annotated[str, Meta(description="JSON text")] | None = None
-    output: Annotated[str | list[InputPart], Meta(description="What the function returned.")] | None = None
+    input: Annotated[str, Meta(description="Of a custom tool's call.")] | None = None
+    output: Annotated[str | list[InputPart], Meta(description="What the tool returned.")] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: Annotated[str, Meta(description="No effect.")] | None = None
     status: str | None = None
@@ -148,18 +175,13 @@ def item_of(place: int, item: InputItem, seed: str) -> Item | None:
         case "message":
             return _message(at, item, seed)
         case "function_call":
-            for name in ("call_id", "name", "arguments"):
-                if getattr(item, name) is None:
-                    raise _required(f"{at}.{name}")
-            found = item.id or item_id(FunctionCallItem, seed)
-            return FunctionCallItem(found, item.call_id or "", item.name or "", item.arguments or "", "completed")
+            return _call(at, item, seed, FunctionCallItem, "arguments")
+        case "custom_tool_call":
+            return _call(at, item, seed, CustomToolCallItem, "input")
         case "function_call_output":
-            if item.call_id is None:
-                raise _required(f"{at}.call_id")
-            if item.output is None:
-                raise _required(f"{at}.output")
-            found = item.id or item_id(FunctionCallOutputItem, seed)
-            return FunctionCallOutputItem(found, item.call_id, _joined(f"{at}.output", item.output), "completed")
+            return _call_output(at, item, seed, FunctionCallOutputItem)
+        case "custom_tool_call_output":
+            return _call_output(at, item, seed, CustomToolCallOutputItem)
         case "reasoning":
             return _reasoning(at, item, seed)
         case "item_reference":
@@ -167,8 +189,8 @@ def item_of(place: int, item: InputItem, seed: str) -> Item | None:
                 raise _required(f"{at}.id")
             return None
         case other:
-            what = f"'{shown(other)}' is not one of message, function_call, function_call_output, reasoning"
-            raise unsupported(f"{at}.type", f"{what} and item_reference")
+            what = f"'{shown(other)}' is not one of message, function_call, function_call_output, custom_tool_call"
+            raise unsupported(f"{at}.type", f"{what}, custom_tool_call_output, reasoning and item_reference")
 
 
 def _type_of(at: str, item: InputItem) -> str:
@@ -204,6 +226,23 @@ def _message(at: str, item: InputItem, seed: str) -> MessageItem:
                     text = _text(where, part, ("input_text", "output_text"))
                     parts.append(OutputText(text) if is_output else InputText(text))
     return MessageItem(item.id or item_id(MessageItem, seed), item.role, "completed", parts)
+
+
+def _call(at: str, item: InputItem, seed: str, kind: type[C], text: str) -> C:
+    for name in ("call_id", "name", text):
+        if getattr(item, name) is None:
+            raise _required(f"{at}.{name}")
+    found, namespace = item.id or item_id(kind, seed), UNSET if item.namespace is None else item.namespace
+    return kind(found, item.call_id or "", item.name or "", getattr(item, text), "completed", namespace)
+
+
+def _call_output(at: str, item: InputItem, seed: str, kind: type[R]) -> R:
+    if item.call_id is None:
+        raise _required(f"{at}.call_id")
+    if item.output is None:
+        raise _required(f"{at}.output")
+    found = item.id or item_id(kind, seed)
+    return kind(found, item.call_id, _joined(f"{at}.output", item.output), "completed")
 
 
 def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:

@@ -11,6 +11,10 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, shown
 from pipeline.stages.gateway.responses_api.items import (
+    CallItem,
+    CallOutputItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
@@ -18,6 +22,7 @@ from pipeline.stages.gateway.responses_api.items import (
     ReasoningItem,
     Refusal,
 )
+from pipeline.stages.gateway.responses_api.tools import arguments_of, chat_name
 
 
 class _Turn(msgspec.Struct):
@@ -53,7 +58,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
     turn: _Turn | None = None
     call_ids: set[str] = set()
     for place, item in enumerate(items):
-        is_own = not isinstance(item, FunctionCallOutputItem) and (
+        is_own = not isinstance(item, CallOutputItem) and (
             not isinstance(item, MessageItem) or item.role == "assistant"
         )
         if turn is not None and (not is_own or (isinstance(item, MessageItem) and turn.last is MessageItem)):
@@ -67,15 +72,15 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
             case MessageItem():
                 texts = _texts(item)
                 found.append(m.ChatMessage(item.role, "\n".join(texts), parts=texts if len(texts) > 1 else None))
-            case FunctionCallItem() if turn is not None:
+            case FunctionCallItem() | CustomToolCallItem() if turn is not None:
                 call_ids.add(item.call_id)
-                turn.calls.append(m.ToolCall(item.call_id, item.name, item.arguments))
+                turn.calls.append(_call(item))
             case ReasoningItem() if turn is not None:
                 turn.add_reasoning([part.text for part in item.content or item.summary])
-            case FunctionCallOutputItem():
+            case FunctionCallOutputItem() | CustomToolCallOutputItem():
                 if item.call_id not in call_ids:
                     param = f"input[{place - num_stored}].call_id"
-                    message = f"'{param}' is {shown(item.call_id)!r}, and no function_call before it has this call_id"
+                    message = f"'{param}' is {shown(item.call_id)!r}, and no call before it has this call_id"
                     raise invalid(param, message, "invalid_value")
                 found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))
         if turn is not None:
@@ -83,6 +88,12 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
     if turn is not None:
         found.append(turn.message())
     return found
+
+
+def _call(item: CallItem) -> m.ToolCall:
+    arguments = item.arguments if isinstance(item, FunctionCallItem) else arguments_of(item.input)
+    name = chat_name(item.name, item.namespace) if item.namespace else item.name
+    return m.ToolCall(item.call_id, name, arguments)
 
 
 def _continued(before: list[str], texts: list[str]) -> list[str]:

@@ -3,11 +3,13 @@
     reasoning     added · part added · reasoning_text.delta … · done · part done · item done
     message       added · part added · output_text.delta …    · done · part done · item done
     function call added · function_call_arguments.delta …     · done ·             item done
+    custom call   added · custom_tool_call_input.delta        · done ·             item done
 
 One item is open at a time: the next one closes it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import UNSET
@@ -15,7 +17,9 @@ from msgspec.structs import replace
 
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob, packed
 from pipeline.stages.gateway.replies.types import ChatDelta
+from pipeline.stages.gateway.responses_api.form import CalledTool
 from pipeline.stages.gateway.responses_api.items import (
+    CustomToolCallItem,
     FunctionCallItem,
     Item,
     MessageItem,
@@ -25,17 +29,19 @@ from pipeline.stages.gateway.responses_api.items import (
     Status,
     item_id,
 )
+from pipeline.stages.gateway.responses_api.tools import input_of
 from pipeline.stages.gateway.responses_api.types import ResponseEvent
 
 
 class OutputBuilder:
     """The output of one response. Take each event before the next one: events refer to items that change."""
 
-    def __init__(self, seed: str) -> None:
-        """`seed` makes the ids of items unique."""
+    def __init__(self, seed: str, called: Mapping[str, CalledTool] = MappingProxyType({})) -> None:
+        """`seed` makes the ids of items unique. `called`: as in `ResponseForm`."""
         self.items: list[Item] = []
         """Complete ones; the last one may be open."""
         self._seed = seed
+        self._called = called
         self._is_open = False
         self._pieces: list[str] = []
         """Text of the open item."""
@@ -140,11 +146,15 @@ class OutputBuilder:
     # --------------------------------------------------------------------------------------------------------- calls
 
     def _begin_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
-        item = FunctionCallItem(self._id(FunctionCallItem), call_id, name, "", "in_progress")
-        yield from self._begin(item)
+        called = self._called.get(name, CalledTool(name))
+        kind = CustomToolCallItem if called.is_custom else FunctionCallItem
+        namespace = UNSET if called.namespace is None else called.namespace
+        yield from self._begin(kind(self._id(kind), call_id, called.name, "", "in_progress", namespace))
 
     def _arguments(self, text: str) -> Iterator[ResponseEvent]:
         self._pieces.append(text)
+        if isinstance(self._last, CustomToolCallItem):
+            return  # they are JSON with the input in it, which is there when they have ended
         yield replace(self._event("function_call_arguments.delta"), delta=text)
 
     # --------------------------------------------------------------------------------------------------------- close
@@ -171,6 +181,10 @@ class OutputBuilder:
             case FunctionCallItem() as call:
                 call.arguments = text
                 yield replace(self._event("function_call_arguments.done"), name=call.name, arguments=text)
+            case CustomToolCallItem() as call:
+                call.input = input_of(text)
+                yield replace(self._event("custom_tool_call_input.delta"), delta=call.input)
+                yield replace(self._event("custom_tool_call_input.done"), input=call.input)
         item = self.items[-1]
         item.status = status
         yield ResponseEvent(type="response.output_item.done", output_index=self._index, item=item)

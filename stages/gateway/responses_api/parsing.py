@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
@@ -21,8 +21,6 @@ from pipeline.stages.gateway.responses_api.body import (
     INCLUDE_LOGPROBS,
     INCLUDES,
     RESPONSES_NEUTRAL,
-    FunctionChoice,
-    FunctionTool,
     ResponsesBody,
     TextConfig,
 )
@@ -31,6 +29,7 @@ from pipeline.stages.gateway.responses_api.items import InputText, MessageItem, 
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
+from pipeline.stages.gateway.responses_api.tools import ChatTools, tools_json
 
 _bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
 FORMATS = ("text", "json_object", "json_schema")
@@ -83,6 +82,8 @@ class ParsedResponse(NamedTuple):
     request: ParsedRequest
     items: list[SizedItem]
     """The conversation, to which the output will be added."""
+    left_out: list[str]
+    """Types of tools that the model does not get"""
 
 
 def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ParsedResponse:
@@ -109,13 +110,14 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     before = [] if response.previous_response_id is None else stored.conversation(response.previous_response_id)
     num_stored, items = len(before), before + read.new
     messages = messages_of(response.instructions, [one.item for one in items], num_stored)
-    chat = _chat(response)
+    tools = ChatTools(response.tools or ())
+    chat = _chat(response, tools)
 
     def prompts() -> list[m.Prompt]:
         return [msgspec.structs.replace(chat_prompt(chat, [], limits.caps), messages=messages)]
 
     details = TokenDetailOptions(num_top=_num_top(response, limits))
-    with _renamed_errors():
+    with _renamed_errors(tools):
         parsed = parsed_request_of(
             chat,
             1,
@@ -127,20 +129,20 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
             details=details,
         )
         parsed = with_reply(parsed, limits)
-    form = _form(response, read.is_stored, sum_of(items) if read.is_stored else 0)
+    form = _form(response, tools, read.is_stored, sum_of(items) if read.is_stored else 0)
+    options = _renamed_grammar(parsed.options, tools)
     return ParsedResponse(
-        msgspec.structs.replace(parsed, options=_renamed_grammar(parsed.options), response=form, prompt_param="input"),
-        items,
+        msgspec.structs.replace(parsed, options=options, response=form, prompt_param="input"), items, tools.left_out
     )
 
 
 @contextlib.contextmanager
-def _renamed_errors() -> Iterator[None]:
+def _renamed_errors(tools: ChatTools | None = None) -> Iterator[None]:
     """Checks that chats share name a chat's fields."""
     try:
         yield
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error if tools is None else tools.renamed(error)) from error
 
 
 def _check(response: ResponsesBody) -> None:
@@ -213,7 +215,7 @@ def _new_items(
             return items, num_bytes
 
 
-def _chat(response: ResponsesBody) -> ChatBody:
+def _chat(response: ResponsesBody, tools: ChatTools) -> ChatBody:
     """The chat that gives the same output."""
     names = (*(name for name in SamplingFields.__struct_fields__ if name != "response_format"), *TO_CHATS, "timeout_s")
     reasoning = response.reasoning
@@ -221,61 +223,12 @@ def _chat(response: ResponsesBody) -> ChatBody:
         **{name: getattr(response, name) for name in dict.fromkeys(names)},
         model=response.model,
         messages=[],
-        tools=Raw(_encoded([_chat_tool(place, tool) for place, tool in enumerate(response.tools or ())])),
-        tool_choice=Raw(_encoded(_chat_choice(response.tool_choice))),
+        tools=Raw(tools.json),
+        tool_choice=Raw(_encoded(tools.choice(response.tool_choice))),
         response_format=_response_format(response.text),
         reasoning_effort=None if reasoning is None else reasoning.effort,
         truncate_prompt_tokens=-1 if response.truncation == "auto" else None,
     )
-
-
-class _ChatFunction(msgspec.Struct, omit_defaults=True):
-    name: str
-    description: str | UnsetType = UNSET
-    parameters: Raw | UnsetType = UNSET
-    strict: bool | UnsetType = UNSET
-
-
-class _ChatTool(msgspec.Struct):
-    type: str
-    function: _ChatFunction
-
-
-class _ReplyTool(_ChatFunction, kw_only=True):
-    """A tool as the response repeats it"""
-
-    type: str
-
-
-def _chat_tool(place: int, tool: FunctionTool) -> _ChatTool:
-    if tool.type != "function":
-        what = f"'{shown(tool.type)}' is not available, tools are functions"
-        raise unsupported(f"tools[{place}].type", what)
-    if tool.name is None:
-        raise invalid(f"tools[{place}].name", f"'tools[{place}].name' is required")
-    return _ChatTool("function", _ChatFunction(tool.name, *_optional(tool)))
-
-
-def _optional(tool: FunctionTool) -> tuple[str | UnsetType, Raw | UnsetType, bool | UnsetType]:
-    return (
-        UNSET if tool.description is None else tool.description,
-        UNSET if bytes(tool.parameters) in (b"", b"null") else tool.parameters,
-        UNSET if tool.strict is None else tool.strict,
-    )
-
-
-def _chat_choice(choice: str | FunctionChoice | None) -> Any:
-    match choice:
-        case None | "none" | "auto" | "required":
-            return choice
-        case str():
-            words = 'none, auto, required or {"type": "function", "name": …}'
-            raise invalid("tool_choice", f"'tool_choice' must be {words}", "invalid_value")
-    if choice.type != "function":
-        raise unsupported("tool_choice.type", f"'{shown(choice.type)}' is not available, use function")
-    if choice.name is None:
-        raise invalid("tool_choice.name", "'tool_choice.name' is required")
-    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _response_format(text: TextConfig | None) -> ResponseFormat | None:
@@ -289,11 +242,13 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
     return ResponseFormat(given.type, schema=given.schema)
 
 
-def _renamed_grammar(options: m.GenerationOptions) -> m.GenerationOptions:
+def _renamed_grammar(options: m.GenerationOptions, tools: ChatTools) -> m.GenerationOptions:
     """Name the field of the grammar as in this API: ingest reports it."""
-    if options.grammar is None or not options.grammar.param.startswith("response_format"):
+    if options.grammar is None:
         return options
-    param = "text.format.schema" if options.grammar.kind == "closed_schema" else "text.format"
+    param = tools.path(options.grammar.param)
+    if param.startswith("response_format"):
+        param = "text.format.schema" if options.grammar.kind == "closed_schema" else "text.format"
     return msgspec.structs.replace(options, grammar=msgspec.structs.replace(options.grammar, param=param))
 
 
@@ -306,8 +261,7 @@ def _num_top(response: ResponsesBody, limits: RequestLimits) -> int | None:
     return check_num_top("top_logprobs", response.top_logprobs or 0, limits.caps)
 
 
-def _form(response: ResponsesBody, is_stored: bool, conversation_bytes: int) -> ResponseForm:
-    tools = [_ReplyTool(tool.name or "", *_optional(tool), type="function") for tool in response.tools or ()]
+def _form(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversation_bytes: int) -> ResponseForm:
     text_format: dict[str, Any] = {"type": "text"}
     if response.text is not None and response.text.format is not None:
         given = response.text.format
@@ -337,10 +291,11 @@ def _form(response: ResponsesBody, is_stored: bool, conversation_bytes: int) -> 
         safety_identifier=response.safety_identifier,
         text=_encoded({"format": text_format, "verbosity": "medium"}).decode(),
         tool_choice=_encoded("auto" if response.tool_choice is None else response.tool_choice).decode(),
-        tools=_encoded(tools).decode(),
+        tools=tools_json(tools.shown),
         top_logprobs=response.top_logprobs or 0,
         truncation=response.truncation or "disabled",
         user=response.user,
+        called=tools.called,
         conversation_bytes=conversation_bytes,
     )
 

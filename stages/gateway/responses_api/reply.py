@@ -145,7 +145,9 @@ class _Reader:
         self._request = request
         (self._prompt_request,) = request.prompt_requests
         (self._sequence,) = request.sequences
-        self.builder = OutputBuilder(f"{request.salt:x}")
+        form = request.parsed.response
+        assert form is not None, "the request is not one of /v1/responses"
+        self.builder = OutputBuilder(f"{request.salt:x}", form.called)
         self._reader = None
         if request.parsed.reply is not None:
             self._reader = ReplyReader(request, self._prompt_request, self._sequence, 0)

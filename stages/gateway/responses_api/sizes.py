@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from pipeline.stages.gateway.open_bytes import MESSAGE_BYTES, TEXT_BYTES, VALUE_BYTES, text_bytes
 from pipeline.stages.gateway.responses_api.items import (
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
@@ -44,7 +46,11 @@ def sized(item: Item) -> SizedItem:
                     size += sum(LOGPROB_BYTES + memoryview(one).nbytes for one in as_json)
         case FunctionCallItem():
             size += text_bytes(item.call_id) + text_bytes(item.name) + text_bytes(item.arguments)
-        case FunctionCallOutputItem():
+            size += text_bytes(item.namespace or "")
+        case CustomToolCallItem():
+            size += text_bytes(item.call_id) + text_bytes(item.name) + text_bytes(item.input)
+            size += text_bytes(item.namespace or "")
+        case FunctionCallOutputItem() | CustomToolCallOutputItem():
             size += text_bytes(item.call_id) + text_bytes(item.output)
         case ReasoningItem():
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.summary)

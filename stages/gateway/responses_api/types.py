@@ -100,6 +100,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     code: str | UnsetType | None = UNSET
     message: str | UnsetType = UNSET

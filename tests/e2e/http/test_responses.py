@@ -168,7 +168,7 @@ def test_a_deleted_response_is_gone(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         ({"temperature": 9}, "temperature"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"input": "a " * 20_000}, "input"),

@@ -37,6 +37,7 @@ LIMITS = RequestLimits(
 )
 FIND = {"type": "function", "name": "find", "description": "It finds", "parameters": {"type": "object"}}
 NOW = {"type": "function", "name": "now"}
+WEB = {"type": "web_search", "external_web_access": False}
 CALL = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
 WHY_OFF = "it is off"
@@ -368,8 +369,38 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"type": "reasoning", "content": [PART]}]}, "input[0].content[0].type", "unsupported"),
     ({"input": [{"role": "user", "content": "a"}] * 600}, "input", "context_length_exceeded"),
     ({"instructions": 1}, "instructions", "invalid_type"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
-    ({"tools": [NOW, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "unsupported"),
+    ({"tools": [{"type": "functoin", "name": "x"}]}, "tools[0].type", "unsupported"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].name", None),
+    ({"tools": [{"type": "namespace", "tools": [NOW]}]}, "tools[0].name", None),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools", None),
+    (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [NOW, {"type": "function"}]}]},
+        "tools[0].tools[1].name",
+        None,
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
+        "tools[0].tools[0].type",
+        "unsupported",
+    ),
+    (
+        {"tools": [WEB, {"type": "namespace", "name": "a", "tools": [NOW, NOW]}]},
+        "tools[1].tools[1].name",
+        "invalid_value",
+    ),
+    (
+        {"tools": [WEB, {"type": "namespace", "name": "a", "tools": [NOW | {"parameters": 1}]}]},
+        "tools[1].tools[0].parameters",
+        "invalid_type",
+    ),
+    ({"tools": [{"type": "custom", "name": "now"}, NOW]}, "tools[1].name", "invalid_value"),
+    ({"tools": [WEB, NOW | {"parameters": {"type": "array"}}]}, "tools[1].parameters.type", "invalid_value"),
+    ({"tools": [WEB], "tool_choice": "required"}, "tool_choice", None),
+    ({"tools": [WEB], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported"),
+    ({"tools": [WEB], "tool_choice": {"type": "function", "name": "web_search"}}, "tool_choice", "invalid_value"),
+    ({"tools": [NOW], "tool_choice": {"type": "custom", "name": "now"}}, "tool_choice", "invalid_value"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input", None),
+    ({"input": [{"type": "custom_tool_call_output", "call_id": "c"}]}, "input[0].output", None),
     ({"tools": [{"type": "function"}]}, "tools[0].name", None),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"tools": [NOW, NOW]}, "tools[1].name", "invalid_value"),
