@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.stages.gateway.parsing.conversation import MAX_ID_CHARS, Tools
+from pipeline.stages.gateway.parsing.conversation import Tools
+from pipeline.stages.gateway.parsing.message_params import MAX_ID_CHARS
 from pipeline.stages.gateway.parsing.sampling_fields import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,

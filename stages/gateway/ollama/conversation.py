@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pipeline.stages.gateway.errors import invalid, unsupported
 from pipeline.stages.gateway.ollama import bodies as b
 from pipeline.stages.gateway.parsing.anthropic.tools import object_text
-from pipeline.stages.gateway.parsing.conversation import FunctionCall, MessageParam, ToolCallParam
+from pipeline.stages.gateway.parsing.message_params import FunctionCall, MessageParam, ToolCallParam
 
 
 def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
@@ -46,7 +46,7 @@ def _call(at: str, call: b.OllamaToolCallParam, number: int) -> ToolCallParam:
     is_given = bytes(raw) not in (b"", b"null")
     arguments = object_text(raw, f"{at}.function.arguments") if is_given else "{}"
     # Nine letters and digits, because templates of Mistral's models refuse other ids.
-    return ToolCallParam(call.id or f"call{number:05}", FunctionCall(call.function.name, arguments))
+    return ToolCallParam(FunctionCall(call.function.name, arguments), call.id or f"call{number:05}")
 
 
 class _OpenCalls:
@@ -60,7 +60,7 @@ class _OpenCalls:
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
         for place, call in enumerate(calls):
-            self._by_id.setdefault(call.id, deque()).append(place)
+            self._by_id.setdefault(call.id or "", deque()).append(place)
             self._by_name.setdefault(call.function.name, deque()).append(place)
 
     def answered(self, message: b.OllamaMessage) -> str | None:

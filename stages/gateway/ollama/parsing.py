@@ -17,10 +17,10 @@ from pipeline.stages.gateway.ollama.conversation import messages_of
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed
 from pipeline.stages.gateway.parsing.bodies import Body, ChatBody, is_neutral, with_unsupported
-from pipeline.stages.gateway.parsing.conversation import MessageParam
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, embeddings_request_of
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
+from pipeline.stages.gateway.parsing.message_params import MessageParam
 from pipeline.stages.gateway.parsing.parse import (
     chat_num_top,
     chat_request_of,

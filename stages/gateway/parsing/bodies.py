@@ -16,12 +16,12 @@ from pipeline.runtime.messages import MAX_SHOWN_IDS
 from pipeline.stages.gateway.parsing.conversation import (
     Documents,
     Kwargs,
-    MessageParam,
     Messages,
     ReasoningEffort,
     ToolChoice,
     Tools,
 )
+from pipeline.stages.gateway.parsing.message_params import MessageParam
 from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]

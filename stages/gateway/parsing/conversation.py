@@ -8,7 +8,6 @@
 template, as in vLLM. Ingest checks the schemas of functions when it compiles their grammar.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -18,55 +17,15 @@ from msgspec import Meta, Raw
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
+from pipeline.stages.gateway.parsing.message_params import ROLE, ROLES, ContentPart, MessageParam
+from pipeline.stages.gateway.parsing.tool_call_ids import with_ids
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.tool_format import ToolSpec
 
 T = TypeVar("T")
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The API's roles. Templates may take others."""
-ROLE = re.compile("[a-zA-Z0-9_.-]{1,64}")
 CONTENT = {"text": "text", "refusal": "refusal"}
 """Types of text parts, and the field with the text."""
-MAX_ID_CHARS = 256
-
-
-class ContentPart(msgspec.Struct):
-    type: Annotated[str, Meta(description="text; in an assistant's message also refusal")]
-    text: str | None = None
-    refusal: str | None = None
-
-
-class FunctionCall(msgspec.Struct):
-    name: str
-    arguments: Annotated[str, Meta(description="JSON text")]
-
-
-class ToolCallParam(msgspec.Struct):
-    id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    function: FunctionCall
-    type: str = "function"
-
-
-class MessageParam(msgspec.Struct):
-    role: Annotated[
-        str,
-        Meta(
-            description=f"{', '.join(ROLES)}, or another role that the model's chat template takes.",
-            extra_json_schema={"pattern": f"^{ROLE.pattern}$"},
-        ),
-    ]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCallParam] | None = None
-    tool_call_id: (
-        Annotated[str, Meta(description="In a tool's message: the id of the call that it answers.")] | None
-    ) = None
-    reasoning_content: Annotated[str, Meta(description="In an assistant's message: its reasoning.")] | None = None
-    reasoning: Annotated[str, Meta(description="As reasoning_content.")] | None = None
-    refusal: str | None = None
-    function_call: Raw = Raw()
-    audio: Raw = Raw()
 
 
 class Function(msgspec.Struct):
@@ -171,7 +130,7 @@ def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps
     tools = _tools(body.tools, caps)
     choice, name = _choice(body.tool_choice, tools)
     return m.ChatPrompt(
-        [chat_message(place, message) for place, message in enumerate(messages)],
+        [chat_message(place, message) for place, message in enumerate(with_ids(messages))],
         not goes_on if generate is None else generate,
         continue_final_message=goes_on,
         tools=_json(body.tools) if tools else "",
@@ -330,7 +289,7 @@ def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:
     for place, call in enumerate(message.tool_calls):
         if call.type != "function":
             raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions")
-    return [m.ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls]
+    return [m.ToolCall(call.id or "", call.function.name, call.function.arguments) for call in message.tool_calls]
 
 
 # ------------------------------------------------------------------------------------------------------------ tools

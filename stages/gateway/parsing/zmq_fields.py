@@ -13,14 +13,8 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.conversation import (
-    ContentPart,
-    FunctionCall,
-    MessageParam,
-    ReasoningEffort,
-    ToolCallParam,
-    chat_prompt,
-)
+from pipeline.stages.gateway.parsing.conversation import ReasoningEffort, chat_prompt
+from pipeline.stages.gateway.parsing.message_params import ContentPart, FunctionCall, MessageParam, ToolCallParam
 from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputsParam
 
 NULL = Raw(b"null")
@@ -79,7 +73,7 @@ def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
 
 
 def _message(one: p.ChatMessage) -> MessageParam:
-    calls = [ToolCallParam(call.id, FunctionCall(call.name, call.arguments)) for call in one.tool_calls]
+    calls = [ToolCallParam(FunctionCall(call.name, call.arguments), call.id) for call in one.tool_calls]
     content = one.content
     return MessageParam(
         one.role,

@@ -49,7 +49,7 @@ class FunctionTool(msgspec.Struct, omit_defaults=True):
     format: Annotated[CustomFormat, Meta(description="Of a custom tool's input.")] | None = None
 
 
-class Tool(FunctionTool, omit_defaults=True):
+class ResponseTool(FunctionTool, omit_defaults=True):
     """An entry of `tools`"""
 
     type: Annotated[
@@ -97,7 +97,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
         Annotated[str | list[InputItem], Meta(description="A user's message, or items of a conversation.")] | None
     ) = None
     instructions: Annotated[str, Meta(description="A system message before everything else.")] | None = None
-    tools: Annotated[list[Tool], Meta(description="Tools that the model may call.")] | None = None
+    tools: Annotated[list[ResponseTool], Meta(description="Tools that the model may call.")] | None = None
     tool_choice: (
         Annotated[str | FunctionChoice, Meta(description="none, auto, required, or a function by name.")] | None
     ) = None

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.stages.gateway.errors import invalid, shown, unsupported
-from pipeline.stages.gateway.parsing.conversation import MAX_ID_CHARS
+from pipeline.stages.gateway.parsing.message_params import MAX_ID_CHARS
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 
 ROLES = ("user", "assistant", "system", "developer")

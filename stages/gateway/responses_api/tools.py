@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
-from pipeline.stages.gateway.responses_api.body import FunctionChoice, FunctionTool, Tool
+from pipeline.stages.gateway.responses_api.body import FunctionChoice, FunctionTool, ResponseTool
 from pipeline.stages.gateway.responses_api.form import CalledTool
 
 INPUT = "input"
@@ -53,8 +53,8 @@ class _ChatTool(msgspec.Struct):
 class ChatTools:
     """The tools of a body. Raises ApiError if one is of no type."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self.shown: list[Tool] = []
+    def __init__(self, tools: Sequence[ResponseTool]) -> None:
+        self.shown: list[ResponseTool] = []
         """Those that the model has, as in the body"""
         self.left_out: list[str] = []
         """Types of the others"""
@@ -71,7 +71,7 @@ class ChatTools:
         """`tools` of the chat"""
         return msgspec.json.encode(self._each)
 
-    def _add(self, at: str, tool: Tool) -> None:
+    def _add(self, at: str, tool: ResponseTool) -> None:
         match tool.type:
             case "function" | "custom":
                 self._add_one(at, tool, None)
@@ -190,6 +190,6 @@ def _format_text(tool: FunctionTool) -> str | None:
     return f"The input matches this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
 
 
-def tools_json(tools: Iterable[Tool]) -> str:
+def tools_json(tools: Iterable[ResponseTool]) -> str:
     """The tools as a response repeats them"""
     return msgspec.json.encode(list(tools)).decode()

@@ -94,7 +94,7 @@ class TestMessages:
             ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls", "invalid_value"),
             ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "tool_calls[0].type", "unsupported"),
             ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls[0].function", None),
-            ({"role": "assistant", "tool_calls": [CALL | {"id": ""}]}, "tool_calls[0].id", "invalid_value"),
+            ({"role": "assistant", "tool_calls": [CALL | {"id": "a" * 257}]}, "tool_calls[0].id", "invalid_value"),
             ({"role": "assistant", "function_call": {"name": "f"}}, "function_call", "unsupported"),
             ({"role": "assistant", "audio": {"id": "a"}}, "audio", "unsupported"),
             ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0].type", "unsupported"),

@@ -1,0 +1,84 @@
+"""Ids of tool calls in a chat's history that leaves them out, as some clients do: null, absent or empty. Pure.
+
+As in llama.cpp, the results that follow an assistant's message answer its calls in their order. This is only done where
+it is certain: if none of these results has an id, or if one result and one call are left.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.parsing.message_params import MessageParam, ToolCallParam
+
+
+def with_ids(messages: Sequence[MessageParam]) -> Sequence[MessageParam]:
+    """The messages, with an id for each call and each result. Raises ApiError if it is not certain which call a result
+    answers."""
+    if not any(map(_lacks_id, messages)):
+        return messages
+    found = list(messages)
+    taken = {call.id for message in messages for call in message.tool_calls or ()}
+    numbers = iter(range(10**9))
+    place = 0
+    while place < len(found):
+        end = place + 1
+        if calls := found[place].tool_calls:
+            while end < len(found) and found[end].role == "tool":
+                end += 1
+            given = _Calls(place, calls, found[place + 1 : end])
+            answers = given.answers()
+            ids = [call.id or _new_id(numbers, taken) for call in calls]
+            each = [replace(call, id=one) for call, one in zip(calls, ids, strict=True)]
+            found[place] = replace(found[place], tool_calls=each)
+            for result, call in answers.items():
+                found[place + 1 + result] = replace(found[place + 1 + result], tool_call_id=ids[call])
+        elif found[place].role == "tool" and not found[place].tool_call_id:
+            raise _required(place, "the id of the tool call that it answers")
+        place = end
+    return found
+
+
+def _lacks_id(message: MessageParam) -> bool:
+    if message.role == "tool":
+        return not message.tool_call_id
+    return any(not call.id for call in message.tool_calls or ())
+
+
+class _Calls:
+    """The calls of the message at `place`, and the results that follow."""
+
+    def __init__(self, place: int, calls: Sequence[ToolCallParam], results: Sequence[MessageParam]) -> None:
+        self._place = place
+        self._calls = calls
+        self._results = results
+
+    def answers(self) -> dict[int, int]:
+        """The places of the results without an id, and of the calls that they answer. Raises ApiError."""
+        calls, results = self._calls, self._results
+        without = [place for place, result in enumerate(results) if not result.tool_call_id]
+        given = {result.tool_call_id for result in results if result.tool_call_id}
+        nameless = [place for place, call in enumerate(calls) if not call.id]
+        if nameless and not given <= {call.id for call in calls}:
+            param = f"messages[{self._place}].tool_calls[{nameless[0]}].id"
+            message = f"'{param}' is required: a result has a 'tool_call_id' that no call of this message has"
+            raise invalid(param, message)
+        left = [place for place, call in enumerate(calls) if not call.id or call.id not in given]
+        if without and given and (len(left), len(without)) != (1, 1):
+            raise self._unclear(without[0], "other results of the same calls have one, so their order does not say it")
+        if len(without) > len(left):
+            raise self._unclear(without[len(left)], "there are more results than calls")
+        return dict(zip(without, left, strict=False))
+
+    def _unclear(self, result: int, why: str) -> ApiError:
+        return _required(self._place + 1 + result, why)
+
+
+def _required(place: int, why: str) -> ApiError:
+    param = f"messages[{place}].tool_call_id"
+    return invalid(param, f"'{param}' is required: {why}")
+
+
+def _new_id(numbers: Iterator[int], taken: set[str | None]) -> str:
+    """An id that no call has. Nine letters and digits, because templates of Mistral's models refuse other ids."""
+    return next(one for number in numbers if (one := f"call{number:05}") not in taken)
