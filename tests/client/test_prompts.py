@@ -141,6 +141,11 @@ def test_a_conversation_with_tools_is_sent_unchanged() -> None:
             "tool_calls": None,
         },
     ]
+    call = {"id": None, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages += [
+        {"role": "assistant", "content": None, "reasoning": "A reply that ended within it"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     options = chat_options_of(False, True, tools, {"enable_thinking": False})
     assert chat_of(messages, "messages", options, INFO).prompt == p.ChatPrompt(
@@ -148,6 +153,8 @@ def test_a_conversation_with_tools_is_sent_unchanged() -> None:
             p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "weather", '{"city": "Athén"}')], None, "Look."),
             p.ChatMessage("tool", "31 °C", None, [], "c1"),
             p.ChatMessage("assistant", "No.", None, [], None, "31 is warm."),
+            p.ChatMessage("assistant", None, None, [], None, "A reply that ended within it"),
+            p.ChatMessage("assistant", None, None, [p.ToolCall("", "now", "{}")]),
         ],
         False,
         True,
@@ -190,6 +197,10 @@ def test_an_invalid_chat_option_is_named(options: Any, words: str) -> None:
             "messages[0] has keys that are not supported: audio, refusal",
         ),
         ([{"role": "assistant", "content": "x", "tool_calls": "c1"}], "messages[0]['tool_calls'] must be a list of "),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": "{}"}}]}],
+            "messages[0]['tool_calls'][0] must be a dict such as {",
+        ),
         (
             [{"role": "assistant", "tool_calls": [{"id": "c1"}]}],
             "messages[0]['tool_calls'][0] must be a dict such as {",

@@ -98,7 +98,7 @@ def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
             raise TypeError(f"{at}.{name} must be a string, not {type(fields[name]).__name__}")
     if isinstance(content, (list, tuple)):
         content = [_part(part, f"{at}.content[{j}]") for j, part in enumerate(content)]
-    elif not isinstance(content, str) and (content is not None or not calls):
+    elif not isinstance(content, str) and (content is not None or fields["role"] != "assistant"):
         raise TypeError(f"{at}.content must be a string, not {type(content).__name__}")
     return p.ChatMessage(content=content, tool_calls=tool_calls_of(calls, f"{at}.tool_calls"), **fields)  # type: ignore[arg-type]
 

@@ -68,8 +68,8 @@ def reasoning_of(message: Mapping[str, Any]) -> Any:
 
 
 def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
-    """Convert a message's `tool_calls` from OpenAI's format; arguments are JSON text or an object. Raises TypeError or
-    ValueError that names `where`."""
+    """Convert a message's `tool_calls` from OpenAI's format; arguments are JSON text or an object. Without an id,
+    the server takes the results in their order. Raises TypeError or ValueError that names `where`."""
     if calls is None:
         return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -78,10 +78,11 @@ def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
 
 
 def _tool_call(call: Any, where: str) -> p.ToolCall:
+    call_id = (call.get("id") or "") if isinstance(call, Mapping) else None
     match call:
-        case {"id": str(call_id), "function": {"name": str(name), "arguments": str(arguments)}}:
+        case {"function": {"name": str(name), "arguments": str(arguments)}} if isinstance(call_id, str):
             return p.ToolCall(call_id, name, arguments)
-        case {"id": str(call_id), "function": {"name": str(name), "arguments": Mapping() as arguments}}:
+        case {"function": {"name": str(name), "arguments": Mapping() as arguments}} if isinstance(call_id, str):
             return p.ToolCall(call_id, name, _json(f"{where}.function.arguments", arguments))
     shape = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
     raise TypeError(f"{where} must be a dict such as {shape}, not {shown(call)}")

@@ -152,7 +152,7 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessag
         raise PromptError(str(error)) from error
     if isinstance(content, (list, tuple)):
         content = [_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content)]
-    elif not isinstance(content, str) and (content is not None or not calls):
+    elif not isinstance(content, str) and (content is not None or role != "assistant"):
         raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
     name, call_id, reasoning = message.get("name"), message.get("tool_call_id"), reasoning_of(message)
     for key, other in (("name", name), ("tool_call_id", call_id), ("reasoning", reasoning)):

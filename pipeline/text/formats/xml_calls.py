@@ -281,7 +281,7 @@ class XmlParser(CallParser):
         while (found := self._value_end.search(text, at)) is not None:
             place, at = found.span()
             has_tag = found[0] == self._tags.after_value
-            match not self._has_text or self._ends_with_tag(text, at) if has_tag else self._ends_without_tag(text, found):
+            match self._ends_with_tag(text, at) if has_tag else self._ends_without_tag(text, found):
                 case True if has_tag:
                     return self._end_value(text[begin:place], out, at, drops_line=self._tags.has_lines)
                 case True:
@@ -312,6 +312,8 @@ class XmlParser(CallParser):
     def _ends_with_tag(self, text: str, at: int) -> bool | None:
         """Whether an end tag before `at` is no part of the value: another tag follows. None if that needs more
         text."""
+        if not self._has_text:
+            return True
         tags = self._tags
         end = at
         while end < len(text) and text[end] in SPACE:

@@ -77,7 +77,7 @@ class ResponsesApi:
         """Open a request and send its response. Unless it is in the background, it is aborted if the client
         disconnects."""
         max_bytes = min(self._store.max_bytes, self._requests.admission.max_request_bytes)
-        stored = _Stored(self._store, self._why_off, current_scope(), max_bytes)
+        stored = Stored(self._store, self._why_off, current_scope(), max_bytes)
         items: list[SizedItem] = []
         left_out: list[str] = []
 
@@ -265,7 +265,7 @@ class ResponsesApi:
             await asyncio.wait(self._tasks, timeout=END_TIMEOUT_S)
 
 
-class _Stored:
+class Stored:
     """What a client may refer to."""
 
     def __init__(self, store: ResponseStore, why_off: str, scope: str, max_bytes: int) -> None:

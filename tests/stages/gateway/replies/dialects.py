@@ -1,21 +1,31 @@
 """The chat dialects of the API: one reply in each, as its client keeps it, and as it sends it back."""
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from pipeline.client import protocol as p
+from pipeline.client.client import ServerInfo
+from pipeline.client.inputs.prompts import chat_of, chat_options_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.ollama.parsing import parse_chat as parse_ollama
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_messages
 from pipeline.stages.gateway.parsing.parse import parse_chat
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
+from pipeline.stages.gateway.responses_api import handlers
 from pipeline.stages.gateway.responses_api.parsing import parse_response
+from pipeline.stages.gateway.responses_api.sizes import SizedItem
+from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
+from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.gate import MODEL, events_of
 from tests.stages.gateway.replies import test_messages
@@ -44,6 +54,10 @@ class Dialect(NamedTuple):
     loses_cut_calls: bool = False
     has_objects: bool = False
     """Arguments are objects, not texts."""
+    keep: Callable[[Request], None] = lambda request: None
+    """The server keeps the reply to this request."""
+    is_plain: bool = False
+    """A reply is its text, as the model wrote it."""
 
     def has_results(self, turns: Messages) -> bool:
         key, value = self.result
@@ -131,6 +145,65 @@ def _responses_turns(output: Messages, result: str) -> Messages:
     ]
 
 
+class _Previous:
+    """Clients that send `previous_response_id` instead of the conversation: the server has stored it."""
+
+    def __init__(self) -> None:
+        self._store = ResponseStore(4, 2**24)
+        self._items: list[SizedItem] = []
+        """Of the request that was parsed last"""
+
+    def parse(self, body: bytes, limits: RequestLimits) -> ParsedRequest:
+        found = parse_response(body, limits, handlers.Stored(self._store, "", "", 2**24), "seed")
+        self._items = found.items
+        return found.request
+
+    def keep(self, request: Request) -> None:
+        """Store the response to the request that was parsed last."""
+        items = self._items
+        request.on_response = lambda response: self._store.put(StoredResponse("", response, items))
+
+    def body(self, messages: Messages, names: Sequence[str]) -> dict[str, Any]:
+        """The first message is stored, and the second names the response to it."""
+        if not messages[1:]:
+            return _responses_body(messages, names)
+        return _responses_body(messages[2:], names) | messages[1]
+
+    def turns(self, response: dict[str, Any], result: str) -> Messages:
+        results = [one for one in _responses_turns(response["output"], result) if one["type"] == "function_call_output"]
+        return [{"previous_response_id": response["id"]}, *results]
+
+
+PREVIOUS = _Previous()
+
+
+# --------------------------------------------------------------------------------------------------------------- ZeroMQ
+
+INFO = ServerInfo(MODEL, 10**4, 64, 10**4, 1, 100, "pipeline", 10**7)
+
+
+def _parse_zmq(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """As `LLM.chat` sends it."""
+    given = json.loads(body)
+    prompt = chat_of(given["messages"], "messages", chat_options_of(True, False, given["tools"], None), INFO).prompt
+    sent = msgspec.msgpack.encode(p.Generate(1, "", prompt, p.Params(), 9))
+    return parse_generate(msgspec.msgpack.decode(sent, type=p.Generate), limits)
+
+
+def _parse_chat_or_zmq(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """A conversation that began over HTTP goes on over ZeroMQ."""
+    return (_parse_zmq if json.loads(body)["messages"][1:] else parse_chat)(body, limits)
+
+
+def _zmq_reply(request: Request) -> str:
+    """The text that a client has received."""
+    sent: list[p.ServerMessage] = []
+    channel: Any = SimpleNamespace(is_full=False, send=lambda message: not sent.append(message), post=sent.append)
+    requests: Any = SimpleNamespace(release=lambda request: None)
+    asyncio.run(ZmqStream(1, 100, request, requests).run(channel))
+    return "".join(output.text for message in sent if isinstance(message, p.Delta) for output in message.outputs)
+
+
 # --------------------------------------------------------------------------------------------------------------- ollama
 
 
@@ -175,6 +248,26 @@ DIALECTS = {
         _responses_turns,
         ("type", "function_call_output"),
     ),
+    "previous response": Dialect(
+        PREVIOUS.parse,
+        PREVIOUS.body,
+        lambda reply: reply,
+        lambda text: json.loads(text.rstrip().rpartition("data: ")[2])["response"],
+        PREVIOUS.turns,
+        ("type", "function_call_output"),
+        keep=PREVIOUS.keep,
+    ),
+    "ZeroMQ": Dialect(
+        _parse_zmq,
+        _chat_body,
+        lambda text: text,
+        lambda text: text,
+        lambda text, result: [{"role": "assistant", "content": text}],
+        is_plain=True,
+    ),
+    "chat, then ZeroMQ": Dialect(
+        _parse_chat_or_zmq, _chat_body, lambda reply: reply["choices"][0]["message"], _chat_streamed, _chat_turns
+    ),
     "ollama": Dialect(
         parse_ollama,
         _ollama_body,
@@ -216,6 +309,12 @@ def kept(
     submit = m.Submit(1, 0, 0, 0.0, request.prompts[0], request.options)
     prompt_request = PromptRequest(submit, made, [sequence], 3, prompt_ids=np.arange(3, dtype=np.int32), tail=tail)
     made.prompt_requests, made.sequences, made.num_open, made.has_begun = [prompt_request], [sequence], 1, True
+    dialect.keep(made)
+    if dialect.is_plain:
+        for place, piece in enumerate(pieces):
+            sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
+        sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
+        return _zmq_reply(made)
     events = shapes.events(made) if request.stream else None
     data = b"" if events is None else events.first()
     for place, piece in enumerate(pieces):
