@@ -141,10 +141,10 @@ def test_a_conversation_with_tools_is_sent_unchanged() -> None:
             "tool_calls": None,
         },
     ]
-    call = {"id": None, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    without_id = {"id": None, "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages += [
         {"role": "assistant", "content": None, "reasoning": "A reply that ended within it"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [without_id]},
     ]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     options = chat_options_of(False, True, tools, {"enable_thinking": False})

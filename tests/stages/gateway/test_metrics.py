@@ -154,7 +154,7 @@ def test_overloaded_requests_are_counted(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(("limit", "by_size"), [({"max_open_sequences": 2}, 0), ({"max_open_tokens": 500}, 2)])
 def test_overloaded_requests_are_counted_by_the_limit_that_they_reach(
-    tmp_path: Any, limit: dict[str, int], by_size: int
+    tmp_path: Any, limit: dict[str, Any], by_size: int
 ) -> None:
     with Gate(tmp_path, **limit) as gate:
         reply = gate.complete(COMPLETION | {"prompt": list(range(450))})
