@@ -60,7 +60,7 @@ class ResponsesApi:
         self._why_off = ""
         self.rescaled(settings.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._left_out_log = LineLog(requests.log, "left out tools that only their provider runs")
+        self._left_out_log: LineLog | None = None
         self._num_left_out = 0
 
     def rescaled(self, num_gateways: int) -> None:
@@ -121,6 +121,8 @@ class ResponsesApi:
         """Log tools that the model does not get, at most once a second."""
         self._num_left_out += len(types)
         if types:
+            if self._left_out_log is None:
+                self._left_out_log = LineLog(self._requests.log, "left out tools that only their provider runs")
             self._left_out_log.update(self._num_left_out, types=", ".join(sorted(set(types)))[:MAX_LOGGED_CHARS])
 
     async def get_response(self, http_request: web.Request) -> web.StreamResponse:
