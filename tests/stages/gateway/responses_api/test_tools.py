@@ -68,12 +68,12 @@ def message(role: str, text: str) -> dict[str, Any]:
 
 
 def codex(*more: dict[str, Any]) -> dict[str, Any]:
-    """A request as Codex makes it (codex-rs/codex-api/src/common.rs, codex-rs/tools/src/tool_spec.rs), with the items
-    of later turns."""
+    """A request as Codex 0.171.0 makes it, with shorter texts and fewer functions, and with the items of later turns.
+    `apply_patch` is one of its custom tools."""
     return {
         "model": "tiny",
-        "instructions": "You are Codex, based on GPT-5.",
         "input": [
+            message("developer", "You are a coding agent.") | {"id": "msg_a9e389d9-e35c-5391-9045-9b5778eb6f64"},
             message("developer", "<permissions instructions>Filesystem sandboxing</permissions instructions>"),
             message("user", "<environment_context>\n  <cwd>/tmp</cwd>\n</environment_context>"),
             message("user", "Fix the test."),
@@ -81,13 +81,13 @@ def codex(*more: dict[str, Any]) -> dict[str, Any]:
         ],
         "tools": [SHELL, PATCH, WEB, MCP, *LEFT_OUT[2:4]],
         "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": None,
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
         "store": False,
         "stream": True,
-        "include": [],
+        "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "019a-thread",
-        "client_metadata": {"x-codex-installation-id": "7d1"},
+        "client_metadata": {"x-codex-turn-metadata": "{}", "turn_id": "01a22572", "thread_id": "019a-thread"},
     }
 
 
@@ -153,7 +153,7 @@ INPUT = '*** Begin Patch\n*** Add File: a "é😀"\n+\\n\n*** End Patch\n'
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_and_its_results_are_items_of_the_tools(stream: bool) -> None:
     """And they come back in the next turn as what the model wrote."""
-    request = parsed(codex() | {"stream": stream, "parallel_tool_calls": True}).request
+    request = parsed(codex() | {"stream": stream}).request
     calls = tool_call("apply_patch", input=INPUT), tool_call("mcp__docs__search", q="a"), tool_call("shell_command")
     text = "".join(calls)
     output = kept(
