@@ -114,9 +114,9 @@ def test_the_error_of_a_stage_that_has_ended_may_still_be_on_its_way() -> None:
     harness = Harness.__new__(Harness)
     harness.stage, harness._inboxes = "detokenize", {SUPERVISOR: Inbox()}  # type: ignore[dict-item]
     harness.child = SimpleNamespace(is_alive=False, describe_end=lambda: "exited with code 1")  # type: ignore[assignment]
-    with pytest.raises(UserError, match="^detokenize failed: no such file$"):
+    with pytest.raises(UserError, match=r"^detokenize failed: no such file$"):
         harness.wait_for(lambda message: False, 60, "to be ready")
-    with pytest.raises(UserError, match="^detokenize exited with code 1$"):
+    with pytest.raises(UserError, match=r"^detokenize exited with code 1$"):
         harness.wait_for(lambda message: False, 60, "to be ready")
 
 
