@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from tokenizers import AddedToken
@@ -45,13 +45,22 @@ def added():
 
 tokenizer = Tokenizer.from_file(sys.argv[1])
 before = added()
-tokenizer.add_tokens([AddedToken(**token) for token in json.load(sys.stdin)])
+for call in json.load(sys.stdin):
+    tokens = [AddedToken(**token) for token in call["tokens"]]
+    (tokenizer.add_special_tokens if call["as_special"] else tokenizer.add_tokens)(tokens)
 after = added()
 ids = tokenizer.encode("a", add_special_tokens=True).ids[:1]
 print(json.dumps({"first": ids[0] if ids else None, "added": None if after == before else after}))
 """
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """The fields of an added token, beside its id."""
+
+
+class AddCall(NamedTuple):
+    """Tokens that are added in one call."""
+
+    tokens: Sequence[AddedToken]
+    as_special: bool = False
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -63,14 +72,22 @@ class Probed(msgspec.Struct, frozen=True):
     """All its added tokens, as in tokenizer.json; None if adding tokens changed none of them."""
 
 
-def probe(path: Path, what: Path, tokens: Sequence[AddedToken] = ()) -> Probed:
+def probe(path: Path, what: Path, calls: Sequence[AddCall] = ()) -> Probed:
     """Load a tokenizer, add tokens to it, and encode a letter.
 
     Raises ModelError, naming the file as `what`, if the library can't read the tokenizer, add the tokens or encode.
     """
     command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S)), " ".join(FLAGS)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    given = msgspec.json.encode([{flag: getattr(token, flag) for flag in FLAGS} for token in tokens])
+    given = msgspec.json.encode(
+        [
+            {
+                "tokens": [{flag: getattr(token, flag) for flag in FLAGS} for token in call.tokens],
+                "as_special": call.as_special,
+            }
+            for call in calls
+        ]
+    )
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False

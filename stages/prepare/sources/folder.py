@@ -106,7 +106,8 @@ def convert(
     model, tied = with_head_of(with_names_of(model, found), found)
     templates = chat_templates.templates_of(source, tokenizer_config)
     named = ", ".join(map(shown, overrides or {}))
-    notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied, *templates.notes]
+    notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
+    notes += [*written.notes, *templates.notes]
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.stages.prepare.sources.tokenizer_class import CLASSES
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA, ADDITIONAL, DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
@@ -29,53 +30,28 @@ MAX_NAMES = 1024
 """Named tokens. Models have up to twenty; each is a variable of each prompt's template."""
 MAX_ID_DIGITS = 10
 
-_END = "<|endoftext|>"
-DEFAULTS = {
-    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
-    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
-    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "GemmaTokenizer": {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "mask_token": "<mask>",
-    },
-}
-"""What transformers' classes name if the files don't. null in a file is no token."""
-_CLASS_OF = {
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("gpt2", "phi", "opt"), "GPT2Tokenizer"),
-    "gpt_neox": "GPTNeoXTokenizer",
-}
-"""The classes of models whose files may name another one. Without an entry, transformers has none of its own."""
-_ALWAYS = ("qwen2",)
-"""Models whose class counts whatever their files say."""
-_NO_CLASS_OF_THEIR_OWN = ("mistral", "mixtral", "phi3", "olmo2", "granite", "glm4")
-"""Models for which transformers takes tokenizer.json as it is, whatever class their files name."""
-
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
     """What the files beside tokenizer.json say of special tokens."""
 
     names: dict[str, str]
     """The text of each token with a name, for templates."""
-    tokens: list[AddedToken]
-    """Those to add to the tokenizer, in order. It ignores those that it has."""
-    tokenizer_class: str | None
-    """Of those in `DEFAULTS`."""
+    listed: list[AddedToken] = []
+    """Those with ids in the files, in order of the ids."""
+    named: list[AddedToken] = []
+    """Those with names."""
+    extra: list[AddedToken] = []
+    """Other special ones."""
     split: bool
     """Whether special tokens in texts are plain text."""
-    add_prefix_space: bool | None
 
 
-def read(source: Path, config: Mapping[str, Any], *, is_byte_level: bool) -> SpecialTokens:
-    """The special tokens of the folder `source`. `config` is its config.json. `is_byte_level` says how its
-    tokenizer.json splits texts. Raises ModelError for values of other kinds."""
-    found = _json(source, CONFIG)
-    tokenizer_class = _class_of(config, found, is_byte_level)
+def read(
+    source: Path, found: dict[str, Any], tokenizer_class: str | None, own_tokens: Mapping[int, AddedToken]
+) -> SpecialTokens:
+    """The special tokens of the folder `source`. `found` is its tokenizer_config.json, which is changed, and
+    `tokenizer_class` the class of transformers that reads the folder. `own_tokens` are those of its tokenizer.json, by
+    id. Raises ModelError for values of other kinds."""
     if found.get(ADDITIONAL) is not None and not found.get(EXTRA):
         found[EXTRA] = found.pop(ADDITIONAL)
     own = {key: found.pop(key) for key in list(found) if _is_own_name(key) and isinstance(found[key], str)}
@@ -89,47 +65,30 @@ def read(source: Path, config: Mapping[str, Any], *, is_byte_level: bool) -> Spe
             raise ModelError(f"{where}: {DECODER} is {shown(entries)}; it must be an object from ids to tokens")
         decoder = {int(key): _token(value, where, DECODER) for key, value in entries.items()}
     else:
-        _merge(found, own, _json(source, MAP), source / MAP)
+        _merge(found, own, json_of(source, MAP), source / MAP)
         special = {_token(found[name], where, name).content for name in NAMES if found.get(name)}
         special |= {token.content for token in _tokens(found.get(EXTRA), where, EXTRA)}
-        for text, number in _json(source, ADDED).items():
+        for text, number in json_of(source, ADDED).items():
             if type(number) is not int:
                 raise ModelError(f"{source / ADDED}: {shown(text)} is {shown(number)}; it must be an id")
             decoder[number] = AddedToken(text, normalized=text not in special, special=text in special)
+        decoder |= own_tokens
     extra = _tokens(found[EXTRA] if EXTRA in found else found.get(ADDITIONAL), where, EXTRA)
-    given = {**DEFAULTS.get(tokenizer_class or "", {}), **{name: found[name] for name in NAMES if name in found}}
+    defaults = CLASSES[tokenizer_class].names if tokenizer_class in CLASSES else {}
+    given = {**defaults, **{name: found[name] for name in NAMES if name in found}}
     named = {name: _token(given[name], where, name) for name in NAMES if given.get(name) not in (None, "")}
     auto = {key: value for key, value in found.items() if _is_own_name(key) and isinstance(value, str | dict) and value}
     named |= {name: _token(value, where, name) for name, value in {**auto, **own}.items()}
     if len(named) > MAX_NAMES:
         raise ModelError(f"{where}: {len(named)} special tokens have names; at most {MAX_NAMES} are supported")
     known = {token.content: token for token in decoder.values()}
-    tokens = [token for _, token in sorted(decoder.items(), key=lambda item: item[0])]
-    for token in [*(known.get(token.content, token) for token in named.values()), *extra]:
-        if token.content not in known:
-            tokens.append(token)
-            known[token.content] = token
-    prefix = found.get("add_prefix_space")
     return SpecialTokens(
         names={name: token.content for name, token in named.items()},
-        tokens=tokens,
-        tokenizer_class=tokenizer_class,
+        listed=[token for _, token in sorted(decoder.items(), key=lambda item: item[0])],
+        named=[known.get(token.content, token) for token in named.values()],
+        extra=extra,
         split=found.get("split_special_tokens") is True,
-        add_prefix_space=prefix if isinstance(prefix, bool) else None,
     )
-
-
-def _class_of(config: Mapping[str, Any], found: Mapping[str, Any], is_byte_level: bool) -> str | None:
-    """The class of transformers that reads the folder; None if that is the general one."""
-    model_type = config.get("model_type")
-    named = found.get("tokenizer_class") or config.get("tokenizer_class")
-    named = named.removesuffix("Fast") if isinstance(named, str) else None
-    registered = _CLASS_OF.get(model_type) if isinstance(model_type, str) else None
-    if named == "LlamaTokenizer" and is_byte_level and model_type not in _ALWAYS:
-        return None
-    if named is None or model_type in _ALWAYS:
-        return registered
-    return named if named in DEFAULTS and model_type not in _NO_CLASS_OF_THEIR_OWN else None
 
 
 def _merge(found: dict[str, Any], own: dict[str, Any], special: Mapping[str, Any], where: Path) -> None:
@@ -191,6 +150,7 @@ def _token(value: Any, where: Path, key: str) -> AddedToken:
     raise ModelError(f"{where}: {key} is {shown(value)}; it must be a token's text, or an object with its content")
 
 
-def _json(source: Path, name: str) -> dict[str, Any]:
+def json_of(source: Path, name: str) -> dict[str, Any]:
+    """The object in a file beside tokenizer.json; empty if there is no such file. Raises ModelError."""
     path = find(source, name)
     return {} if path is None else decode_json(path, MAX_JSON_BYTES, dict[str, Any])

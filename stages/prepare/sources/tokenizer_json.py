@@ -1,26 +1,28 @@
 """The tokenizer of a folder in Hugging Face layout: its tokenizer.json, or one that transformers makes."""
 
+import importlib.util
+import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
-from pipeline.stages.prepare.files import MAX_TOKENIZER_BYTES, decode_json, find, read
+from pipeline.stages.prepare.files import MAX_TOKENIZER_BYTES, decode_json, find, read, shown
 from pipeline.stages.prepare.shape import check_ids
-from pipeline.stages.prepare.sources import special_tokens
+from pipeline.stages.prepare.sources import special_tokens, tokenizer_class
 from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
+from pipeline.stages.prepare.sources.tokenizer_class import CLASSES, Options, Parts
 from pipeline.stages.prepare.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
-from pipeline.stages.prepare.tokenizer_probe import probe
+from pipeline.stages.prepare.tokenizer_probe import AddCall, probe
 
-PREFIXED = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
-"""Classes of transformers that take `add_prefix_space` from tokenizer_config.json. Others take tokenizer.json's."""
+MAX_WORDS = 300
 
 
 class WrittenTokenizer(NamedTuple):
@@ -32,84 +34,175 @@ class WrittenTokenizer(NamedTuple):
     special: SpecialTokens
     new: frozenset[str]
     """Tokens that tokenizer.json lacked."""
+    notes: tuple[str, ...] = ()
+    """Which rule counted where the files disagree."""
 
 
 def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> WrittenTokenizer:
-    """Write tokenizer.json to `target`, with the special tokens of the other files. `config` is the folder's
-    config.json.
+    """Write tokenizer.json to `target`: what transformers' `AutoTokenizer` makes of all files of the folder `source`.
+    `config` is the folder's config.json. Raises ModelError.
 
     Padding and truncation are dropped. They are meant for training, but would apply to every prompt: padding to a
     length of 10^9 uses up all memory, and truncation cuts prompts silently.
     """
-    path = target / "tokenizer.json"
-    found = find(source, "tokenizer.json")
-    if found is None:
-        _convert_tokenizer(source, target)
-    parts = decode_json(found or path, MAX_TOKENIZER_BYTES, dict[str, msgspec.Raw])
-    parts = {key: part for key, part in parts.items() if key not in ("padding", "truncation")}
-    path.write_bytes(msgspec.json.encode(parts))
-    is_byte_level = b'"ByteLevel"' in bytes(parts.get("pre_tokenizer", msgspec.Raw(b"")))
-    special = special_tokens.read(source, config, is_byte_level=is_byte_level)
-    # In the other process, too: to add a token, the library runs the file's normalizer.
-    probed = probe(path, source / "tokenizer.json", special.tokens if found is not None else ())
+    path, where = target / "tokenizer.json", source / "tokenizer.json"
+    given = special_tokens.json_of(source, special_tokens.CONFIG)
+    if (found := find(source, "tokenizer.json")) is None:
+        special = _convert_tokenizer(source, target, None)
+        _write(path, _parts_of(path))
+        return WrittenTokenizer(*_load(path, where), special, frozenset())
+    _refuse_versions(given, source)
+    parts = _parts_of(found)
+    own_tokens = tokenizer_class.added_tokens(parts, where)
+    name = tokenizer_class.class_of(config, given, parts)
+    if name is not None and name not in CLASSES:
+        _write(path, parts)
+        before = {*_load(path, where)[0].get_vocab()}
+        special = _convert_tokenizer(source, target, name)
+        _write(path, _parts_of(path))
+        tokenizer, first = _load(path, where)
+        return WrittenTokenizer(tokenizer, first, special, frozenset(tokenizer.get_vocab().keys() - before))
+    options = Options(given.get("add_prefix_space"), bool(given.get("legacy")))
+    special = special_tokens.read(source, given, name, own_tokens)
+    notes = []
+    if name is not None:
+        options = options._replace(unk_token=special.names.get("unk_token"))
+        given_parts, parts = parts, tokenizer_class.rebuilt(parts, name, options, where)
+        if others := tokenizer_class.replaced(given_parts, parts):
+            notes.append(f"tokenizer.json has another {' and '.join(others)} than {name}, whose own counts")
+    _write(path, parts)
+    known = [token.content for token in tokenizer_class.added_tokens(parts, where).values()]
+    probed = probe(path, where, _calls(special, name, known))
+    if (added := probed.added) is not None:
+        _write(path, parts | {"added_tokens": added})
+    tokenizer, first = _load(path, where)
+    new = {token["content"] for token in added or ()} - tokenizer.get_vocab(with_added_tokens=False).keys()
+    new -= {*known, *(token.content for token in own_tokens.values())}
+    return WrittenTokenizer(tokenizer, first, special, frozenset(new), tuple(notes))
+
+
+def _parts_of(path: Path) -> Parts:
+    return decode_json(path, MAX_TOKENIZER_BYTES, dict[str, msgspec.Raw])
+
+
+def _write(path: Path, parts: Mapping[str, Any]) -> None:
+    path.write_bytes(
+        msgspec.json.encode({key: part for key, part in parts.items() if key not in ("padding", "truncation")})
+    )
+
+
+def _load(path: Path, where: Path) -> tuple[Tokenizer, int | None]:
+    """The tokenizer at `path`, and the first id of every text. Raises ModelError, naming the file as `where`."""
+    first = probe(path, where).first
     tokenizer = Tokenizer.from_file(str(path))
-    check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
-    before = tokenizer.get_vocab()
-    changes: dict[str, Any] = {} if probed.added is None else {"added_tokens": probed.added}
-    if found is not None and special.add_prefix_space is not None and special.tokenizer_class in PREFIXED:
-        changes |= _with_prefix_space(parts, special.add_prefix_space)
-    if changes:
-        path.write_bytes(msgspec.json.encode(parts | changes))
-        probed = probe(path, source / "tokenizer.json")
-        tokenizer = Tokenizer.from_file(str(path))
-        check_token_ids(tokenizer, path, str(source / "tokenizer.json"))
-    return WrittenTokenizer(tokenizer, probed.first, special, frozenset(tokenizer.get_vocab().keys() - before.keys()))
+    check_token_ids(tokenizer, path, str(where))
+    return tokenizer, first
 
 
-def _with_prefix_space(parts: Mapping[str, msgspec.Raw], adds: bool) -> dict[str, Any]:
-    """The part of tokenizer.json that adds a space before a text, changed to do so or not."""
-
-    def changed(value: Any) -> Any:
-        match value:
-            case {"type": "ByteLevel"}:
-                return {**value, "add_prefix_space": adds}
-            case {"type": "Sequence", "pretokenizers": list() as each}:
-                return {**value, "pretokenizers": [changed(one) for one in each]}
-        return value
-
-    before = msgspec.json.decode(parts.get("pre_tokenizer", msgspec.Raw(b"null")))
-    after = changed(before)
-    return {} if after == before else {"pre_tokenizer": after}
+def _refuse_versions(given: Mapping[str, Any], source: Path) -> None:
+    """Raises ModelError if transformers reads another file than tokenizer.json."""
+    named = given.get("fast_tokenizer_files")
+    others = [] if not isinstance(named, list) else [name for name in named if name != "tokenizer.json"]
+    if others:
+        raise ModelError(
+            f"{source / special_tokens.CONFIG}: fast_tokenizer_files is {shown(named)}, files for versions of "
+            "transformers; only tokenizer.json is read: copy the newest one to tokenizer.json, and remove the key"
+        )
 
 
-def _convert_tokenizer(source: Path, target: Path) -> None:
-    """Let transformers write tokenizer.json to `target`, from a copy of the files that it may read."""
-    vocabularies = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if not any(find(source, name) for name in vocabularies):
-        raise ModelError(f"{source} has no tokenizer: tokenizer.json (or tokenizer.model) is missing")
-    # Imported here: the import takes seconds, and most folders have a tokenizer.json.
+def _calls(special: SpecialTokens, name: str | None, known: Iterable[str]) -> list[AddCall]:
+    """How the class `name` of transformers adds the tokens of the other files to those of tokenizer.json, `known`. Not
+    here but in the other process, because the library runs the file's normalizer on them."""
+    tokens = [*special.listed]
+    texts = {*known, *(token.content for token in tokens)}
+    for token in [*special.named, *special.extra]:
+        if token.content not in texts:
+            tokens.append(token)
+            texts.add(token.content)
+    names = set(special.names.values())
+    for token in tokens:
+        token.special = token.special or token.content in names
+    calls = [AddCall(tokens)]
+    if name is not None and CLASSES[name].adds_plainly:
+        calls.append(AddCall([AddedToken(one.content, special=True) for one in [*special.named, *special.extra]]))
+    if name is not None and CLASSES[name].adds_as_special:
+        calls.append(AddCall([*special.named, *special.extra], as_special=True))
+    return calls
+
+
+VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Files of tokenizers that transformers makes a tokenizer.json of."""
+PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf", "tiktoken": "tiktoken"}
+"""What it needs for some of them, and what they are imported as."""
+
+
+def _missing_packages(vocabulary: Path) -> list[str]:
+    """Packages that transformers needs to read the file, and that are not installed. Raises ModelError."""
+    if vocabulary.suffix != ".model":
+        return []
+    is_sentencepiece = read(vocabulary, MAX_TOKENIZER_BYTES)[:1] == b"\n"  # else lines of base64
+    needed = ("sentencepiece", "protobuf") if is_sentencepiece else ("tiktoken",)
+    return [name for name in needed if not _is_installed(PACKAGES[name])]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
+
+def _convert_tokenizer(source: Path, target: Path, name: str | None) -> SpecialTokens:
+    """Let transformers write tokenizer.json to `target`, from a copy of the files that it may read. `name` is the class
+    that reads the folder, None if it has no tokenizer.json. Raises ModelError."""
+    vocabulary = next((path for one in VOCABULARIES if (path := find(source, one)) is not None), None)
+    if name is None:
+        if vocabulary is None:
+            raise ModelError(f"{source} has no tokenizer: tokenizer.json (or tokenizer.model) is missing")
+        if missing := _missing_packages(vocabulary):
+            raise ModelError(
+                f"{source} has {vocabulary.name} only, and reading it needs {' and '.join(missing)}; make "
+                f"tokenizer.json with: pip install {' '.join(missing)} && {_command(source, 'AutoTokenizer')}"
+            )
+    # Imported here: the import takes seconds, and most folders have a tokenizer.json of a known class.
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(dir=target, prefix=".tokenizer-") as copy:
-        for name in sorted(path.name for path in source.iterdir() if path.suffix in READ_SUFFIXES):
-            if not name.endswith(".safetensors") and name != INDEX and (path := find(source, name)) is not None:
+        for file in sorted(path.name for path in source.iterdir() if path.suffix in READ_SUFFIXES):
+            if not file.endswith(".safetensors") and file != INDEX and (path := find(source, file)) is not None:
                 data = read(path, MAX_TOKENIZER_BYTES)
-                if name.endswith(".json"):
+                if file.endswith(".json"):
                     _check_json(path, data)
-                (Path(copy) / name).write_bytes(data)
+                (Path(copy) / file).write_bytes(data)
         try:
             with panics_as_errors():
-                tokenizer = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
-                check_vocabulary(tokenizer.backend_tokenizer, str(source), MAX_CONVERTED_ID)
-                tokenizer.backend_tokenizer.save(str(target / "tokenizer.json"))
+                made = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+                check_vocabulary(made.backend_tokenizer, str(source), MAX_CONVERTED_ID)
+                made.backend_tokenizer.save(str(target / "tokenizer.json"))
+                names = {str(key): str(value) for key, value in made.special_tokens_map.items()}
+                return SpecialTokens(names=names, split=made.split_special_tokens is True)
         except ModelError:
             raise
         except Exception as error:  # transformers documents no exceptions
-            words = str(error).replace(copy, str(source))
+            words = (str(error) or type(error).__name__).replace(copy, str(source)).strip().splitlines()[0][:MAX_WORDS]
+            if name is not None:
+                raise ModelError(
+                    f"{source / special_tokens.CONFIG}: transformers cannot read the folder with the class {name} "
+                    f"({words}); {tokenizer_class.AS_IT_IS}"
+                ) from error
+            has_class = not words.startswith("Couldn't instantiate")  # what the general class says of vocab.json
+            own_class = "" if has_class else _command(source, "GPT2Tokenizer")
             raise ModelError(
-                f"{source} has no tokenizer.json, and transformers could not make one ({words}); "
-                "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...) and give that folder"
+                f"{source} has {vocabulary and vocabulary.name} only, and transformers cannot make a tokenizer.json of "
+                f"it ({words}); copy one from where the model is from"
+                f"{own_class and f', or make it with the class of the tokenizer, for example: {own_class}'}"
             ) from error
+
+
+def _command(source: Path, name: str) -> str:
+    """A shell command that writes tokenizer.json."""
+    code = f"from transformers import {name} as T; T.from_pretrained('.').save_pretrained('.')"
+    return f'cd {shlex.quote(str(source))} && python -c "{code}"'
 
 
 def _check_json(path: Path, data: bytes) -> None:
@@ -135,12 +228,11 @@ def with_special_ids(config: ModelConfig, written: WrittenTokenizer, source: Pat
         ids[name] = token_id
     bos_id = config.bos_id if ids["bos_token"] is None else ids["bos_token"]
     eos_ids = list(dict.fromkeys([*([] if ids["eos_token"] is None else [ids["eos_token"]]), *config.eos_ids]))
-    has_names = any(find(source, name) for name in (special_tokens.CONFIG, special_tokens.MAP))
     return msgspec.structs.replace(
         config,
         eos_ids=eos_ids,
         bos_id=bos_id,
         add_bos=bos_id is not None and written.first == bos_id,
-        special_tokens=special.names if has_names else None,
+        special_tokens=special.names,
         split_special_tokens=special.split,
     )
