@@ -1,7 +1,7 @@
 """Converts an adapter in PEFT's format, or in llama.cpp's (gguf_adapter.py), into the file that the executor maps
 (adapter_file.py).
 
-Names in a PEFT adapter are those of the model's modules in Transformers (module_names.py), which `Layout` of the
+Names in a PEFT adapter are those of the model's modules in Transformers (module_names.py), which a `Layout` of the
 prepared model maps to Llama's: a module that stacks several projections becomes several pairs with the same A.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, Dtype, Pair, PairShape, Target, path_of, write_each
 from pipeline.lora.gguf_adapter import SUFFIX, GgufAdapter, Module, Part
-from pipeline.lora.module_names import in_files
+from pipeline.lora.module_names import in_files, layout_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.model_folder import ModelConfig, Piece
@@ -215,7 +215,7 @@ def _parts_of_model(model: ModelConfig) -> dict[str, list[Part]]:
             block = "self_attn" if target in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
             if block == "mlp" and (model.has_experts(layer) or (target == "gate_proj" and not model.gated)):
                 continue
-            tensor, piece = model.layout.find(f"model.layers.{layer}.{block}.{target}.weight")
+            tensor, piece = layout_of(model).find(f"model.layers.{layer}.{block}.{target}.weight")
             if not piece.transposed and not piece.bare:
                 parts.setdefault(tensor.removesuffix(".weight"), []).append((layer, target, piece))
     return parts

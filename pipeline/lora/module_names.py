@@ -9,7 +9,7 @@ of a text model in one for texts and images are at `language_model.model.layers`
 import re
 from collections.abc import Mapping
 
-from pipeline.runtime.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model_folder import Architecture, Layout, ModelConfig
 
 BASES: Mapping[str, str] = {"layers": "model.", "h": "transformer.", "blocks": "transformer."}
 """What `ForCausalLM` has before the list of layers, by the list's name."""
@@ -26,9 +26,14 @@ TEXT_ARCHITECTURES: frozenset[Architecture] = frozenset({"gemma3_text", "mistral
 _LAYER = re.compile(r"(?P<number>0|[1-9][0-9]{0,5})\.(?P<module>.+)", re.DOTALL)
 
 
+def layout_of(model: ModelConfig) -> Layout:
+    """The layout of the model's modules in transformers. A model of a .gguf file has other names in its files."""
+    return model.layout if model.modules is None else model.modules
+
+
 def prefixes_of(model: ModelConfig) -> tuple[str, ...]:
     """What the names of layers may begin with, up to their number."""
-    layers = model.layout.layers.removesuffix(".{}.")
+    layers = layout_of(model).layers.removesuffix(".{}.")
     container = layers.rpartition(".")[2]
     bases = OTHER_BASES.get(model.architecture) or (BASES.get(container, ""), "")
     if "language_model." in layers or model.architecture in TEXT_ARCHITECTURES:
@@ -37,8 +42,8 @@ def prefixes_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def in_files(module: str, model: ModelConfig) -> str:
-    """The name that an adapter's module has in the model's files, if it is in a layer; else `module` itself."""
+    """The name that an adapter's module has in `layout_of`, if it is in a layer; else `module` itself."""
     for prefix in prefixes_of(model):
         if module.startswith(prefix) and (found := _LAYER.fullmatch(module, len(prefix))) is not None:
-            return f"{model.layout.layers.format(found['number'])}{found['module']}"
+            return f"{layout_of(model).layers.format(found['number'])}{found['module']}"
     return module

@@ -338,6 +338,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     of `eos_ids`."""
     split_special_tokens: bool = False
     """Whether special tokens in texts are encoded as plain text, those that the chat template writes too."""
+    modules: Layout | None = None
+    """The names that the modules have in transformers, and so in adapters; None: those of `layout`."""
 
     def longest_sequence(self, max_model_len: int) -> int:
         """The longest sequence that a server takes whose setting `max_model_len` has this value, if it has the memory.

@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
 from pipeline.runtime.model_folder import CONVERTED, Layout, Llama3Rope, LongRope, ModelConfig, Piece
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
@@ -244,7 +245,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         pieces |= gate_up_slices(config, STACKED)
     has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
     experts = {} if has_one_each else STACKED_EXPERTS
-    return msgspec.structs.replace(config, layout=Layout(pieces=pieces, experts=experts))
+    modules = HF_ARCHITECTURES[config.architecture].layout(config)
+    return msgspec.structs.replace(config, layout=Layout(pieces=pieces, experts=experts), modules=modules)
 
 
 def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:

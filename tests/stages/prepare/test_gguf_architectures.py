@@ -4,6 +4,7 @@ The files are made here as llama.cpp's converter makes them: gguf-py names the t
 what the converter does to them.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,14 @@ import pytest
 import torch
 
 from pipeline.config.settings import Settings
+from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_program import NativeProgram
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufKeys
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
+from tests.lora.test_module_names import assert_same, matrices, modules_of
 from tests.stages.execute import checkpoints as execute_checkpoints
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -325,6 +328,31 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
     np.testing.assert_allclose(driver.logits()[0], theirs, rtol=0, atol=1e-4)
+
+
+WITH_LLAMA = CASES | {"llama": Case("falcon 3", A.LLAMA, convert=permuted, pre="llama-bpe")}
+ADAPTED = WITH_LLAMA if os.environ.get("PIPELINE_ALL_CASES") else ["llama", "bloom", "falcon 7b", "phi3"]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_of_the_original_model_has_the_same_matrices_on_the_gguf_file(tmp_path: Path, name: str) -> None:
+    """Rows of q and k are in another order in some files, and modules have other names in all."""
+    case = WITH_LLAMA[name]
+    model = tiny_architectures.make((VARIANTS | GGUF_ONLY)[case.variant])
+    shapes = modules_of(model)
+    source = checkpoints.save_folder(tmp_path / "source", model)
+    path = save(tmp_path / "tiny.gguf", model, case)
+    folders = [prepare(Settings(model=str(one), cache_dir=str(tmp_path / "cache"))) for one in (source, path)]
+    if not shapes:  # GPT-2 and the first StarCoder, whose modules are of another class
+        for i, folder in enumerate(folders):
+            with pytest.raises(AdapterError, match=r"changes 'transformer\.h\.1\.mlp\.c_fc'"):
+                matrices(tmp_path / f"peft-{i}", folder, {"transformer.h.1.mlp.c_fc": (256, 64)})
+        return
+    # With the same rotary embedding and the same logits, rows of q and k have the same order.
+    assert len({ModelConfig.load(folder).interleaved_rope for folder in folders}) == 1
+    found = [matrices(tmp_path / f"peft-{i}", folder, shapes) for i, folder in enumerate(folders)]
+    assert_same(*found)
+    assert found[0]
 
 
 def read_windows(num_layers: int, keys: Mapping[str, Any]) -> ModelConfig:
