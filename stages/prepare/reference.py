@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -13,12 +13,22 @@ from pipeline.config import hf_overrides
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.stages.prepare import gguf_reference
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.random_checkpoint import why
+from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.folder import has_quantized_weights
-from pipeline.stages.prepare.sources.source import FolderSource, HubSource, ModelError, parse
+from pipeline.stages.prepare.sources.source import (
+    FolderSource,
+    GgufSource,
+    HubSource,
+    ModelError,
+    WheelSource,
+    parse,
+)
+from pipeline.stages.prepare.stage import gguf_file
 
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
@@ -32,20 +42,32 @@ SHORT = (1, 5, 17)
 """Lengths of the shortest prompts: one id, less than a block, slightly more than a block."""
 
 
-def checkpoint_folder(settings: Settings) -> Path:
-    """The folder of `settings.model` for transformers. Raises ModelError if it is not in Hugging Face layout, or has
-    quantized weights."""
+def checkpoint(settings: Settings) -> Path:
+    """The folder or .gguf file of `settings.model` for transformers. Raises ModelError if transformers doesn't read it,
+    or if it is a folder with quantized weights."""
     match parse(settings.model):
         case FolderSource(path):
+            if (gguf := gguf_files.only_model_in(path)) is not None:
+                return gguf_reference.require_readable(gguf)
             return _with_floats(path, settings.model)
+        case GgufSource() | WheelSource():
+            return gguf_reference.require_readable(gguf_file(settings, Silence()))
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
 
             return _with_floats(fetch(source, Silence()).folder, settings.model)
-    raise ModelError(
-        f"model {settings.model!r}: check-model compares with transformers, so the model must be a folder in Hugging "
-        "Face layout, a hub id, or a config.json; --fidelity also measures .gguf files and wheels"
-    )
+        case never:
+            assert_never(never)
+
+
+def how_compared(source: Path, folder: Path, num_tokens: int) -> list[str]:
+    """Lines that say what is compared, if that is not all. `source` is the checkpoint and `folder` what prepare made of
+    it, `num_tokens` the length of the longest prompt. Raises ModelError if transformers reads another model of the
+    checkpoint."""
+    if not gguf_reference.is_gguf(source):
+        return []
+    gguf_reference.require_same_reading(source, ModelConfig.load(folder), num_tokens + NUM_GREEDY)
+    return [gguf_reference.COMPARED]
 
 
 def _with_floats(folder: Path, model: str) -> Path:
@@ -85,7 +107,7 @@ class Reference:
     """The checkpoint in transformers, float32. Raises ModelError if transformers can't load it."""
 
     def __init__(self, folder: Path, overrides: str = "") -> None:
-        """`overrides` is the setting `hf_overrides`."""
+        """`folder` may be a .gguf file; `overrides` is the setting `hf_overrides`."""
         self._folder, self._overrides = folder, hf_overrides.parse(overrides)
         self._model = _load(folder, torch.float32, self._overrides)
 
@@ -125,6 +147,8 @@ class Reference:
 
 def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
     """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
+    if gguf_reference.is_gguf(folder):
+        return gguf_reference.load(folder, dtype)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 

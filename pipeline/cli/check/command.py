@@ -104,18 +104,19 @@ def _checkpoint(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[
 def _check(
     for_prepare: Settings, for_execute: Settings, num_tokens: int
 ) -> tuple[str, list[str], list[str], list[CheckResult]]:
-    """A summary of the model, which rules applied where its files disagree, warnings about what was not checked, and
-    the findings. Raises UserError."""
+    """A summary of the model, which rules applied where its files disagree and what is compared, warnings about what
+    was not checked, and the findings. Raises UserError."""
     prepare: Any = importlib.import_module(topology.PREPARE)
     reference_module: Any = importlib.import_module(REFERENCE)
-    source = reference_module.checkpoint_folder(for_prepare)
+    source = reference_module.checkpoint(for_prepare)
     folder = prepare.prepare(for_prepare, importlib.import_module(PREPARE_PROGRESS).for_stream())
+    notes = [*notes_of(folder), *reference_module.how_compared(source, folder, num_tokens)]
     plan = reference_module.plan_of(folder, num_tokens)
     sides = list(importlib.import_module(EXECUTE).compute(for_execute, folder, plan))
     reference = reference_module.Reference(source, for_prepare.hf_overrides)
     findings = [finding for ours in sides for finding in judge(plan, ours, reference.compute(plan, ours))]
     config = ModelConfig.load(folder)
-    return _summary(config), notes_of(folder), _unseen(config, num_tokens), findings
+    return _summary(config), notes, _unseen(config, num_tokens), findings
 
 
 def _summary(config: ModelConfig) -> str:
