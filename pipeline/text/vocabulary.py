@@ -1,10 +1,12 @@
 """The text or bytes of each token id, from the tokenizer's own tables.
 
-The decoder of a `tokenizer.json` joins tokens and decodes their bytes. Both kinds that decoder-only models use work
+The decoder of a `tokenizer.json` joins tokens and decodes their bytes. The kinds that decoder-only models use work
 token by token, so text can grow by one id without looking back:
 
     ByteLevel                                   each letter of a token stands for a byte (GPT-2, Llama 3, SmolLM2 …)
     Replace, ByteFallback, Fuse, maybe Strip    tokens are text, and `<0xE2>` is a byte (Llama 2, Mistral, Gemma …)
+    Replace                                     tokens are text (SentencePiece without bytes)
+    Metaspace                                   the same, without the first space (T5's class)
 
 An id's piece is `str` if it consists of whole characters, and `bytes` if it may be part of one. The table is filled on
 first use of each id, so a large vocabulary costs nothing at start.
@@ -14,7 +16,7 @@ import codecs
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -68,11 +70,16 @@ class _Strip(msgspec.Struct, tag_field="type", tag="Strip"):
     stop: int
 
 
+class _Metaspace(msgspec.Struct, tag_field="type", tag="Metaspace"):
+    replacement: str
+    prepend_scheme: str = "always"
+
+
 class _Sequence(msgspec.Struct, tag_field="type", tag="Sequence"):
     decoders: list[_ByteLevel | _Replace | _ByteFallback | _Fuse | _Strip]
 
 
-_Decoder = _ByteLevel | _Sequence
+_Decoder = _ByteLevel | _Metaspace | _Replace | _Sequence
 
 
 class _Model(msgspec.Struct):
@@ -208,7 +215,7 @@ class Vocabulary:
                 return token  # an added token, which is plain text
         for pattern, content in self._replacements:
             token = token.replace(pattern, content)
-        if byte := _BYTE_TOKEN.fullmatch(token):
+        if self._has_bytes and (byte := _BYTE_TOKEN.fullmatch(token)):
             return _whole_or_part(bytes.fromhex(byte[1]))
         return token
 
@@ -218,25 +225,29 @@ class Vocabulary:
         except msgspec.ValidationError as error:
             raise _unsupported(state) from error
         steps = decoder.decoders if isinstance(decoder, _Sequence) else [decoder]
+        self._is_byte_level, self._has_bytes, self.errors = False, True, EACH_BYTE
+        replaces: list[Any] = []
         match steps:
             case [_ByteLevel()]:
                 self._is_byte_level, self.errors = True, WHOLE_PARTS
+            case [_Metaspace(replacement, scheme)]:
+                # Of a first token of several spaces, it would leave out all.
+                self._has_bytes, self.strip, self.num_strip = False, " ", int(scheme != "never")
+                self._replacements.append((replacement, " "))
             case [*replaces, _ByteFallback(), _Fuse()]:
-                self._is_byte_level, self.errors = False, EACH_BYTE
+                pass
             case [*replaces, _ByteFallback(), _Fuse(), _Strip(stop=0) as strip]:
-                self._is_byte_level, self.errors = False, EACH_BYTE
                 self.strip, self.num_strip = strip.content, strip.start
-            case _:
+            case [*replaces]:
+                self._has_bytes = False
+        for replace in replaces:
+            if not isinstance(replace, _Replace) or replace.pattern.string is None:
                 raise _unsupported(state)
-        if not self._is_byte_level:
-            for replace in replaces:
-                if not isinstance(replace, _Replace) or replace.pattern.string is None:
-                    raise _unsupported(state)
-                self._replacements.append((replace.pattern.string, replace.content))
+            self._replacements.append((replace.pattern.string, replace.content))
 
 
 def _unsupported(state: bytes) -> UserError:
     return UserError(
-        "the decoder in the model's tokenizer.json is not supported; supported are ByteLevel and "
-        f"Replace, ByteFallback, Fuse, Strip; it is {state.decode()}"
+        "the decoder in the model's tokenizer.json is not supported; supported are ByteLevel, "
+        f"Metaspace, Replace, and Replace, ByteFallback, Fuse, Strip; it is {state.decode()}"
     )

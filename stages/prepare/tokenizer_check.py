@@ -1,4 +1,4 @@
-"""Checks that a model's tokenizer can be served: its token ids fit int32, and it can encode text."""
+"""Checks that a model's tokenizer can be served: its token ids fit int32, and it can encode and decode text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from pipeline.errors import UserError
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.text.vocabulary import Vocabulary
 
 MAX_CONVERTED_ID = 2**24
 """Limit for vocabularies that are converted to tokenizer.json: saving one iterates over all ids up to the largest."""
@@ -56,6 +58,14 @@ def check_encodes(tokenizer: Tokenizer, where: str) -> None:
             tokenizer.encode("a", add_special_tokens=True)
     except Exception as error:  # the library raises nothing more precise
         raise ModelError(f"{where}: its tokenizer cannot encode a text: {error}") from error
+
+
+def check_decodes(tokenizer: Tokenizer, where: str) -> None:
+    """Raises ModelError, naming `where`, if its decoder is not one that detokenizes one id after the other."""
+    try:
+        Vocabulary(tokenizer)
+    except UserError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def _check(token_id: int, what: str, where: str, max_id: int = MAX_COUNT) -> None:

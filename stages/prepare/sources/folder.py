@@ -28,6 +28,7 @@ from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, wri
 from pipeline.stages.prepare.tensor_names import with_names_of
 from pipeline.stages.prepare.tensors import Found, check_tensors, find_tensors
 from pipeline.stages.prepare.tied_head import with_head_of
+from pipeline.stages.prepare.tokenizer_check import check_decodes
 from pipeline.stages.prepare.unused_tensors import ignored, rules_of
 
 CONFIG = "config.json"
@@ -99,6 +100,7 @@ def convert(
     tokenizer_config = _json(source, "tokenizer_config.json", {})
     files = weight_files(source)
     written = write_tokenizer(source, target, config)
+    check_decodes(written.tokenizer, str(source / "tokenizer.json"))
     reader = ConfigReader(config_path, config)
     model = reader.model(name, files, generation)
     model = with_special_ids(model, written, source)

@@ -160,6 +160,24 @@ def test_a_leading_space_is_stripped_only_at_the_start_of_a_text():
     assert grown(FALLBACK, [], [space, the], True) == "  the"
 
 
+@pytest.mark.parametrize(
+    ("decoder", "strips"),
+    [
+        (decoders.Metaspace(), True),
+        (decoders.Metaspace(prepend_scheme="never"), False),
+        (decoders.Sequence([decoders.Replace("▁", " ")]), False),
+        (decoders.Replace("▁", " "), False),
+    ],
+)
+def test_tokens_without_bytes_are_text(decoder, strips):
+    tokenizer = Tokenizer.from_str(byte_fallback().to_str())
+    tokenizer.decoder = decoder
+    ids = [id_of(tokenizer, token) for token in ("<s>", "▁the", "fox", "▁the", "<0x41>", "▁▁", "é")]
+    expected = " thefox the<0x41>  é"[strips:]
+    assert decoded(tokenizer, ids, True) == grown(Vocabulary(tokenizer), [], ids, True) == expected
+    assert grown(Vocabulary(tokenizer), ids[:3], ids[3:], True) == " the<0x41>  é"
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_ids_outside_of_the_vocabulary_have_no_text(skip):
     a = LEVEL_BYTES[ord("a")]
@@ -171,7 +189,7 @@ def test_ids_outside_of_the_vocabulary_have_no_text(skip):
     [
         None,
         decoders.WordPiece(),
-        decoders.Metaspace(),
+        decoders.Sequence([decoders.Metaspace(), decoders.Fuse()]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
         decoders.Sequence([decoders.Fuse(), decoders.ByteFallback(), decoders.Fuse()]),
     ],

@@ -513,3 +513,13 @@ def test_a_chat_template_that_takes_long_to_recognize_meets_the_timeout_of_the_s
     )
     with pytest.raises(ModelError, match=r"chat template took more than 0\.2 s \(supervisor\.start_timeout_s\)"):
         prepare(settings)
+
+
+@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
+def test_a_decoder_that_needs_whole_texts_is_refused_before_any_stage_starts(source: Path, decoder: Any) -> None:
+    parts = json.loads((source / "tokenizer.json").read_text())
+    (source / "tokenizer.json").write_text(json.dumps({**parts, "decoder": decoder}))
+    with pytest.raises(
+        ModelError, match=r"tiny/tokenizer\.json: the decoder in the model's tokenizer\.json is not supp"
+    ):
+        prepared(source)

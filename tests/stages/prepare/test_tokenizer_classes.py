@@ -23,6 +23,8 @@ from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.sources import tokenizer_class
 from pipeline.stages.prepare.sources.source import ModelError
+from pipeline.text.incremental_decoder import IncrementalDecoder
+from pipeline.text.vocabulary import Vocabulary
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.test_special_tokens import TEMPLATE, prepared, token
 
@@ -163,9 +165,13 @@ def check(source: Path, target: Path) -> None:
     written, config = prepared(source, target)
     ours = Tokenizer.from_file(str(target / "tokenizer.json"))
     assert ours.get_vocab() == theirs.get_vocab()
+    vocabulary = Vocabulary.load(target / "tokenizer.json")
     ours.encode_special_tokens = config.split_special_tokens
     for text in TEXTS:
         ids = theirs(text)["input_ids"]
+        decoder = IncrementalDecoder(vocabulary, (), skip_special_tokens=True)
+        streamed = "".join(map(decoder.add, ids)) + decoder.finish()
+        assert streamed == theirs.decode(ids, skip_special_tokens=True), text
         assert ours.encode(text).ids == ids, text
         for skips in (True, False):
             assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
