@@ -55,10 +55,10 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     parts = _parts_of(found)
     own_tokens = tokenizer_class.added_tokens(parts, where)
     name = tokenizer_class.class_of(config, given, parts)
-    if name is not None and name not in CLASSES:
+    if (name is not None and name not in CLASSES) or given.get("fix_mistral_regex") is True:
         _write(path, parts)
         before = {*_load(path, where)[0].get_vocab()}
-        special = _convert_tokenizer(source, target, name)
+        special = _convert_tokenizer(source, target, name or tokenizer_class.GENERAL[0])
         _write(path, _parts_of(path))
         tokenizer, first = _load(path, where)
         return WrittenTokenizer(tokenizer, first, special, frozenset(tokenizer.get_vocab().keys() - before))
@@ -176,7 +176,9 @@ def _convert_tokenizer(source: Path, target: Path, name: str | None) -> SpecialT
                 (Path(copy) / file).write_bytes(data)
         try:
             with panics_as_errors():
-                made = AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+                made = AutoTokenizer.from_pretrained(
+                    copy, local_files_only=True, trust_remote_code=False, mistral_format=False
+                )
                 check_vocabulary(made.backend_tokenizer, str(source), MAX_CONVERTED_ID)
                 made.backend_tokenizer.save(str(target / "tokenizer.json"))
                 names = {str(key): str(value) for key, value in made.special_tokens_map.items()}

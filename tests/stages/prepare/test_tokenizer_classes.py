@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
@@ -40,8 +40,20 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 @cache
 def built(kind: str) -> str:
-    """A tokenizer.json: "sp" as older versions wrote it for SentencePiece, "bytes", or "unigram"."""
-    if kind == "bytes":
+    """A tokenizer.json: "sp" as older versions wrote it for SentencePiece, "bytes", "unigram", or "large": Mistral's
+    pattern that transformers may replace."""
+    if kind == "large":
+        parts = json.loads(checkpoints.byte_level().to_str())
+        vocab = parts["model"]["vocab"]
+        vocab |= {f"<{i}>": i for i in range(len(vocab), 100_100)}
+        made = Tokenizer.from_str(json.dumps(parts))
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r"\w+|\s+|[^\w\s]+"), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    elif kind == "bytes":
         made = checkpoints.byte_level()
     elif kind == "unigram":
         made = Tokenizer(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("fox", -3.0)], 0))
@@ -125,6 +137,12 @@ CASES = {
     "T5's class": Case(kind="unigram", config=named("T5Tokenizer", extra_ids=3)),
     "the general class, Unigram": Case(kind="unigram", config=named("PreTrainedTokenizerFast")),
     "a class that is not general": Case(kind="bytes", config=named("RobertaTokenizerFast", mask_token="<mask>")),
+    **{
+        f"Mistral's pattern, {fixes}": Case(
+            kind="large", model_type="mistral", config={**NAMES, "fix_mistral_regex": fixes}
+        )
+        for fixes in (True, False, None)
+    },
     "a class of the folder beside Llama's": Case(
         model_type="qwen2", kind="sp", config=named("LlamaTokenizer", auto_map={"AutoTokenizer": ["a.B", None]})
     ),
