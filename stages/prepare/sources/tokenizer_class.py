@@ -142,7 +142,6 @@ CLASSES = {
         _gemma,
     ),
 }
-AS_IT_IS = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json to use tokenizer.json as it is'
 GENERAL = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
 """Names of the general class, without `Fast` at their end."""
 OF_MODELS = {
@@ -184,6 +183,13 @@ def class_of(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], par
     return None if found in GENERAL else found
 
 
+def as_it_is(config: Mapping[str, Any]) -> str:
+    """How a user gets the tokenizer.json of a folder as it is, with "; " before it. `config` is its config.json."""
+    if config.get("model_type") in ALWAYS:
+        return ""  # the model decides
+    return '; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json to use tokenizer.json as it is'
+
+
 def _has_own_code(tokenizer_config: Mapping[str, Any]) -> bool:
     """Whether the folder has a class of its own, in Python."""
     match tokenizer_config.get("auto_map"):
@@ -203,7 +209,7 @@ def rebuilt(parts: Parts, name: str, options: Options, where: Path) -> Parts:
     if kind != "BPE" or "merges" not in model or not vocabulary.startswith(b"{"):
         raise ModelError(
             f"{where} has a model of the type {shown(kind)}, and transformers' {name}, which reads the folder, makes a "
-            f"BPE of it; {AS_IT_IS}"
+            "BPE of it"
         )
     made = msgspec.json.decode(CLASSES[name].frame(options).to_str(), type=dict[str, msgspec.Raw])
     frame = {**_members(made["model"]), "vocab": model["vocab"], "merges": model["merges"]}

@@ -58,7 +58,9 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     if (name is not None and name not in CLASSES) or given.get("fix_mistral_regex") is True:
         _write(path, parts)
         before = {*_load(path, where)[0].get_vocab()}
-        special = _convert_tokenizer(source, target, name or tokenizer_class.GENERAL[0])
+        special = _convert_tokenizer(
+            source, target, name or tokenizer_class.GENERAL[0], tokenizer_class.as_it_is(config)
+        )
         _write(path, _parts_of(path))
         tokenizer, first = _load(path, where)
         return WrittenTokenizer(tokenizer, first, special, frozenset(tokenizer.get_vocab().keys() - before))
@@ -67,9 +69,13 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     notes = []
     if name is not None:
         options = options._replace(unk_token=special.names.get("unk_token"))
-        given_parts, parts = parts, tokenizer_class.rebuilt(parts, name, options, where)
+        advice = tokenizer_class.as_it_is(config)
+        try:
+            given_parts, parts = parts, tokenizer_class.rebuilt(parts, name, options, where)
+        except ModelError as error:
+            raise ModelError(f"{error}{advice}") from error
         if others := tokenizer_class.replaced(given_parts, parts):
-            notes.append(f"tokenizer.json has another {' and '.join(others)} than {name}, whose own counts")
+            notes.append(f"tokenizer.json has another {' and '.join(others)} than {name}, whose own counts{advice}")
     _write(path, parts)
     known = [token.content for token in tokenizer_class.added_tokens(parts, where).values()]
     probed = probe(path, where, _calls(special, name, known))
@@ -152,9 +158,9 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _convert_tokenizer(source: Path, target: Path, name: str | None) -> SpecialTokens:
+def _convert_tokenizer(source: Path, target: Path, name: str | None, advice: str = "") -> SpecialTokens:
     """Let transformers write tokenizer.json to `target`, from a copy of the files that it may read. `name` is the class
-    that reads the folder, None if it has no tokenizer.json. Raises ModelError."""
+    that reads the folder, None if it has no tokenizer.json. Raises ModelError, with `advice` where it has one."""
     vocabulary = next((path for one in VOCABULARIES if (path := find(source, one)) is not None), None)
     if name is None:
         if vocabulary is None:
@@ -190,7 +196,7 @@ def _convert_tokenizer(source: Path, target: Path, name: str | None) -> SpecialT
             if name is not None:
                 raise ModelError(
                     f"{source / special_tokens.CONFIG}: transformers cannot read the folder with the class {name} "
-                    f"({words}); {tokenizer_class.AS_IT_IS}"
+                    f"({words}){advice}"
                 ) from error
             has_class = not words.startswith("Couldn't instantiate")  # what the general class says of vocab.json
             own_class = "" if has_class else _command(source, "GPT2Tokenizer")

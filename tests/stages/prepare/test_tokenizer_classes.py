@@ -220,6 +220,16 @@ def test_a_class_that_would_make_another_model_of_the_file_is_refused(tmp_path: 
         prepared(source, tmp_path / "target")
 
 
+def test_a_class_that_transformers_cannot_read_the_folder_with_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", Case(config=named("CTRLTokenizer")))
+    message = (
+        r"tokenizer_config\.json: transformers cannot read the folder with the class CTRLTokenizer \(.*\); set \"tok"
+    )
+    with pytest.raises(ModelError, match=message) as caught:
+        prepared(source, tmp_path / "target")
+    assert "\n" not in str(caught.value)
+
+
 def test_files_for_versions_of_transformers_are_refused(tmp_path: Path) -> None:
     source = write(
         tmp_path / "source", Case(config={"fast_tokenizer_files": ["tokenizer.4.0.0.json", "tokenizer.json"]})
@@ -240,6 +250,7 @@ def test_the_classes_of_models_are_those_of_transformers() -> None:
         assert always == (model_type in tokenizer_class.ALWAYS)
 
 
+ADVICE = 'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json to use tokenizer.json as it is'
 OLD = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}}
 """As it was before `use_regex`."""
 
@@ -249,15 +260,22 @@ OLD = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_o
     [
         (
             Case(config=named("LlamaTokenizer")),
-            ("tokenizer.json has another normalizer and pre_tokenizer than LlamaTokenizer, whose own counts",),
+            (
+                "tokenizer.json has another normalizer and pre_tokenizer than LlamaTokenizer, whose own counts; "
+                + ADVICE,
+            ),
         ),
         (
             Case(kind="bytes", config=named("GPT2Tokenizer", add_prefix_space=True)),
-            ("tokenizer.json has another pre_tokenizer than GPT2Tokenizer, whose own counts",),
+            ("tokenizer.json has another pre_tokenizer than GPT2Tokenizer, whose own counts; " + ADVICE,),
         ),
         (Case(kind="bytes", config=named("GPT2Tokenizer")), ()),
         (Case(kind="bytes", config=named("GPT2Tokenizer"), tokenizer=OLD), ()),
         (Case(config=named("PreTrainedTokenizerFast")), ()),
+        (
+            Case(model_type="qwen2", config=named("PreTrainedTokenizerFast")),
+            ("tokenizer.json has another normalizer and pre_tokenizer than Qwen2Tokenizer, whose own counts",),
+        ),
     ],
 )
 def test_a_note_says_which_parts_of_the_file_do_not_count(tmp_path: Path, case: Case, notes: tuple[str, ...]) -> None:
