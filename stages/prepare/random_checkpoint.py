@@ -79,6 +79,8 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
+    # Not that of the model's class, which may be of another kind.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
 
 
 def shrink(config: Any) -> dict[str, Any]:
