@@ -46,7 +46,7 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/sharing.py": "copyfile*2 link unlink*2",
         "stages/prepare/sources/chat_templates.py": "write_bytes",
         "stages/prepare/sources/folder.py": "write_text",
-        "stages/prepare/sources/tokenizer_json.py": "write_bytes*3",
+        "stages/prepare/sources/tokenizer_json.py": "write_bytes*2",
         "stages/prepare/sources/wheel.py": "mkdir*2 open rmtree",
         "stages/prepare/weight_file.py": "open",
     },
@@ -56,6 +56,7 @@ REASONS: dict[str, dict[str, str]] = {
     "In a folder that tempfile has made for this process, with mode 0700.": {
         "pipeline/cli/check/command.py": "mkdir",
         "pipeline/hosts/own_ray.py": "O_CREAT O_WRONLY rmtree",
+        "stages/prepare/random_checkpoint.py": "write_text",
         "tools/check_aarch64/__main__.py": "mkdir",
         "tools/fuzzing/models.py": "mkdir save_file*3 write_text*4",
         "tools/fuzzing/mutations.py": "mkfifo symlink_to*3 unlink write_bytes*3",
