@@ -231,7 +231,8 @@ def test_a_folder_has_the_logits_of_transformers(tmp_path: Path, form: str) -> N
     folder = prepared(source)
     assert theirs.std() > 1000 * MAX_ERROR
     np.testing.assert_allclose(logits_of(folder), theirs, rtol=0, atol=MAX_ERROR)
-    notes = "\n".join(notes_of(folder))
+    # The tokenizer is the same in all folders, and so not always that of the model's class.
+    notes = "\n".join(line for line in notes_of(folder) if not line.startswith("tokenizer.json has another "))
     assert note in notes if note else not notes
 
 
