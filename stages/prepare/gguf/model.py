@@ -245,8 +245,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         pieces |= gate_up_slices(config, STACKED)
     has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
     experts = {} if has_one_each else STACKED_EXPERTS
-    modules = HF_ARCHITECTURES[config.architecture].layout(config)
-    return msgspec.structs.replace(config, layout=Layout(pieces=pieces, experts=experts), modules=modules)
+    layout, modules = Layout(pieces=pieces, experts=experts), HF_ARCHITECTURES[config.architecture].layout(config)
+    return msgspec.structs.replace(config, layout=layout, modules=None if modules == layout else modules)
 
 
 def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
