@@ -25,6 +25,8 @@ LONG = (
     "tests/e2e/client/test_llm.py::test_thousands_of_prompts_keep_their_order_and_memory_is_bounded",
     "tests/e2e/client/test_openai_client.py::test_a_long_prompt_goes_through_shared_memory",
     "tests/e2e/http/test_open_bytes.py",
+    "tests/cli/test_check_model.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
+    "tests/cli/test_check_model.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/stages/execute/test_smollm2.py::test_twenty_prompts_at_once_continue_like_the_reference",
     # Deaths of a stage: tests/recovery has all of them in one process, tests/e2e/test_recovery.py one of each stage.
     "tests/e2e/client/test_llm.py::test_a_server_that_dies_ends_generate_with_an_error[gateway]",
