@@ -79,9 +79,11 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
     _write(path, parts)
     known = [token.content for token in tokenizer_class.added_tokens(parts, where).values()]
     probed = probe(path, where, _calls(special, name, known))
-    if (added := probed.added) is not None:
+    if (added := probed.added) is None:
+        tokenizer, first = _open(path, where), probed.first
+    else:
         _write(path, parts | {"added_tokens": added})
-    tokenizer, first = _load(path, where)
+        tokenizer, first = _load(path, where)
     new = {token["content"] for token in added or ()} - tokenizer.get_vocab(with_added_tokens=False).keys()
     new -= {*known, *(token.content for token in own_tokens.values())}
     return WrittenTokenizer(tokenizer, first, special, frozenset(new), tuple(notes))
@@ -100,9 +102,14 @@ def _write(path: Path, parts: Mapping[str, Any]) -> None:
 def _load(path: Path, where: Path) -> tuple[Tokenizer, int | None]:
     """The tokenizer at `path`, and the first id of every text. Raises ModelError, naming the file as `where`."""
     first = probe(path, where).first
+    return _open(path, where), first
+
+
+def _open(path: Path, where: Path) -> Tokenizer:
+    """The tokenizer at `path`, which the other process has tried. Raises ModelError, naming the file as `where`."""
     tokenizer = Tokenizer.from_file(str(path))
     check_token_ids(tokenizer, path, str(where))
-    return tokenizer, first
+    return tokenizer
 
 
 def _refuse_versions(given: Mapping[str, Any], source: Path) -> None:

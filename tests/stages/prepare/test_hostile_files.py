@@ -373,7 +373,7 @@ def test_files_that_count_without_others_are_checked_too(llama: Path, name: str,
             with path.open("wb") as file:
                 file.truncate(2**40)
     with pytest.raises(ModelError, match=name) as caught:
-        special_tokens.read(llama, {}, is_byte_level=False)
+        special_tokens.read(llama, {}, None, {})
         chat_templates.templates_of(llama, {})
     assert_matches(str(caught.value), "outside the model folder|not a regular file|at most [0-9]+ are allowed")
 
