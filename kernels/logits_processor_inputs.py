@@ -1,6 +1,7 @@
 """The parameters of a row's logits processors, as the samplers read them. kernels/logits_processors.py describes what
 they do."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class LogitsProcessors:
     allowed: WordArray | None = None
     """[ceil(V / 32)]; as `bits_of` makes it"""
     runs: IntArray = field(default_factory=lambda: NO_IDS)
-    """Bad words, concatenated: each is its number of ids, then the ids."""
+    """Bad words, as `pack_runs` makes them."""
     num_runs: int = 0
     enders: IntArray = field(default_factory=lambda: NO_IDS)
     """Ids that are not sampled before the output has `min_tokens` ids. No duplicates."""
@@ -83,7 +84,17 @@ def bits_of(ids: IntArray, vocab_size: int) -> WordArray:
 
 
 def pack_runs(runs: Sequence[Sequence[int]], vocab_size: int) -> tuple[IntArray, int]:
-    """Bad words in the format of `LogitsProcessors.runs`, and their number. Words that are empty or have ids outside
-    the vocabulary are left out."""
-    kept = [run for run in runs if run and min(run) >= 0 and max(run) < vocab_size]
-    return np.array([number for run in kept for number in (len(run), *run)], np.int32), len(kept)
+    """Bad words in the format of `LogitsProcessors.runs`, and their number N: N + 1 places in the array, where each
+    begins and the last ends, then the ids. The shortest come first, so that those which are compared together have
+    about the same length. Words that come again, are empty or have ids outside the vocabulary are left out."""
+    whole = sorted({run for run in map(tuple, runs) if run}, key=len)
+    ids = np.fromiter(itertools.chain.from_iterable(whole), np.int64)
+    lengths = np.fromiter(map(len, whole), np.int64)
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        known = ~np.logical_or.reduceat(wrong, np.cumsum(lengths) - lengths)
+        ids, lengths = ids[np.repeat(known, lengths)], lengths[known]
+    num = len(lengths)
+    if not num:
+        return NO_IDS, 0
+    return np.concatenate(([num + 1], num + 1 + np.cumsum(lengths), ids)).astype(np.int32), num

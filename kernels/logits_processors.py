@@ -5,6 +5,8 @@
 Each of the first four sets logits to -inf, which later ones don't undo. kernels/cpu/logits_processors.h does the same.
 """
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from torch import Tensor
 from pipeline.kernels.logits_processor_inputs import LogitsProcessors, WordArray
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.step_inputs import IntArray
+
+
+RUN = 16
+"""Ids of a bad word that are compared together."""
 
 
 def mask(logits: Tensor, allowed: WordArray) -> None:
@@ -58,10 +64,20 @@ def allows_only(grammar: WordArray, ids: IntArray) -> bool:
 
 def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:
     """The last id of each bad word, if the output ends with the word's other ids."""
-    forbidden, begin = [], 0
-    for _ in range(num_runs):
-        *before, last = runs[begin + 1 : begin + 1 + int(runs[begin])].tolist()
-        begin += 1 + int(runs[begin])
-        if len(before) <= len(output) and output[len(output) - len(before) :].tolist() == before:
-            forbidden.append(last)
+    ends = runs[1 : num_runs + 1]
+    num_before = ends - runs[:num_runs] - 1
+    places = np.flatnonzero(num_before <= len(output))
+    found = [places[:0]]
+    for begin in itertools.count(0, RUN):
+        # Those that match so far; of these, `begin` ids are compared, from the last one back.
+        found.append(places[num_before[places] <= begin])
+        places = places[num_before[places] > begin]
+        if not len(places):
+            break
+        back = begin + np.arange(RUN)
+        inside = back < num_before[places, None]
+        word = runs[np.where(inside, ends[places, None] - 2 - back, 0)]
+        said = output[len(output) - 1 - np.minimum(back, len(output) - 1)]
+        places = places[((word == said) | ~inside).all(axis=1)]
+    forbidden: list[int] = runs[ends[np.concatenate(found)] - 1].tolist()
     return forbidden

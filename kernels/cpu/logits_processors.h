@@ -15,7 +15,7 @@ struct LogitsProcessors {
     const int32_t* bias_ids;
     const float* bias_values;
     const int32_t* enders;  // not sampled before the output has min_tokens ids
-    const int32_t* runs;    // bad words, one after the other: how many ids it has, then these
+    const int32_t* runs;    // bad words: num_runs + 1 places in this array, where each begins and the last ends, then ids
     int32_t num_bias, num_enders, min_tokens, num_runs;
 };
 
@@ -63,13 +63,16 @@ static inline void mask(float* logits, int vocab, const uint32_t* allowed) {
         if (!(allowed[v / 32] >> (v % 32) & 1)) logits[v] = -INFINITY;
 }
 
-// Set the logit of each bad word's last id to -inf if the output [num_output] ends with its other ids.
+// Set the logit of each bad word's last id to -inf if the output [num_output] ends with its other ids. The shortest
+// words come first.
 static inline void forbid_runs(float* logits, const int32_t* runs, int num_runs, const int32_t* output,
                                int num_output) {
-    for (; num_runs; num_runs--, runs += 1 + runs[0]) {
-        const int before = runs[0] - 1;
-        if (before > num_output || memcmp(output + num_output - before, runs + 1, before * sizeof(int32_t))) continue;
-        logits[runs[1 + before]] = -INFINITY;
+    for (int i = 0; i < num_runs; i++) {
+        const int32_t* const run = runs + runs[i];
+        const int before = runs[i + 1] - runs[i] - 1;
+        if (before > num_output) break;
+        if (before && run[before - 1] != output[num_output - 1]) continue;
+        if (!memcmp(output + num_output - before, run, before * sizeof(int32_t))) logits[run[before]] = -INFINITY;
     }
 }
 

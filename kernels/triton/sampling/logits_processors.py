@@ -21,10 +21,10 @@ MASK_WORDS = 64
 """Words of a mask per program: 2048 logits."""
 TILE = 1024
 """Ids of a list that are processed together."""
-RUN = 32
-"""Ids of a bad word that are compared together."""
+RUNS, RUN = 128, 16
+"""Bad words that are compared together, and ids of each."""
 
-_MASK_WORDS, _TILE, _RUN = tl.constexpr(MASK_WORDS), tl.constexpr(TILE), tl.constexpr(RUN)
+_MASK_WORDS, _TILE, _RUNS, _RUN = map(tl.constexpr, (MASK_WORDS, TILE, RUNS, RUN))
 _KNOWN = tl.constexpr(1 << 30)
 """Bit beside the count of an id that is in the prompt."""
 _INF = tl.constexpr(float("inf"))
@@ -168,20 +168,26 @@ def _lists(
 
 @triton.jit
 def _forbid_runs(logits, runs, num_runs, ids, num_ids, num_output):
-    """Set the logit of each bad word's last id to -inf if the output ends with its other ids."""
-    places = tl.arange(0, _RUN)
-    for _ in range(num_runs):
-        num_before = tl.load(runs) - 1
-        if num_before <= num_output:
-            num_same = 0
-            for begin in range(0, num_before, _RUN):
-                inside = begin + places < num_before
-                word = tl.load(runs + 1 + begin + places, mask=inside, other=0)
-                said = tl.load(ids + num_ids - num_before + begin + places, mask=inside, other=-1)
-                num_same += tl.sum((word == said).to(tl.int32), 0)
-            if num_same == num_before:
-                tl.store(logits + tl.load(runs + 1 + num_before), -_INF)
-        runs += 2 + num_before
+    """Set the logit of each bad word's last id to -inf if the output ends with its other ids. Words are compared in
+    groups, from the last of these ids back, until none of a group can match."""
+    lanes, steps = tl.arange(0, _RUNS), tl.arange(0, _RUN)
+    for first in range(0, num_runs, _RUNS):
+        begin = tl.load(runs + first + lanes, mask=first + lanes < num_runs, other=0)
+        end = tl.load(runs + first + lanes + 1, mask=first + lanes < num_runs, other=0)
+        num_before = end - begin - 1
+        same = ((num_before >= 0) & (num_before <= num_output)).to(tl.int32)
+        compared = 0
+        left = tl.max(num_before * same, 0)
+        while compared < left:
+            back = compared + steps
+            inside = (back[None, :] < num_before[:, None]) & (same[:, None] == 1)
+            word = tl.load(runs + (end - 2)[:, None] - back[None, :], mask=inside, other=0)
+            said = tl.load(ids + num_ids - 1 - back, mask=back < num_output, other=-1)
+            same *= (tl.sum((inside & (word != said[None, :])).to(tl.int32), 1) == 0).to(tl.int32)
+            left = tl.max(num_before * same, 0)
+            compared += _RUN
+        last = tl.load(runs + end - 1, mask=same == 1, other=0)
+        tl.store(logits + last, tl.full((_RUNS,), -_INF, tl.float32), mask=same == 1)
 
 
 @triton.jit

@@ -181,8 +181,9 @@ def test_stop_ids_are_forbidden_before_min_tokens(processed: Shape) -> None:
 
 
 def test_impossible_bad_words_are_skipped() -> None:
-    packed, num = pack_runs([[1, 2], [], [3, 300], [-1], [299], [5, 6, 7]], 300)
-    assert (packed.tolist(), num) == ([2, 1, 2, 1, 299, 3, 5, 6, 7], 3)
+    packed, num = pack_runs([[5, 6, 7], [1, 2], [], [3, 300], [-1], [299], [1, 2]], 300)
+    assert (packed.tolist(), num) == ([4, 5, 7, 10, 299, 1, 2, 5, 6, 7], 3)
+    assert pack_runs([[300], []], 300)[1] == 0 and not len(pack_runs([], 300)[0])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
