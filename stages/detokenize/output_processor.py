@@ -1,18 +1,20 @@
 """Turns settled ids of live sequences into text for the gateways.
 
     open ──settle──► live ──settle with a finish──► gone
-                      │                               ▲
-                      └─stop string found──► stopped ─┘  later ids are dropped; schedule gets an `Abort` and closes
-                                                         the sequence like any other
+     │ ▲              │                               ▲
+     │ │              └─stop string found──► stopped ─┘  later ids are dropped; schedule gets an `Abort` and closes
+     ▼ │                                                 the sequence like any other
+    resuming  ids that the client already has are decoded in parts, one in a wake; what comes meanwhile waits
 
 Output waits in its sequence until `mark_sent`: if a full socket refuses it, the next message has it too.
 """
 
+import functools
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -29,6 +31,9 @@ from pipeline.text.vocabulary import Vocabulary
 E = TypeVar("E", bytes, list[bytes])
 ERROR = int(m.Finish.ERROR)
 NO_IDS: frozenset[int] = frozenset()
+PART_IDS = 4096
+"""Ids of resumed sequences that are decoded in a wake, while the output of all others waits: 1 to 5 ms."""
+Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class OutputSequence:
@@ -41,6 +46,7 @@ class OutputSequence:
         "_min_tokens",
         "_num_chars",
         "_num_settled",
+        "_received",
         "_special_ids",
         "_stop_id",
         "_stop_matcher",
@@ -54,9 +60,11 @@ class OutputSequence:
         "id_offset",
         "ids",
         "index",
+        "later",
         "options",
         "prompt_offset",
         "prompt_records",
+        "received_finish",
         "record_bytes",
         "records",
         "request_id",
@@ -69,12 +77,12 @@ class OutputSequence:
     def __init__(
         self,
         opening: m.Open,
-        outputs: list[int],
+        outputs: Ids,
         options: m.GenerationOptions,
         stops: StopStrings,
         vocabulary: Vocabulary,
     ) -> None:
-        """`outputs` are ids of the opening that the client already has."""
+        """`outputs` are ids of the opening that the client already has: call `resume` until they are decoded."""
         self.request_id = opening.request_id
         self.attempt = opening.attempt
         self.index = opening.index
@@ -114,21 +122,33 @@ class OutputSequence:
         """Sent with the first ids."""
         self.drafts: m.DraftCounts | None = None
         """The newest counts."""
-        if outputs:
-            self._resume(outputs, opening.finish)
+        self._received, self.received_finish = outputs, opening.finish
+        self.later: list[Callable[[], list[m.Abort]]] = []
+        """What came while it was resuming."""
 
-    def _resume(self, outputs: list[int], finish: int) -> None:
-        """Decode ids whose text the client already has; it is sent only if the options say so. The ids that follow
-        continue an incomplete character or stop string."""
-        self._num_settled = len(outputs)
-        if finish == m.Finish.STOP:
-            self._stop_id = outputs[-1]
-        self._decode(outputs, len(outputs) - (finish == m.Finish.STOP))
+    @property
+    def num_received(self) -> int:
+        """Ids that the client already has and that are not decoded."""
+        return len(self._received)
+
+    def resume(self, most: int) -> None:
+        """Decode the next ids whose text the client already has; it is sent only if the options say so. The ids that
+        follow continue an incomplete character or stop string."""
+        part, self._received = self._received[:most].tolist(), self._received[most:]
+        self._num_settled += len(part)
+        num_shown = len(part)
+        if self.received_finish == m.Finish.STOP and not len(self._received):
+            self._stop_id = part[-1]
+            num_shown -= 1
+        self._decode(part, num_shown)
+        if self.finish:
+            self._num_settled += len(self._received)
+            self._received = self._received[:0]
         if self.options.repeats_received:
             self.ids.clear()
         else:
             self.mark_sent()
-        self.id_offset = len(outputs)
+        self.id_offset = self._num_settled
 
     def settle(self, start: int, ids: list[int], finish: int) -> None:
         """Decode ids from output id `start` on. Ids that were decoded before are skipped."""
@@ -236,7 +256,12 @@ class OutputProcessor:
     """Owns the live sequences of this process."""
 
     def __init__(
-        self, vocabulary: Vocabulary, breadcrumb: Breadcrumb | None = None, *, names_until_s: float = 0.0
+        self,
+        vocabulary: Vocabulary,
+        breadcrumb: Breadcrumb | None = None,
+        *,
+        names_until_s: float = 0.0,
+        part_ids: int = PART_IDS,
     ) -> None:
         """An error names the request in the `breadcrumb`. Setting it for each sequence would cost as much as decoding
         an id, so it is set when the error comes. A signal leaves no time for that, so until `names_until_s`, by
@@ -252,6 +277,10 @@ class OutputProcessor:
         self._live: dict[int, OutputSequence] = {}
         self._unsent: defaultdict[int, dict[int, OutputSequence]] = defaultdict(dict)
         """By gateway, then by `seq`."""
+        self._resuming: dict[int, OutputSequence] = {}
+        """Sequences with ids to decode that their clients already have, by `seq`; they take turns."""
+        self._part_ids = self._room = part_ids
+        """Such ids that may still be decoded in this wake."""
         self._bytes = vocabulary.pieces(skip_special_tokens=False)
         """The bytes of each id, for logprobs."""
         self._settled_s = 0.0
@@ -260,18 +289,52 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, opening: m.Open, outputs: list[int] | None = None) -> list[m.Abort]:
-        """Open a sequence with the `outputs` of its opening. Returns an `Abort` for schedule if their text has a stop
-        string."""
+    def open(self, opening: m.Open, outputs: Sequence[int] | Ids = ()) -> list[m.Abort]:
+        """Open a sequence with the `outputs` of its opening. If there are many, `resume` decodes them. Returns an `Abort`
+        for schedule if their text has a stop string."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
         options = self._options_of(opening)
         key = tuple(options.stop)
         if (stops := self._stops.get(key)) is None:
             stops = self._stops[key] = StopStrings(key)
-        sequence = self._live[opening.seq] = OutputSequence(opening, outputs or [], options, stops, self._vocabulary)
+        received = np.asarray(outputs, np.int32)
+        sequence = self._live[opening.seq] = OutputSequence(opening, received, options, stops, self._vocabulary)
+        if not len(received):
+            return []
+        self._resuming[opening.seq] = sequence
+        return self._resume(opening.seq) if len(self._resuming) == 1 and len(received) <= self._room else []
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether `resume` has ids to decode."""
+        return bool(self._resuming)
+
+    def resume(self) -> list[m.Abort]:
+        """Decode some of the ids that clients already have. Call it once in a wake. Returns an `Abort` for schedule for
+        each sequence with a stop string."""
+        aborts: list[m.Abort] = []
+        self._room = self._part_ids
+        while self._resuming and self._room > 0:
+            aborts += self._resume(next(iter(self._resuming)))
+        return aborts
+
+    def _resume(self, seq: int) -> list[m.Abort]:
+        """Decode a part of one sequence. It then is behind the others, or handles what came meanwhile."""
+        sequence = self._resuming.pop(seq)
+        num = min(sequence.num_received, self._room)
+        self._room -= num
+        with self._breadcrumb.at(sequence.request_id, sequence.attempt):
+            sequence.resume(num)
+        if sequence.num_received:
+            self._resuming[seq] = sequence
+            return []
         if sequence.finish or sequence.texts:
-            self._unsent[sequence.gateway][opening.seq] = sequence
-        return [_abort_of(sequence)] if sequence.finish and not opening.finish else []
+            self._unsent[sequence.gateway][seq] = sequence
+        aborts = [_abort_of(sequence)] if sequence.finish and not sequence.received_finish else []
+        later, sequence.later = sequence.later, []
+        for handle in later:
+            aborts += handle()
+        return aborts
 
     def _options_of(self, opening: m.Open) -> m.GenerationOptions:
         """Decode the options, which the sequences of a request share. They are opened one after the other."""
@@ -284,6 +347,7 @@ class OutputProcessor:
         """Forget all sequences and their pending output."""
         self._live.clear()
         self._unsent.clear()
+        self._resuming.clear()
 
     @property
     def num_unsent(self) -> int:
@@ -302,7 +366,7 @@ class OutputProcessor:
         ids: list[int],
         finishes: list[int],
         firsts: Collection[m.FirstTimes] = (),
-        settled_s: float = 0.0,
+        settled_s: float | None = None,
         records: bytes = b"",
         errors: Iterable[str] = (),
         drafts: Collection[m.DraftCounts] = (),
@@ -310,7 +374,7 @@ class OutputProcessor:
         """Handle a `Settled`, except for prompt records. Returns an `Abort` for schedule for each sequence with a stop
         string."""
         aborts: list[m.Abort] = []
-        self._settled_s = settled_s
+        self._settled_s = self._settled_s if settled_s is None else settled_s
         first_of = {first.place: first for first in firsts} if firsts else {}
         names = bool(self._names_until_s) and time.monotonic() < self._names_until_s
         end = recorded = 0
@@ -320,6 +384,18 @@ class OutputProcessor:
         try:
             for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
                 begin, end = end, end + count
+                if self._resuming and seq in self._resuming:
+                    sequence = self._resuming[seq]
+                    recorded += (size := sequence.record_bytes * count)
+                    later = functools.partial(
+                        *(self.settle, [seq], [start], [count], ids[begin:end], [finish]),
+                        [msgspec.structs.replace(first_of[place], place=0)] if place in first_of else (),
+                        records=records[recorded - size : recorded],
+                        errors=[next(reasons, "")] if finish == ERROR else (),
+                        drafts=[msgspec.structs.replace(drafts_of[place], place=0)] if place in drafts_of else (),
+                    )
+                    sequence.later.append(later)
+                    continue
                 sequence = self._live.pop(seq, None) if finish else self._live.get(seq)
                 assert sequence is not None, f"sequence {seq} is not open"
                 if first_of:
@@ -355,11 +431,19 @@ class OutputProcessor:
     def add_prompt_records(self, message: m.Settled) -> None:
         """Handle the prompt records of a `Settled`. Call it before `settle`, which may close the sequences."""
         for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
-            sequence = self._live[seq]
-            if not sequence.finish:
-                with self._breadcrumb.at(sequence.request_id, sequence.attempt):
-                    sequence.add_prompt_records(start, records)
-                self._unsent[sequence.gateway][seq] = sequence
+            if seq in self._resuming:
+                later = functools.partial(self._add_prompt_records, seq, start, records)
+                self._resuming[seq].later.append(later)
+            else:
+                self._add_prompt_records(seq, start, records)
+
+    def _add_prompt_records(self, seq: int, start: int, records: bytes) -> list[m.Abort]:
+        sequence = self._live[seq]
+        if not sequence.finish:
+            with self._breadcrumb.at(sequence.request_id, sequence.attempt):
+                sequence.add_prompt_records(start, records)
+            self._unsent[sequence.gateway][seq] = sequence
+        return []
 
     def unsent(self) -> list[int]:
         """The gateways with pending output."""

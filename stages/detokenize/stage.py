@@ -11,6 +11,8 @@ import logging
 import time
 from typing import Any, assert_never
 
+import numpy as np
+
 from pipeline.metrics.stats import DetokenizeCounts
 from pipeline.runtime import heap
 from pipeline.runtime import messages as m
@@ -61,10 +63,12 @@ class DetokenizeStage:
     def turn(self) -> None:
         """One wake: handle all messages, then send each receiver one message."""
         waiting = self._pending or self._output_processor.unsent()
-        messages = self._stage.inbox.wait_all(RETRY_S if waiting else IDLE_S)
+        wait_s = 0.0 if self._output_processor.is_resuming else RETRY_S if waiting else IDLE_S
+        messages = self._stage.inbox.wait_all(wait_s)
         begin_s = time.monotonic()
         for message in messages:
             self._handle(message)
+        self._abort(self._output_processor.resume())
         self._send()
         self._stage.release()
         if self._stage.trace.on:
@@ -76,7 +80,7 @@ class DetokenizeStage:
                 self._settle(message)
             case m.Open():
                 with self._stage.breadcrumb.at(message.request_id, message.attempt):
-                    outputs = self._stage.arrays.take_list(message.outputs, "i")
+                    outputs = self._stage.arrays.take(message.outputs, np.int32).copy()
                     self._abort(self._output_processor.open(message, outputs))
             case m.Refuse():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)

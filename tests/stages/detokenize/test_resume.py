@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
-from pipeline.stages.detokenize.output_processor import OutputProcessor
+from pipeline.stages.detokenize.output_processor import PART_IDS, OutputProcessor
 from tests.stages.detokenize.test_output_processor import (
     BYTES,
     END,
@@ -37,21 +37,22 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
 
 
 @settings(max_examples=600, deadline=None)
-@given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24))
-@example(ids_of("a☔b"), m.Finish.LENGTH, m.GenerationOptions(), 2)  # inside a character
-@example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2)  # inside a stop string
-@example([*ids_of("ab"), END], m.Finish.STOP, m.GenerationOptions(stop_token_ids=[END], include_stop=True), 3)
-@example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.GenerationOptions(), 3)
+@given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24), st.sampled_from([1, 2, 7, PART_IDS]))
+@example(ids_of("a☔b"), m.Finish.LENGTH, m.GenerationOptions(), 2, 1)  # inside a character
+@example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2, 1)  # inside a stop string
+@example([*ids_of("ab"), END], m.Finish.STOP, m.GenerationOptions(stop_token_ids=[END], include_stop=True), 3, 2)
+@example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.GenerationOptions(), 3, PART_IDS)
 def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
-    ids: list[int], finish: m.Finish, options: m.GenerationOptions, cut: int
+    ids: list[int], finish: m.Finish, options: m.GenerationOptions, cut: int, part_ids: int
 ) -> None:
+    """Also if new ids come while those that the client has are decoded in parts."""
     text, shown_ids, closing, reason = outcome(ids, finish, options)
     cut = min(cut, len(shown_ids))
     if finish in (m.Finish.ABORT, m.Finish.ERROR):
         cut = min(cut, len(ids) - 1)  # a client that has all ids does not resume
     known, rest = ids[:cut], ids[cut:]
     ended = finish if not rest else m.Finish.NONE
-    processor = OutputProcessor(VOCABULARY)
+    processor = OutputProcessor(VOCABULARY, part_ids=part_ids)
     begun = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes(), finish=ended)
     aborts = processor.open(begun, known)
     texts, received_ids, offset = "", [], -1
@@ -73,9 +74,12 @@ def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
     take()
     for place, token_id in enumerate(rest[:-1]):
         aborts += processor.settle([5], [cut + place], [1], [token_id], [m.Finish.NONE])
+        aborts += processor.resume()
         take()
     last = rest[-1:]
     processor.settle([5], [len(ids) - len(last)], [len(last)], last, [finish])
+    while processor.is_resuming:
+        aborts += processor.resume()
     take()
     assert end == (closing, reason)
     assert received_ids == shown_ids[cut:]
@@ -84,3 +88,26 @@ def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
         assert offset == offsets_by_id(known, options)[cut]
     assert len(aborts) <= 1
     assert len(processor) == 0
+
+
+def test_long_resumed_sequences_are_decoded_in_turns_beside_the_others() -> None:
+    processor = OutputProcessor(VOCABULARY)
+    processor.open(opening(4))
+    long = ids_of("abcdefgh") * PART_IDS
+    for seq in (5, 6):
+        options = m.GenerationOptions(stop=["hi"])
+        processor.open(msgspec.structs.replace(opening(seq, options), outputs=b"", finish=m.Finish.NONE), long)
+    processor.settle([5, 6, 4], [len(long), len(long), 0], [1, 1, 1], ids_of("iix"), [m.Finish.NONE] * 3)
+    assert [processor.deltas(0).request_ids, processor.num_unsent] == [[1004], 1]  # the others wait for nothing
+    processor.mark_sent(0)
+    aborts, num_wakes = [], 0
+    while processor.is_resuming:
+        left = [one.num_received for one in processor._live.values()]
+        aborts += processor.resume()
+        num_wakes += 1
+        done = np.subtract(left, [one.num_received for one in processor._live.values()])
+        assert done.sum() == PART_IDS
+    assert num_wakes == 16
+    assert sorted(abort.request_id for abort in aborts) == [1005, 1006]
+    deltas = processor.deltas(0)
+    assert (deltas.texts, deltas.num_ids, deltas.text_offsets) == ([""] * 2, [1] * 2, [len(long) - 1] * 2)
