@@ -264,6 +264,7 @@ CHATS: Mapping[str, Callable[[int], list[m.ChatMessage]]] = {
         m.ChatMessage("assistant", None, tool_calls=[m.ToolCall("a", "f", '{"a": 1}')] * (n // 60)),
     ],
     "parts": lambda n: [m.ChatMessage("user", "a\n" * (n // 20), parts=["a"] * (n // 20))],
+    "names": lambda n: [m.ChatMessage("user", "a", name="a" * (n // 4), tool_call_id="b" * (n // 4))] * 2,
 }
 
 

@@ -149,9 +149,13 @@ MESSAGE_CHARS = 40
 
 
 def _message_chars(message: ChatMessage) -> int:
+    """Of everything that a client may make long: templates write names and ids too, and all of it is searched."""
     size = MESSAGE_CHARS + len(message.content or "") + len(message.reasoning or "")
+    size += len(message.role) + len(message.name or "") + len(message.tool_call_id or "")
+    if message.parts is not None:
+        size += MESSAGE_CHARS * len(message.parts)
     for call in message.tool_calls:
-        size += MESSAGE_CHARS + len(call.name) + len(call.arguments)
+        size += MESSAGE_CHARS + len(call.id) + len(call.name) + len(call.arguments)
     return size
 
 

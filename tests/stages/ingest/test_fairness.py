@@ -12,7 +12,7 @@ import pytest
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor, RequestRefused
+from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor, RequestRefused, num_chars
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import replays_alike
@@ -205,3 +205,21 @@ def test_fair_turns_are_replayed(tmp_path: Path) -> None:
             rig.receive("gateway")
     comparison = replays_alike("ingest", recording)
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
+
+
+def texts_of(struct: type) -> list[str]:
+    """The fields of a struct that a text, or several, can fill."""
+    return [field.name for field in msgspec.structs.fields(struct) if "str" in str(field.type)]
+
+
+@pytest.mark.parametrize("field", texts_of(m.ChatMessage))
+def test_each_text_of_a_message_counts_in_what_the_prompt_costs(field: str) -> None:
+    """Else a text in `name` is searched and tokenized as if it were short: where the others wait, and in their turns."""
+    plain = m.ChatMessage("user", "a")
+    call = m.ToolCall("a", "a", "a")
+    longer: dict[str, Any] = {"parts": ["a"] * 1000}
+    longer["tool_calls"] = [msgspec.structs.replace(call, **{name: "a" * 1000}) for name in texts_of(m.ToolCall)]
+    values = longer.get(field, "a" * 1000)
+    full = msgspec.structs.replace(plain, **{field: values})
+    costs = [num_chars(m.ChatPrompt([message])) for message in (plain, full)]
+    assert costs[1] - costs[0] > 990 * (len(values) if field == "tool_calls" else 1)
