@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 from tokenizers import AddedToken as TokenizerToken
@@ -73,6 +74,9 @@ def cases() -> Iterator[Case]:
         yield Case("ingest template", name, functools.partial(_rendered, source), MAX_BODY // 4, THREAD_MS * 3)
     for name, data in ZMQ.items():
         yield Case("ZeroMQ message", name, functools.partial(_zmq, data), MAX_BODY, 2 * THREAD_MS)
+    for name, value in MALFORMED.items():
+        for place, head in (("behind", msgspec.msgpack.encode(_generate())), ("instead", b"")):
+            yield Case("ZeroMQ message", f"{name} {place}", functools.partial(_malformed, head, value), MAX_BODY)
 
 
 def _of_text(group: str, name: str, work: Work, grow: Grow, max_n: int, bound_ms: float = 50.0) -> Case:
@@ -188,8 +192,15 @@ def _offsets(grow: Grow, n: int) -> Callable[[], object]:
     return work
 
 
-def _generate(prompt: p.Prompt) -> p.Generate:
-    return p.Generate(1, "m", prompt, p.Params(), 1)
+TEXT_PROMPT = p.TextPrompt("a")
+
+
+def _generate(prompt: p.Prompt = TEXT_PROMPT, received: list[bytes] | None = None, **params: Any) -> p.Generate:
+    return p.Generate(1, "m", prompt, p.Params(**params), 1, received or [])
+
+
+def _calls(n: int) -> p.ChatMessage:
+    return p.ChatMessage("assistant", None, tool_calls=[p.ToolCall("a", "f", "{}")] * (n // 9))
 
 
 ZMQ: Mapping[str, Callable[[int], p.Generate]] = {
@@ -199,11 +210,33 @@ ZMQ: Mapping[str, Callable[[int], p.Generate]] = {
     "kwargs": lambda n: _generate(
         p.ChatPrompt([p.ChatMessage("user", "a")], chat_template_kwargs='{"a":' * 60 + "1" * n + "}" * 60)
     ),
+    "calls": lambda n: _generate(p.ChatPrompt([_calls(n)])),
+    "documents": lambda n: _generate(
+        p.ChatPrompt([p.ChatMessage("user", "a")], documents="[" + "{}," * (n // 3) + "{}]")
+    ),
+    "stop": lambda n: _generate(stop=["a"] * (n // 2)),
+    "stop_token_ids": lambda n: _generate(stop_token_ids=[1] * n),
+    "logit_bias": lambda n: _generate(logit_bias={str(i): 1.0 for i in range(n // 16)}),
+    "bad_words": lambda n: _generate(bad_words=["a"] * (n // 2)),
+    "allowed_token_ids": lambda n: _generate(allowed_token_ids=[1] * n),
+    "logprob_token_ids": lambda n: _generate(logprob_token_ids=[1] * n),
+    "received": lambda n: _generate(received=[b""] * (n // 2)),
 }
+MALFORMED: Mapping[str, bytes] = {"maps": b"\x80", "lists": b"\x90", "extensions": b"\xd4\x05a", "nil": b"\xc0"}
+"""Values of unknown fields, or in place of a message."""
 
 
 def _zmq(message: Callable[[int], p.Generate], n: int) -> Callable[[], object]:
-    data = msgspec.msgpack.encode(message(n))
+    return _decoded(msgspec.msgpack.encode(message(n)))
+
+
+def _malformed(head: bytes, value: bytes, n: int) -> Callable[[], object]:
+    num = n // len(value)
+    num_fields = num + (head[0] & 15 if head else 0)  # it is a fixarray
+    return _decoded(b"\xdd" + num_fields.to_bytes(4, "big") + head[1:] + value * num)
+
+
+def _decoded(data: bytes) -> Callable[[], object]:
     decoder = msgspec.msgpack.Decoder(p.ClientMessage)
 
     def work() -> None:

@@ -242,6 +242,9 @@ def _shortened(key: str) -> str:
 def _allowed(ids: list[int] | None, vocab_size: int | None) -> bytes:
     if ids is None:
         return b""
+    if len(ids) > MAX_ALLOWED:  # before they are sorted
+        message = f"'allowed_token_ids' has {len(ids)} entries, and at most {MAX_ALLOWED} are allowed"
+        raise invalid("allowed_token_ids", message, "invalid_value")
     rising = np.unique(np.array(ids, np.int64))
     if vocab_size is not None and rising[-1] >= vocab_size:
         _check_ids(ids, "allowed_token_ids", vocab_size)

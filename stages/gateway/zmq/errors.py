@@ -13,6 +13,12 @@ _INDEX = re.compile(r"\[(\d+|\.\.\.)\]")
 _TAGS = {member.__struct_config__.tag: member for member in get_args(p.ClientMessage)}
 
 
+class _Head(msgspec.Struct, array_like=True, frozen=True):
+    """What a malformed message begins with. Nothing is made of the rest, which may be a million objects."""
+
+    tag: str
+
+
 def on_the_wire(error: ApiError) -> p.Failure:
     """Convert an error to the wire's struct."""
     return p.Failure(int(error.status), error.message, error.param, error.code, error.retry_after_s)
@@ -34,9 +40,9 @@ def of_malformed(data: bytes | bytearray, error: Exception) -> ApiError:
 def _field(data: bytes | bytearray, places: list[str]) -> str:
     """The name of the field at a path of array indexes, as deep as the types are known."""
     try:
-        tag = msgspec.msgpack.decode(data, type=tuple[str, ...] if len(places) == 0 else list[Any])[0]
+        tag = msgspec.msgpack.decode(data, type=_Head).tag
         kind: Any = _TAGS.get(tag)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     names: list[str] = []
     for place in places:
