@@ -15,7 +15,6 @@ from pipeline.kernels.logits_processor_inputs import LogitsProcessors, WordArray
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.step_inputs import IntArray
 
-
 RUN = 16
 """Ids of a bad word that are compared together."""
 

@@ -290,8 +290,8 @@ class OutputProcessor:
         return len(self._live)
 
     def open(self, opening: m.Open, outputs: Sequence[int] | Ids = ()) -> list[m.Abort]:
-        """Open a sequence with the `outputs` of its opening. If there are many, `resume` decodes them. Returns an `Abort`
-        for schedule if their text has a stop string."""
+        """Open a sequence with the `outputs` of its opening, which `resume` decodes if there are many. Returns an
+        `Abort` for schedule if their text has a stop string."""
         assert opening.seq not in self._live, f"sequence {opening.seq} was opened twice"
         options = self._options_of(opening)
         key = tuple(options.stop)

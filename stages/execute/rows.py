@@ -10,6 +10,7 @@ Shapes: R max_num_seqs, L max_model_len, B blocks of the longest row, G KV group
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,9 @@ class RowTable:
         self.predicted: list[IntArray] = [NO_IDS] * max_num_seqs
         """Ids that the client expects in a row's output; only proposals are made of them."""
         self.logits_processors: list[LogitsProcessors | None] = [None] * max_num_seqs
+        self._last_processors: tuple[GenerationOptions | None, LogitsProcessors | None] = None, None
+        """Those of the last row that was added, by its options, which the sequences of a request share: lists of ten
+        thousands of ids are converted once."""
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
         places = (
             self._native_logits_processors.ctypes.data
@@ -186,10 +190,12 @@ class RowTable:
             # No id is sampled for it, so it has no stop ids.
             self.stops[row] = frozenset()
             return features | SamplingFeature.EMBEDDING
-        logits_processors = logits_processors_of(
-            options, self.ids[row], int(self.num_prompt[row]), eos_ids, self.vocab_size
-        )
-        if logits_processors is not None:
+        ids, num_prompt = self.ids[row], int(self.num_prompt[row])
+        if self._last_processors[0] is not options:
+            made = logits_processors_of(options, ids, num_prompt, eos_ids, self.vocab_size)
+            self._last_processors = options, made
+        if (logits_processors := self._last_processors[1]) is not None:
+            logits_processors = replace(logits_processors, ids=ids, num_prompt=num_prompt)
             self.logits_processors[row] = logits_processors
             logits_processors.write(self._native_logits_processors, row)
             features |= SamplingFeature.LOGITS_PROCESSORS

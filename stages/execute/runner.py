@@ -106,6 +106,8 @@ class RowChanges:
         self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
         self._mirror, self._drop_drafts, self._adapters = mirror, drop_drafts, adapters
         self._options = msgspec.msgpack.Decoder(GenerationOptions)
+        self._last_options = b"", GenerationOptions()
+        """Those of the last row that was added, packed and decoded."""
         self.failed: dict[int, str] = {}
         """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
 
@@ -115,7 +117,7 @@ class RowChanges:
         if len(drops := take(step.drops, np.int32)):
             self._drop(drops)
         for add in step.adds:
-            options = self._options.decode(add.options)
+            options = self._options_of(add.options)
             table.take_in(add, options, self._eos_ids, take)
             if options.adapter_id:
                 self._take_adapter(add.row, options.adapter_id)
@@ -125,6 +127,13 @@ class RowChanges:
                 self._masks.add(add.row, options, add.num_prompt)
         rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups
         (table if mirror is None else mirror).append_blocks(rows, blocks, take(groups, np.uint8))
+
+    def _options_of(self, raw: msgspec.Raw) -> GenerationOptions:
+        """Decode the options, which the sequences of a request share. They are added one after the other."""
+        packed = bytes(raw)
+        if packed != self._last_options[0]:
+            self._last_options = packed, self._options.decode(packed)
+        return self._last_options[1]
 
     def _take_adapter(self, row: int, adapter_id: str) -> None:
         assert self._adapters is not None, f"row {row} has an adapter, but adapters are off"

@@ -8,6 +8,9 @@ from pipeline.runtime.rust_panics import panics_as_errors
 
 MAX_CHARS = 65_536
 """Of all words together: every step searches for each of them."""
+MAX_IDS = 32_768
+"""Of all forms of all words: each sequence has them in its message to the executor, and on a GPU in the memory that all
+share. Rare characters have several ids each. A thousand common words have less than ten thousand."""
 
 
 class BadWord(Exception):
@@ -44,6 +47,8 @@ def as_ids(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> list[
             if other and not any(other[-len(run) :] == run for run in found):
                 found.append(other)
         runs += found
+    if (num := sum(map(len, runs))) > MAX_IDS:
+        raise BadWord(f"'bad_words' has {num} token ids in all forms, and the limit is {MAX_IDS}")
     if any(not 0 <= token_id < vocab_size for run in runs for token_id in run):
         raise BadWord("'bad_words' has a text with token ids outside the model's vocabulary")
     return runs

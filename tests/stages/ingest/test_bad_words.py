@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.stages.ingest.bad_words import MAX_CHARS, BadWord, as_ids
+from pipeline.stages.ingest.bad_words import MAX_CHARS, MAX_IDS, BadWord, as_ids
 from tests.stages.ingest import models as tiny
 
 BAD = (("b", "a"), ("ba", "d"), ("Ġ", "bad"), ("Ġ", "b"))
@@ -64,6 +64,10 @@ def test_there_is_no_second_form_if_the_space_is_a_separate_token() -> None:
         (["a", ""], r"bad_words\[1\]' is empty"),
         ([" "], r"bad_words\[0\]' has no token"),
         (["x" * (MAX_CHARS + 1)], "more than 65536 characters"),
+        (
+            ["\U00010000" * 256] * (MAX_IDS // 1024 + 1),
+            f"{MAX_IDS + 1024} token ids in all forms, and the limit is {MAX_IDS}",
+        ),
         (["\ud800"], "can't be tokenized"),
     ],
 )

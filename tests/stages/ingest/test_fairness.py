@@ -214,7 +214,7 @@ def texts_of(struct: type) -> list[str]:
 
 @pytest.mark.parametrize("field", texts_of(m.ChatMessage))
 def test_each_text_of_a_message_counts_in_what_the_prompt_costs(field: str) -> None:
-    """Else a text in `name` is searched and tokenized as if it were short: where the others wait, and in their turns."""
+    """Else a text in `name` is searched and tokenized as if it were short: while the others wait, in their turns."""
     plain = m.ChatMessage("user", "a")
     call = m.ToolCall("a", "a", "a")
     longer: dict[str, Any] = {"parts": ["a"] * 1000}
