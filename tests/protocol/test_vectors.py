@@ -78,6 +78,7 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         f"within {server.HELLO_S:g} s of connecting",
         f"read nothing for {stream.STALL_S:g} s",
         f"more than {server.MAX_PENDING_MESSAGES:,} messages",
+        f"those of all clients take {server.MAX_PENDING_BYTES // 1024**2} MiB",
         f"({listener.MAX_CONNECTIONS:,}, or a quarter",
         f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_stop_token_ids} |",

@@ -51,6 +51,8 @@ RETRY_S = 0.02
 MAX_RETRY_S = 0.3
 MAX_PENDING_MESSAGES = 2048
 """Small messages to a client that wait for it."""
+MAX_PENDING_BYTES = 32 * 1024**2
+"""Of all messages to all clients that wait for them: an error that names much of a request may be as large as it."""
 LINE_S = 1.0
 """Shortest time between log lines about connections that were ended for others."""
 LINGER_S = 0.5
@@ -69,6 +71,7 @@ class ClientPeer:
         self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
         self.pending: deque[bytes] = deque()
         """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
+        self.pending_bytes = 0
         self.full_s: float | None = None
         """When the connection became full."""
         self.retry: asyncio.TimerHandle | None = None
@@ -156,6 +159,8 @@ class ZmqServer:
         )
         self._sweeper: asyncio.TimerHandle | None = None
         """Set while there are connections."""
+        self._pending_bytes = 0
+        """Of all peers."""
         self._num_ended: Counter[str] = Counter()
         """Connections that were ended for others and are not in the log yet, by reason."""
         self._next_line_s = 0.0
@@ -297,9 +302,27 @@ class ZmqServer:
             peer.sent()
             return
         peer.pending.append(data)
+        self._count_pending(peer, len(data))
         self._is_full(peer)
         if len(peer.pending) > MAX_PENDING_MESSAGES:
             self._disconnect(peer)
+        elif self._pending_bytes > MAX_PENDING_BYTES:
+            self._loop.call_soon(self._free_pending)  # the caller may be in a loop over the peers
+
+    def _count_pending(self, peer: ClientPeer, num_bytes: int) -> None:
+        peer.pending_bytes += num_bytes
+        self._pending_bytes += num_bytes
+
+    def _free_pending(self) -> None:
+        """End connections that don't take their messages, those of the key for which most are kept."""
+        while self._pending_bytes > MAX_PENDING_BYTES:
+            kept: Counter[str] = Counter()
+            for peer in self._peers.values():
+                kept[peer.scope] += peer.pending_bytes
+            ((scope, _),) = kept.most_common(1)
+            of_scope = (peer for peer in self._peers.values() if peer.scope == scope)
+            self._disconnect(max(of_scope, key=lambda peer: peer.pending_bytes))
+            self._log_ended("they did not take their messages")
 
     def _is_full(self, peer: ClientPeer) -> None:
         if peer.full_s is None:
@@ -322,7 +345,7 @@ class ZmqServer:
             if self._socket.send(peer.connection, peer.pending[0]) == "full":
                 return False
             peer.sent()
-            peer.pending.popleft()
+            self._count_pending(peer, -len(peer.pending.popleft()))
         peer.full_s = None
         return True
 
@@ -368,6 +391,7 @@ class ZmqServer:
     def _release(self, peer: ClientPeer) -> None:
         self._peers.pop(peer.connection, None)
         peer.pending.clear()
+        self._count_pending(peer, -peer.pending_bytes)
         if peer.retry is not None:
             peer.retry.cancel()
         for stream, task in peer.streams.values():

@@ -3,7 +3,8 @@
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -176,13 +177,16 @@ class TestSlowClients:
                 message = peer.receive()
                 ended |= {message.request_id} if isinstance(message, p.Finished) else set()
 
-    @pytest.mark.parametrize("limit", ["pending", "time"])
+    @pytest.mark.parametrize("limit", ["pending", "bytes", "time"])
     def test_a_client_that_reads_nothing_is_disconnected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
     ) -> None:
         if limit == "time":
             monkeypatch.setattr(server_module, "STALL_S", 0.2)
             monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+        elif limit == "bytes":
+            monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 4000)
+            monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 10**6)
         else:
             monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 20)
         with Gate(tmp_path) as gate, RawPeer(gate, receive_bound=1) as peer:
@@ -197,3 +201,18 @@ class TestSlowClients:
                 num_answers += bool(peer.socket.poll(20) and peer.socket.recv())
             assert num_answers < num_sent
             assert is_served(gate)
+
+    def test_the_key_for_which_most_waits_loses_connections(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else a key opens a thousand connections, and has the gateway keep errors of 100 kB in each."""
+        monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 300)
+        server: Any = object.__new__(server_module.ZmqServer)
+        server._pending_bytes, ended = 0, []
+        sizes = {"greedy 1": 90, "greedy 2": 100, "greedy 3": 80, "other": 120}
+        server._peers = {name: server_module.ClientPeer(cast(Any, name), 0.0) for name in sizes}
+        for name, peer in server._peers.items():
+            peer.scope = name.split()[0]
+            server._count_pending(peer, sizes[name])
+        server._socket = SimpleNamespace(end=ended.append)
+        server._log_ended = lambda why: None
+        server._free_pending()
+        assert (ended, server._pending_bytes) == (["greedy 2"], 290)
