@@ -388,7 +388,8 @@ class OutputProcessor:
                     sequence = self._resuming[seq]
                     recorded += (size := sequence.record_bytes * count)
                     later = functools.partial(
-                        *(self.settle, [seq], [start], [count], ids[begin:end], [finish]),
+                        self.settle,
+                        *([seq], [start], [count], ids[begin:end], [finish]),
                         [msgspec.structs.replace(first_of[place], place=0)] if place in first_of else (),
                         records=records[recorded - size : recorded],
                         errors=[next(reasons, "")] if finish == ERROR else (),

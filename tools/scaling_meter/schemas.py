@@ -126,7 +126,7 @@ def _wrapped(part: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _unions(n: int) -> str:
+def _unions_of_models(n: int) -> str:
     """Unions of the same two models, which have no property that tells them apart."""
     num = max(n // 128, 1)
     names = [f"p{i}" for i in range(num)]
@@ -143,7 +143,7 @@ def _records(n: int) -> str:
 
 
 SCHEMAS: Mapping[str, Grow] = {
-    "unions of the same models": _unions,
+    "unions of the same models": _unions_of_models,
     "records with the same names": _records,
     "anyOf of 2 refs": lambda n: _chain(n, 2),
     "anyOf of 8 refs": lambda n: _chain(n, 8),

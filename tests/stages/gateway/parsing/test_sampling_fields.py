@@ -229,7 +229,7 @@ def test_allowed_ids_are_bounded_over_all_sequences() -> None:
 
 def test_too_many_allowed_ids_are_refused_before_they_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     most = sampling_fields.MAX_ALLOWED
-    monkeypatch.setattr(sampling_fields.np, "unique", None)
+    monkeypatch.setattr(np, "unique", None)
     error = refused_by(LIMITS, COMPLETION | {"allowed_token_ids": [1] * (most + 1)})
     assert (error.status, error.param) == (400, "allowed_token_ids")
     assert f"has {most + 1} entries, and at most {most} are allowed" in error.message
