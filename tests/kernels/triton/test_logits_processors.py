@@ -15,6 +15,7 @@ from pipeline.kernels.triton.rows import Field
 from pipeline.kernels.triton.sampling.logits_processors import (
     MASK_WORDS,
     RUN,
+    RUNS,
     TILE,
     LogitsProcessorScratch,
     apply_logits_processors,
@@ -120,6 +121,21 @@ def test_a_bad_word_longer_than_one_block_of_comparisons() -> None:
     found = check(torch.zeros(3, 50), rows)
     forbidden = [(each == -INF).nonzero()[:, 0].tolist() for each in found[:3]]
     assert forbidden == [sorted({8, long[-1]}), [], [48]]
+
+
+def test_more_bad_words_than_are_compared_together_of_several_lengths() -> None:
+    """Some of each group match, and some only in their last ids."""
+    output = [i % 5 for i in range(RUN + 9)]
+    words = []
+    for i in range(2 * RUNS + 7):
+        before = output[len(output) - i % (RUN + 6) :] if i % (RUN + 6) else []
+        if before and i % 3:
+            before = [5, *before[1:]]
+        words.append([*before, 6 + i])
+    one = Case(prompt=[9], output=output, bad_words=words)
+    found = check(torch.zeros(1, 2 * RUNS + 20), [row_of(2 * RUNS + 20, one)])
+    matching = [i for i in range(len(words)) if i % (RUN + 6) == 0 or i % 3 == 0]
+    assert (found[0] == -INF).nonzero()[:, 0].tolist() == [6 + i for i in matching]
 
 
 def test_many_ids_are_counted_once_each() -> None:
