@@ -89,6 +89,9 @@ class RequestTable:
         self.late_stages = LateStages(late_s, self._fail_late)
         self._refusal_log = EventLog(stage.log, "refused requests with 503")
         self._num_refused = 0
+        self._left_out_log = EventLog(stage.log, "left out tools that only their provider runs")
+        self._num_left_out = 0
+        """Types of tools of requests, each counted once a request"""
         self._refusal: dict[str, object] = {}
         """Code and message of the newest."""
         self._idle = asyncio.Event()
@@ -221,6 +224,9 @@ class RequestTable:
             if error.code == "overloaded":
                 self.count_overloaded(error)
             raise
+        if parsed.left_out and not parsed.is_lookup and not self._stage.replay_context.is_replaying:
+            self._num_left_out += len(parsed.left_out)
+            self._left_out_log.update(self._num_left_out, types=", ".join(parsed.left_out))
         if self._trace.on:
             ids = [one.id for one in request.prompt_requests]
             self._trace.span("submit", begin_s, time.monotonic(), {"response_id": request.id}, ids)

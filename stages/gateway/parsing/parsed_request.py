@@ -1,5 +1,7 @@
 """A client request after parsing, and the limits that parsing checks."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
@@ -80,6 +82,15 @@ class RequestSize(msgspec.Struct, frozen=True):
     """Estimates of the tokens of each prompt; exact for ids."""
 
 
+MAX_SHOWN_TYPES = 16
+MAX_TYPE_CHARS = 64
+
+
+def shown_types(types: Iterable[str]) -> list[str]:
+    """Different ones, of which the log has no more than this: clients choose them."""
+    return sorted({one[:MAX_TYPE_CHARS] for one in types})[:MAX_SHOWN_TYPES]
+
+
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked client request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt.
 
@@ -150,6 +161,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What it may take from `received_s` on, if an ingress has said so."""
     size: RequestSize | None = None
     """None if it was not measured yet."""
+    left_out: list[str] = []
+    """Types of tools that the model does not get, for the log; as `shown_types` makes it"""
 
     @property
     def age_s(self) -> float:

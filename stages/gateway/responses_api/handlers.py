@@ -14,7 +14,6 @@ from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.body_reader import Rest
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
-from pipeline.runtime.event_log import EventLog as LineLog
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
@@ -41,7 +40,6 @@ from pipeline.stages.gateway.responses_api.types import (
 Parser = Callable[[bytes, RequestLimits], Rest[ParsedRequest]]
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
-MAX_LOGGED_CHARS = 200
 Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
 """Reads and parses a request's body. Raises ApiError."""
 
@@ -60,8 +58,6 @@ class ResponsesApi:
         self._why_off = ""
         self.rescaled(settings.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._left_out_log: LineLog | None = None
-        self._num_left_out = 0
 
     def rescaled(self, num_gateways: int) -> None:
         """The server has this many gateways now. What was stored stays, and can be read again if there is only one."""
@@ -79,14 +75,12 @@ class ResponsesApi:
         max_bytes = min(self._store.max_bytes, self._requests.admission.max_request_bytes)
         stored = Stored(self._store, self._why_off, current_scope(), max_bytes)
         items: list[SizedItem] = []
-        left_out: list[str] = []
 
         def parse(body: bytes, limits: RequestLimits) -> Rest[ParsedRequest]:
             read = read_response(body, limits, stored, secrets.token_hex(16))
 
             def finish() -> ParsedRequest:
                 parsed = finish_response(read, limits, stored)
-                left_out.extend(parsed.left_out)
                 if read.is_stored:
                     items.extend(parsed.items)
                 return parsed.request
@@ -94,7 +88,6 @@ class ResponsesApi:
             return Rest(read.num_stored_bytes, finish)
 
         request = self._requests.open(await self._read(http_request, parse))
-        self._log_left_out(left_out)
         form, scope = request.parsed.response, request.parsed.scope
         assert form is not None
         http_request[REQUEST_ID] = request.id
@@ -116,14 +109,6 @@ class ResponsesApi:
             return web.Response()  # the client has disconnected
         finally:
             self._requests.release(request)
-
-    def _log_left_out(self, types: Sequence[str]) -> None:
-        """Log tools that the model does not get, at most once a second."""
-        self._num_left_out += len(types)
-        if types:
-            if self._left_out_log is None:
-                self._left_out_log = LineLog(self._requests.log, "left out tools that only their provider runs")
-            self._left_out_log.update(self._num_left_out, types=", ".join(sorted(set(types)))[:MAX_LOGGED_CHARS])
 
     async def get_response(self, http_request: web.Request) -> web.StreamResponse:
         stored = self._find(http_request)

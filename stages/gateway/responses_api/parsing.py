@@ -13,7 +13,7 @@ from pipeline.stages.gateway.parsing.bodies import ChatBody, with_unsupported
 from pipeline.stages.gateway.parsing.conversation import chat_prompt
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parse import check_num_messages, parsed_request_of, with_reply
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
@@ -82,8 +82,6 @@ class ParsedResponse(NamedTuple):
     request: ParsedRequest
     items: list[SizedItem]
     """The conversation, to which the output will be added."""
-    left_out: list[str]
-    """Types of tools that the model does not get"""
 
 
 def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ParsedResponse:
@@ -132,7 +130,10 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     form = _form(response, tools, read.is_stored, sum_of(items) if read.is_stored else 0)
     options = _renamed_grammar(parsed.options, tools)
     return ParsedResponse(
-        msgspec.structs.replace(parsed, options=options, response=form, prompt_param="input"), items, tools.left_out
+        msgspec.structs.replace(
+            parsed, options=options, response=form, prompt_param="input", left_out=shown_types(tools.left_out)
+        ),
+        items,
     )
 
 

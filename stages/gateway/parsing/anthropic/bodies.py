@@ -1,7 +1,7 @@
 """Request bodies of Anthropic's Messages API, and the fields of it that are not supported.
 
 Fields in neither a struct nor the table are ignored: cache_control, metadata, service_tier, citations ... They don't
-change the text. Null means a field's default everywhere.
+change the text; `container` belongs to tools that are left out. Null means a field's default everywhere.
 """
 
 from typing import Annotated, Any, Literal
@@ -57,7 +57,65 @@ class SearchResultBlockParam(msgspec.Struct, tag_field="type", tag="search_resul
     """Not supported."""
 
 
-ResultBlockParam = TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultBlockParam
+class ToolReferenceBlockParam(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """In the result of a tool that finds tools: the model sees the name."""
+
+    tool_name: str
+
+
+class LeftOutBlockParam(msgspec.Struct):
+    """In an assistant's message: a call of a tool that Anthropic ran, or its result. It is ignored."""
+
+
+class ServerToolUseBlockParam(LeftOutBlockParam, tag_field="type", tag="server_tool_use"):
+    """Ignored."""
+
+
+class WebSearchToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="web_search_tool_result"):
+    """Ignored."""
+
+
+class WebFetchToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="web_fetch_tool_result"):
+    """Ignored."""
+
+
+class CodeExecutionToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="code_execution_tool_result"):
+    """Ignored."""
+
+
+class BashCodeExecutionToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="bash_code_execution_tool_result"):
+    """Ignored."""
+
+
+class TextEditorCodeExecutionToolResultBlockParam(
+    LeftOutBlockParam, tag_field="type", tag="text_editor_code_execution_tool_result"
+):
+    """Ignored."""
+
+
+class ToolSearchToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="tool_search_tool_result"):
+    """Ignored."""
+
+
+class AdvisorToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="advisor_tool_result"):
+    """Ignored."""
+
+
+class McpToolUseBlockParam(LeftOutBlockParam, tag_field="type", tag="mcp_tool_use"):
+    """Ignored."""
+
+
+class McpToolResultBlockParam(LeftOutBlockParam, tag_field="type", tag="mcp_tool_result"):
+    """Ignored."""
+
+
+class McpToolListingBlockParam(LeftOutBlockParam, tag_field="type", tag="mcp_tool_listing"):
+    """Ignored."""
+
+
+ResultBlockParam = (
+    TextBlockParam | ToolReferenceBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultBlockParam
+)
 
 
 class ToolResultBlockParam(msgspec.Struct, tag_field="type", tag="tool_result"):
@@ -74,6 +132,17 @@ ContentBlockParam = (
     | RedactedThinkingBlockParam
     | ToolUseBlockParam
     | ToolResultBlockParam
+    | ServerToolUseBlockParam
+    | WebSearchToolResultBlockParam
+    | WebFetchToolResultBlockParam
+    | CodeExecutionToolResultBlockParam
+    | BashCodeExecutionToolResultBlockParam
+    | TextEditorCodeExecutionToolResultBlockParam
+    | ToolSearchToolResultBlockParam
+    | AdvisorToolResultBlockParam
+    | McpToolUseBlockParam
+    | McpToolResultBlockParam
+    | McpToolListingBlockParam
     | ImageBlockParam
     | DocumentBlockParam
     | SearchResultBlockParam
@@ -86,14 +155,24 @@ class InputMessage(msgspec.Struct):
 
 
 class ToolParam(msgspec.Struct):
-    """A tool that the client runs."""
+    """A tool that the client runs. Tools that only Anthropic runs are left out of the prompt."""
 
-    name: Annotated[str, Meta(description=f"1 to {MAX_TOOL_NAME_CHARS} letters, digits, _ and -, unique.")]
+    name: Annotated[str, Meta(description=f"1 to {MAX_TOOL_NAME_CHARS} letters, digits, _ and -, unique.")] | None = (
+        None
+    )
     input_schema: Annotated[
         Raw, Meta(description="A JSON Schema of the tool's input, an object.", extra_json_schema=OBJECT)
     ] = Raw()
     description: str | None = None
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["custom", None]})] | None = None
+    type: (
+        Annotated[
+            str, Meta(description="custom, or a type of Anthropic's, which needs no input_schema: bash_20250124 …")
+        ]
+        | None
+    ) = None
+    display_width_px: Annotated[int, Meta(description="Of computer: the model sees it.")] | None = None
+    display_height_px: Annotated[int, Meta(description="Of computer: the model sees it.")] | None = None
+    enable_zoom: Annotated[bool, Meta(description="Of computer_20251124: there is an action zoom.")] | None = None
 
 
 class ToolChoiceAuto(msgspec.Struct, tag_field="type", tag="auto"):
@@ -188,7 +267,6 @@ KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "compaction": (),
-    "container": (),
     "context_management": ({}, {"edits": []}, {"edits": [KEEP_ALL_THINKING]}),
     "inference_geo": (),
     "mcp_servers": ([],),

@@ -4,6 +4,7 @@
     text                      the content of its message; consecutive messages of a role are one message
     thinking                  the reasoning of the assistant's message; redacted_thinking is dropped
     tool_use, tool_result     a tool call, a message of role tool
+    server_tool_use …         dropped, with their results: no chat has calls that the server runs
     last message assistant    the reply continues it
 
 Every error has the path of the client's field, such as `messages[0].content[1].input`.
@@ -161,6 +162,9 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
             case b.RedactedThinkingBlockParam():
                 _check_role(where, "redacted_thinking", role, "assistant")
                 _turn_of(turns, role)
+            case b.LeftOutBlockParam():
+                _check_role(where, str(block.__struct_config__.tag), role, "assistant")
+                _turn_of(turns, role)
             case _:
                 _refuse(where, block)
         if role == "assistant":
@@ -184,9 +188,12 @@ def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
         case blocks:
             turn.has_parts = True
             for place, one in enumerate(blocks):
-                if not isinstance(one, b.TextBlockParam):
+                if isinstance(one, b.ToolReferenceBlockParam):
+                    turn.texts.append(one.tool_name)
+                elif isinstance(one, b.TextBlockParam):
+                    turn.texts.append(one.text)
+                else:
                     _refuse(f"{at}.content[{place}]", one)
-                turn.texts.append(one.text)
     if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):
         turn.texts[:1] = [ERROR_PREFIX + "".join(turn.texts[:1])]
     return turn

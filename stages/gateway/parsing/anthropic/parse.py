@@ -13,6 +13,7 @@ from pipeline.stages.gateway.parsing.anthropic.bodies import (
     ThinkingDisabled,
 )
 from pipeline.stages.gateway.parsing.anthropic.conversation import num_parts, prompt_of
+from pipeline.stages.gateway.parsing.anthropic.tools import in_body, left_out
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parse import (
@@ -22,7 +23,7 @@ from pipeline.stages.gateway.parsing.parse import (
     parsed_request_of,
     with_reply,
 )
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
 from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -74,13 +75,15 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
         response_format=None if config is None or config.format is None else _response_format(config.format),
     )
     parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, is_chat=True)
-    parsed = msgspec.structs.replace(parsed, is_messages=True, prompt_param="messages")
+    parsed = msgspec.structs.replace(
+        parsed, is_messages=True, prompt_param="messages", left_out=shown_types(left_out(decoded.tools or ()))
+    )
     if (grammar := parsed.options.grammar) is not None:
-        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
+        parsed = _with_grammar(parsed, _own_grammar(grammar, decoded))
     _check_tool_format(parsed, limits.formats)
     parsed = with_reply(parsed, limits, with_reasoning=_shows_reasoning(decoded))
     if (grammar := parsed.options.grammar) is not None:
-        parsed = _with_grammar(parsed, msgspec.structs.replace(grammar, param=own_param(grammar.param)))
+        parsed = _with_grammar(parsed, _own_grammar(grammar, decoded))
     return parsed
 
 
@@ -111,6 +114,11 @@ def _check_tool_format(parsed: ParsedRequest, formats: ChatFormats) -> None:
             '{"type": "any"} or {"type": "tool"} works without one'
         )
         raise unsupported("tools", what)
+
+
+def _own_grammar(grammar: m.Grammar, decoded: MessagesBody) -> m.Grammar:
+    """The grammar with the path that its field has here, for errors of ingest."""
+    return msgspec.structs.replace(grammar, param=own_param(in_body(grammar.param, decoded.tools or ())))
 
 
 def _with_grammar(parsed: ParsedRequest, grammar: m.Grammar) -> ParsedRequest:

@@ -110,7 +110,7 @@ def test_codex_s_tools_become_functions() -> None:
     assert PATCH["description"] in each["apply_patch"]["description"] and GRAMMAR in each["apply_patch"]["description"]
     assert each["mcp__docs__search"]["description"] == "Tools in the mcp__docs namespace.\n\nIt searches."
     assert each["mcp__docs__now"] == {"name": "mcp__docs__now"}
-    assert found.left_out == ["web_search", "image_generation", "tool_search"]
+    assert found.request.left_out == ["image_generation", "tool_search", "web_search"]
     assert found.request.response is not None
     assert json.loads(found.request.response.tools) == [SHELL, PATCH, MCP], "those that it has"
     assert msgspec.json.decode(msgspec.json.encode(found.request), type=type(found.request)) == found.request
