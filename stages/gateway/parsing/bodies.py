@@ -196,7 +196,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": ([], ["text"]),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "verbosity": ("medium",),
+    "verbosity": ("low", "medium", "high"),
     "web_search_options": (),
     # vLLM
     "ec_transfer_params": ({},),

@@ -59,11 +59,21 @@ class ResponseTool(FunctionTool, omit_defaults=True):
     tools: Annotated[list[FunctionTool], Meta(description="The tools of a namespace.")] | None = None
 
 
-class FunctionChoice(msgspec.Struct, omit_defaults=True):
-    """Requires a call of one tool"""
+class AllowedTool(msgspec.Struct, omit_defaults=True):
+    """Names an entry of `tools`"""
 
-    type: Annotated[str, Meta(description="function or custom")]
+    type: str
     name: str | None = None
+    server_label: str | None = None
+
+
+class FunctionChoice(msgspec.Struct, omit_defaults=True):
+    """Requires a call of one tool, or restricts the tools"""
+
+    type: Annotated[str, Meta(description="function, custom or allowed_tools")]
+    name: Annotated[str, Meta(description="Of the function or custom tool.")] | None = None
+    mode: Annotated[str, Meta(description="Of allowed_tools: auto or required")] | None = None
+    tools: Annotated[list[AllowedTool], Meta(description="Of allowed_tools: those that the model gets.")] | None = None
 
 
 class TextFormat(JsonSchemaFormat, kw_only=True):
@@ -74,7 +84,7 @@ class TextFormat(JsonSchemaFormat, kw_only=True):
 
 class TextConfig(msgspec.Struct):
     format: TextFormat | None = None
-    verbosity: Annotated[str, Meta(description="Only medium.")] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"], Meta(description="No effect.")] | None = None
 
 
 class ReasoningConfig(msgspec.Struct):
@@ -99,7 +109,8 @@ class ResponsesBody(SamplingFields, kw_only=True):
     instructions: Annotated[str, Meta(description="A system message before everything else.")] | None = None
     tools: Annotated[list[ResponseTool], Meta(description="Tools that the model may call.")] | None = None
     tool_choice: (
-        Annotated[str | FunctionChoice, Meta(description="none, auto, required, or a function by name.")] | None
+        Annotated[str | FunctionChoice, Meta(description="none, auto, required, a function by name, or allowed_tools.")]
+        | None
     ) = None
     parallel_tool_calls: Annotated[bool, Meta(description="false: at most one function call.")] | None = None
     text: TextConfig | None = None

@@ -128,10 +128,37 @@ def item_id(kind: type, seed: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ input
 
 
+LEFT_OUT_ITEMS = frozenset(
+    {
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Types of items of tools that are left out (see tools.py): no chat has them, so they are left out, too."""
+
+
 class InputPart(msgspec.Struct):
     """A part of a message, of reasoning, or of a function's output"""
 
-    type: Annotated[str, Meta(description="input_text, output_text, refusal, reasoning_text or summary_text")]
+    type: (
+        Annotated[str, Meta(description="input_text, output_text, refusal, reasoning_text or summary_text")] | None
+    ) = None
     text: str | None = None
     refusal: str | None = None
 
@@ -148,7 +175,7 @@ class InputItem(msgspec.Struct):
             Meta(
                 description="message (the default if there is a role), function_call, function_call_output, "
                 "custom_tool_call, custom_tool_call_output, reasoning, or item_reference: the id of an item of a "
-                "stored response."
+                "stored response. web_search_call and other calls of tools that the model does not get are ignored."
             ),
         ]
         | None
@@ -159,9 +186,17 @@ class InputItem(msgspec.Struct):
     call_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     name: str | None = None
     namespace: Annotated[str, Meta(description="Of a call's tool.")] | None = None
-    arguments: Annotated[str, Meta(description="JSON text")] | None = None
+    arguments: Annotated[str | dict[str, Any], Meta(description="JSON text; an object in items that are ignored")] | (
+        None
+    ) = None
     input: Annotated[str, Meta(description="Of a custom tool's call.")] | None = None
-    output: Annotated[str | list[InputPart], Meta(description="What the tool returned.")] | None = None
+    output: (
+        Annotated[
+            str | list[InputPart] | dict[str, Any],
+            Meta(description="What the tool returned; an object in items that are ignored"),
+        ]
+        | None
+    ) = None
     summary: list[InputPart] | None = None
     encrypted_content: Annotated[str, Meta(description="No effect.")] | None = None
     status: str | None = None
@@ -232,8 +267,11 @@ def _call(at: str, item: InputItem, seed: str, kind: type[C], text: str) -> C:
     for name in ("call_id", "name", text):
         if getattr(item, name) is None:
             raise _required(f"{at}.{name}")
+    written = getattr(item, text)
+    if not isinstance(written, str):
+        raise invalid(f"{at}.{text}", f"'{at}.{text}' must be a string", "invalid_type")
     found, namespace = item.id or item_id(kind, seed), UNSET if item.namespace is None else item.namespace
-    return kind(found, item.call_id or "", item.name or "", getattr(item, text), "completed", namespace)
+    return kind(found, item.call_id or "", item.name or "", written, "completed", namespace)
 
 
 def _call_output(at: str, item: InputItem, seed: str, kind: type[R]) -> R:
@@ -257,13 +295,17 @@ def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:
     return ReasoningItem(item.id or item_id(ReasoningItem, seed), summary, content, "completed")
 
 
-def _joined(at: str, output: str | list[InputPart]) -> str:
+def _joined(at: str, output: str | list[InputPart] | dict[str, Any]) -> str:
     if isinstance(output, str):
         return output
+    if isinstance(output, dict):
+        raise invalid(at, f"'{at}' must be a string or an array", "invalid_type")
     return "\n".join(_text(f"{at}[{j}]", part, ("input_text", "output_text")) for j, part in enumerate(output))
 
 
 def _text(at: str, part: InputPart, types: tuple[str, ...]) -> str:
+    if part.type is None:
+        raise _required(f"{at}.type")
     if part.type not in types:
         raise unsupported(f"{at}.type", f"'{shown(part.type)}' is not {' or '.join(types)}: content must be text")
     if part.text is None:

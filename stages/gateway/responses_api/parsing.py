@@ -25,7 +25,14 @@ from pipeline.stages.gateway.responses_api.body import (
     TextConfig,
 )
 from pipeline.stages.gateway.responses_api.form import ResponseForm
-from pipeline.stages.gateway.responses_api.items import InputText, MessageItem, item_id, item_of, num_parts
+from pipeline.stages.gateway.responses_api.items import (
+    LEFT_OUT_ITEMS,
+    InputText,
+    MessageItem,
+    item_id,
+    item_of,
+    num_parts,
+)
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
@@ -158,8 +165,6 @@ def _check(response: ResponsesBody) -> None:
     for place, name in enumerate(response.include or ()):
         if name not in INCLUDES:
             raise unsupported(f"include[{place}]", f"'{shown(name)}' is not one of {', '.join(INCLUDES)}")
-    if response.text is not None and response.text.verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity", "only medium")
     if (reasoning := response.reasoning) is not None:
         for name in ("summary", "generate_summary"):
             if getattr(reasoning, name) not in (None, "auto"):
@@ -206,6 +211,8 @@ def _new_items(
             check_num_messages(before.num_parts + len(given), limits)
             items: list[SizedItem] = []
             for place, one in enumerate(given):
+                if one.type in LEFT_OUT_ITEMS:
+                    continue
                 if (item_of_body := item_of(place, one, f"{seed} {place}")) is not None:
                     items.append(sized(item_of_body))
                     continue
@@ -213,6 +220,9 @@ def _new_items(
                 items.append(referred := stored.item(param, one.id or ""))
                 num_bytes += referred.num_bytes
                 stored.check_size(param, num_bytes)
+            if not items and response.previous_response_id is None:
+                message = "'input' must have an item besides calls of tools that only their provider runs"
+                raise invalid("input", message, "invalid_value")
             return items, num_bytes
 
 
@@ -220,12 +230,13 @@ def _chat(response: ResponsesBody, tools: ChatTools) -> ChatBody:
     """The chat that gives the same output."""
     names = (*(name for name in SamplingFields.__struct_fields__ if name != "response_format"), *TO_CHATS, "timeout_s")
     reasoning = response.reasoning
+    choice = tools.choice(response.tool_choice)
     return ChatBody(
         **{name: getattr(response, name) for name in dict.fromkeys(names)},
         model=response.model,
         messages=[],
         tools=Raw(tools.json),
-        tool_choice=Raw(_encoded(tools.choice(response.tool_choice))),
+        tool_choice=Raw(_encoded(choice)),
         response_format=_response_format(response.text),
         reasoning_effort=None if reasoning is None else reasoning.effort,
         truncate_prompt_tokens=-1 if response.truncation == "auto" else None,
@@ -276,6 +287,7 @@ def _form(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversati
             }
         elif bytes(given.schema) not in (b"", b"null"):
             text_format["schema"] = given.schema
+    verbosity = (None if response.text is None else response.text.verbosity) or "medium"
     reasoning = response.reasoning
     summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
     return ResponseForm(
@@ -290,7 +302,7 @@ def _form(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversati
         effort=None if reasoning is None else reasoning.effort,
         summary=summary,
         safety_identifier=response.safety_identifier,
-        text=_encoded({"format": text_format, "verbosity": "medium"}).decode(),
+        text=_encoded({"format": text_format, "verbosity": verbosity}).decode(),
         tool_choice=_encoded("auto" if response.tool_choice is None else response.tool_choice).decode(),
         tools=tools_json(tools.shown),
         top_logprobs=response.top_logprobs or 0,

@@ -123,8 +123,11 @@ class ChatTools:
             case str():
                 words = 'none, auto, required or {"type": "function", "name": …}'
                 raise invalid("tool_choice", f"'tool_choice' must be {words}", "invalid_value")
+        if choice.type == "allowed_tools":
+            return self._restricted(choice)
         if choice.type not in ("function", "custom"):
-            raise unsupported("tool_choice.type", f"'{shown(choice.type)}' is not available, use function or custom")
+            what = f"'{shown(choice.type)}' is not available, use function, custom or allowed_tools"
+            raise unsupported("tool_choice.type", what)
         if choice.name is None:
             raise invalid("tool_choice.name", "'tool_choice.name' is required")
         names = [one.function.name for one in self._each]
@@ -134,6 +137,33 @@ class ChatTools:
             message = f"'tool_choice' names {shown(choice.name)!r}, and {how} of 'tools' of its type has this name"
             raise invalid("tool_choice", message, "invalid_value")
         return {"type": "function", "function": {"name": found[0]}}
+
+    def _restricted(self, choice: FunctionChoice) -> str:
+        """Keep the tools that the choice allows. Those that the model does not have anyway may be among them."""
+        if choice.mode not in ("auto", "required"):
+            raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required", "invalid_value")
+        if choice.tools is None:
+            raise invalid("tool_choice.tools", "'tool_choice.tools' is required")
+        places: dict[tuple[str, str | None], set[int]] = {}
+        for place, one in enumerate(self._each):
+            name, is_custom = self._named(one.function.name)
+            places.setdefault(("custom" if is_custom else "function", name), set()).add(place)
+            if (called := self.called.get(one.function.name)) is not None and called.namespace is not None:
+                places.setdefault(("namespace", called.namespace), set()).add(place)
+        left_out, allowed = set(self.left_out), set[int]()
+        for place, tool in enumerate(choice.tools):
+            if shown(tool.type) in left_out and tool.name is None:
+                continue
+            found = places.get((tool.type, tool.name), set())
+            if not found or (len(found) > 1 and tool.type != "namespace"):
+                how = "several" if found else "none"
+                what = f"{shown(tool.type)} {shown(tool.name or '')!r}"
+                message = f"'tool_choice.tools[{place}]' is {what}, and {how} of 'tools' is this one"
+                raise invalid(f"tool_choice.tools[{place}]", message, "invalid_value")
+            allowed |= found
+        self._each = [one for place, one in enumerate(self._each) if place in allowed]
+        self._paths = [one for place, one in enumerate(self._paths) if place in allowed]
+        return choice.mode
 
     def _named(self, name: str) -> tuple[str, bool]:
         """How the body names the chat's function, and whether it is custom."""

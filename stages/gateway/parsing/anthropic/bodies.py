@@ -14,6 +14,8 @@ from pipeline.stages.gateway.parsing.sampling_fields import ShortText
 ROLES = ("user", "assistant", "system")
 MAX_ID_CHARS = 256
 MAX_TOOL_NAME_CHARS = 128
+OWN_TYPES = r"[a-z][a-z0-9_]*_20[0-9]{6}|mcp_toolset|tool_search_tool_(bm25|regex)"
+"""Types of Anthropic's own tools: almost all end in a date, their version."""
 OBJECT = {"type": "object"}
 """JSON schema of fields that are not decoded"""
 
@@ -166,7 +168,11 @@ class ToolParam(msgspec.Struct):
     description: str | None = None
     type: (
         Annotated[
-            str, Meta(description="custom, or a type of Anthropic's, which needs no input_schema: bash_20250124 …")
+            str,
+            Meta(
+                description="custom, or a type of Anthropic's, which needs no input_schema: bash_20250124 …",
+                extra_json_schema={"pattern": f"^(custom|{OWN_TYPES})$"},
+            ),
         ]
         | None
     ) = None

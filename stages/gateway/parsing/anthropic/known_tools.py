@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from pipeline.stages.gateway.parsing.anthropic.bodies import ToolParam
+from pipeline.stages.gateway.parsing.anthropic.bodies import OWN_TYPES, ToolParam
 
-_DATED = re.compile(r"[a-z][a-z0-9_]*_20\d{6}")
-"""A type of Anthropic's: its version is a date."""
-_UNDATED = frozenset({"mcp_toolset", "tool_search_tool_bm25", "tool_search_tool_regex"})
+_OWN = re.compile(OWN_TYPES)
 
 
 class KnownTool(NamedTuple):
@@ -28,7 +26,7 @@ class KnownTool(NamedTuple):
 
 def is_left_out(kind: str) -> bool:
     """Whether a type of tools is Anthropic's, and no client runs it, or there is no schema of its input."""
-    return kind not in KNOWN and (kind in _UNDATED or _DATED.fullmatch(kind) is not None)
+    return kind not in KNOWN and _OWN.fullmatch(kind) is not None
 
 
 def _object(required: str, **properties: Any) -> Raw:

@@ -39,6 +39,7 @@ FIND = {"type": "function", "name": "find", "description": "It finds", "paramete
 NOW = {"type": "function", "name": "now"}
 WEB = {"type": "web_search", "external_web_access": False}
 CALL = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "a"}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
 WHY_OFF = "it is off"
 THERE = sized(MessageItem("msg_9", "assistant", "completed", [OutputText("There.")]))
@@ -351,7 +352,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", None),
     ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].type", "unsupported"),
     ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal", None),
-    ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
+    ({"input": [{"type": "web_search_call"}]}, "input", "invalid_value"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type", "unsupported"),
+    ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments", "invalid_type"),
+    ({"input": [CALL, OUTPUT | {"output": {}}]}, "input[1].output", "invalid_type"),
+    ({"input": [CALL, OUTPUT | {"output": [{"text": "a"}]}]}, "input[1].output[0].type", None),
+    ({"input": [CALL, OUTPUT | {"output": [{"type": "input_image"}]}]}, "input[1].output[0].type", "unsupported"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id", None),
     ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id", None),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", None),
@@ -417,7 +423,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"text": {"format": SCHEMA | {"schema": 1}}}, "text.format.schema", "invalid_type"),
     ({"text": {"format": SCHEMA}, "tools": [NOW], "tool_choice": "required"}, "text.format.schema", "invalid_value"),
     ({"text": {"format": SCHEMA}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported"),
+    ({"text": {"verbosity": "none"}}, "text.verbosity", "invalid_value"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_value"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported"),
     ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary", "unsupported"),
