@@ -2,46 +2,30 @@
 
     messages   system, developer, user: content · assistant: content, tool_calls or both, reasoning · tool: the result
                of a tool call, with tool_call_id
-    tools      functions, each with a JSON schema of its arguments · tool_choice: none, auto, required, or a function
+    tools      see chat_tools.py
 
 `chat_template_kwargs`, `documents`, `reasoning_effort`, `continue_final_message`, `add_generation_prompt` are for the
 template, as in vLLM. Ingest checks the schemas of functions when it compiles their grammar.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta, Raw
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.errors import invalid, of_validation, unsupported
-from pipeline.stages.gateway.parsing.message_params import ROLE, ROLES, ContentPart, MessageParam
+from pipeline.stages.gateway.errors import invalid, unsupported
+from pipeline.stages.gateway.parsing.chat_tools import chat_tools, checked
+from pipeline.stages.gateway.parsing.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.message_params import ROLE, ROLES, ContentPart, MessageParam, ToolCallParam
 from pipeline.stages.gateway.parsing.tool_call_ids import with_ids
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.tool_format import ToolSpec
 
-T = TypeVar("T")
-
 CONTENT = {"text": "text", "refusal": "refusal"}
 """Types of text parts, and the field with the text."""
-
-
-class Function(msgspec.Struct):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    type: str
-    function: Function | None = None
-
-
-class _Tools(msgspec.Struct):
-    tools: list[Tool] | None = None
 
 
 class _Documents(msgspec.Struct):
@@ -52,36 +36,39 @@ class _Kwargs(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _NamedFunction(msgspec.Struct):
-    name: str
-
-
-class _NamedChoice(msgspec.Struct):
-    type: str
-    function: _NamedFunction | None = None
-
-
-class _Choice(msgspec.Struct):
-    tool_choice: str | _NamedChoice | None = None
-
-
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages = Annotated[list[MessageParam], Meta(min_length=1)]
 OBJECTS: dict[str, Any] = {"type": ["array", "null"], "items": {"type": "object"}}
-NAMED_CHOICE: dict[str, Any] = {
+_NAMED: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def _choice_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"type": {"enum": [kind]}, kind: value}, "required": ["type", kind]}
+
+
+NAMED_CHOICES = [_choice_schema(kind, _NAMED) for kind in ("function", "custom")]
+_ALLOWED: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "type": {"enum": ["function"]},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": {"anyOf": NAMED_CHOICES}},
     },
-    "required": ["type", "function"],
+    "required": ["mode", "tools"],
 }
-Tools = Annotated[Raw, Meta(description="Functions that the model may call.", extra_json_schema=OBJECTS)]
+Tools = Annotated[
+    Raw, Meta(description="Functions and custom tools that the model may call.", extra_json_schema=OBJECTS)
+]
 ToolChoice = Annotated[
     Raw,
     Meta(
-        description="An object with a function's name requires a call of that function.",
-        extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_CHOICE]},
+        description="An object with a tool's name requires a call of that tool; allowed_tools restricts the tools.",
+        extra_json_schema={
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                *NAMED_CHOICES,
+                _choice_schema("allowed_tools", _ALLOWED),
+            ]
+        },
     ),
 ]
 Documents = Annotated[Raw, Meta(description="Objects for the chat template.", extra_json_schema=OBJECTS)]
@@ -117,6 +104,8 @@ class ReplyForm(msgspec.Struct, frozen=True):
     """Special tokens stay in the content."""
     with_reasoning: bool = True
     """The reply has the reasoning."""
+    custom: list[str] = []
+    """Names of functions that stand for custom tools: the reply has their input."""
 
 
 def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps) -> m.ChatPrompt:
@@ -127,13 +116,12 @@ def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps
     if generate and goes_on:
         message = "'continue_final_message' and 'add_generation_prompt' cannot both be true"
         raise invalid("continue_final_message", message, "invalid_value")
-    tools = _tools(body.tools, caps)
-    choice, name = _choice(body.tool_choice, tools)
+    tools, choice, name = chat_tools(body.tools, body.tool_choice, caps)
     return m.ChatPrompt(
         [chat_message(place, message) for place, message in enumerate(with_ids(messages))],
         not goes_on if generate is None else generate,
         continue_final_message=goes_on,
-        tools=_json(body.tools) if tools else "",
+        tools=tools,
         tool_choice=choice,
         tool_name=name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -287,95 +275,42 @@ def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:
     if message.role != "assistant":
         raise invalid(f"{at}.tool_calls", f"'{at}.tool_calls' is only allowed if role is assistant", "invalid_value")
     for place, call in enumerate(message.tool_calls):
-        if call.type != "function":
-            raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions")
-    return [m.ToolCall(call.id or "", call.function.name, call.function.arguments) for call in message.tool_calls]
+        if call.type not in ("function", "custom"):
+            raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions or custom tools")
+    return [_call(f"{at}.tool_calls[{place}]", call) for place, call in enumerate(message.tool_calls)]
+
+
+def _call(at: str, call: ToolCallParam) -> m.ToolCall:
+    if call.type == "custom" and call.custom is not None:
+        return m.ToolCall(call.id or "", call.custom.name, arguments_of(call.custom.input))
+    if call.type == "custom" or call.function is None:
+        raise invalid(f"{at}.{call.type}", f"'{at}.{call.type}' is required")
+    return m.ToolCall(call.id or "", call.function.name, call.function.arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------ tools
-
-
-def _tools(raw: Raw, caps: Caps) -> list[str]:
-    """Check the tools. Returns their names."""
-    tools = _checked(raw, "tools", _Tools).tools or []
-    if len(tools) > caps.max_tools:
-        message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
-        raise invalid("tools", message, "invalid_value")
-    names: dict[str, None] = {}
-    for place, tool in enumerate(tools):
-        at = f"tools[{place}]"
-        if tool.type != "function":
-            raise unsupported(f"{at}.type", "tools are functions")
-        if tool.function is None:
-            raise invalid(f"{at}.function", f"'{at}.function' is required")
-        if tool.function.name in names:
-            message = f"'{at}.function.name' repeats {tool.function.name}: tool names must be unique"
-            raise invalid(f"{at}.function.name", message, "invalid_value")
-        if (tool.function.parameters or {}).get("type", "object") != "object":
-            param = f"{at}.function.parameters.type"
-            raise invalid(param, f"'{param}' must be object", "invalid_value")
-        names[tool.function.name] = None
-    return list(names)
 
 
 def _decoded_tools(tools: str) -> list[ToolSpec]:
     return msgspec.json.decode(tools, type=list[ToolSpec])
 
 
-def _choice(raw: Raw, names: list[str]) -> tuple[str, str]:
-    """`tool_choice` and `tool_name` of `ChatPrompt`."""
-    match _checked(raw, "tool_choice", _Choice).tool_choice:
-        case None:
-            return "auto", ""
-        case ("none" | "auto") as choice:
-            return choice, ""
-        case "required":
-            if not names:
-                raise invalid("tool_choice", "'tool_choice' required is only allowed together with tools")
-            return "required", ""
-        case str():
-            words = 'none, auto, required or {"type": "function", "function": {"name": …}}'
-            raise invalid("tool_choice", f"'tool_choice' must be {words}", "invalid_value")
-        case _NamedChoice(type="function", function=None):
-            raise invalid("tool_choice.function", "'tool_choice.function' is required")
-        case _NamedChoice(type="function", function=_NamedFunction(name=name)):
-            if name not in names:
-                message = f"'tool_choice' names {name[:64]!r}, which is not one of 'tools'"
-                raise invalid("tool_choice", message, "invalid_value")
-            return "named", name
-        case _NamedChoice():
-            raise unsupported("tool_choice.type", "use function")
-
-
 # --------------------------------------------------------------------------------------------------------- template
 
 
 def _documents(raw: Raw) -> bool:
-    return bool(_checked(raw, "documents", _Documents).documents)
+    return bool(checked(raw, "documents", _Documents).documents)
 
 
 def _kwargs(raw: Raw, effort: ReasoningEffort | None) -> str:
     """The template's arguments as JSON. Some templates have no reasoning_effort, only enable_thinking."""
-    kwargs = _checked(raw, "chat_template_kwargs", _Kwargs).chat_template_kwargs or {}
+    kwargs = checked(raw, "chat_template_kwargs", _Kwargs).chat_template_kwargs or {}
     if effort is not None:
         own: dict[str, Any] = {"reasoning_effort": effort}
         if effort == "none":
             own["enable_thinking"] = False
         kwargs = own | kwargs
     return msgspec.json.encode(kwargs).decode() if kwargs else ""
-
-
-def _checked(raw: Raw, name: str, kind: type[T]) -> T:
-    """Decode one field as a struct with this field only, so that errors have its path in the body."""
-    data = bytes(raw) or b"null"
-    try:
-        return msgspec.json.decode(b'{"%s":%s}' % (name.encode(), data), type=kind)
-    except msgspec.ValidationError as error:
-        raise of_validation(error) from error
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise invalid(name, f"'{name}' is not valid JSON: {error}", "invalid_json") from error
-    except RecursionError as error:
-        raise invalid(name, f"'{name}' is nested too deeply", "invalid_json") from error
 
 
 def _json(raw: Raw) -> str:

@@ -23,12 +23,18 @@ class FunctionCall(msgspec.Struct):
     arguments: Annotated[str, Meta(description="JSON text")]
 
 
+class CustomCall(msgspec.Struct):
+    name: str
+    input: str
+
+
 class ToolCallParam(msgspec.Struct):
-    function: FunctionCall
+    function: FunctionCall | None = None
     id: (
         Annotated[str, Meta(max_length=MAX_ID_CHARS, description="May be missing if the results are in order.")] | None
     ) = None
     type: str = "function"
+    custom: Annotated[CustomCall, Meta(description="With type custom.")] | None = None
 
 
 class MessageParam(msgspec.Struct):

@@ -25,6 +25,7 @@ from pipeline.stages.gateway.parsing.bodies import (
     TokenizeBody,
     with_unsupported,
 )
+from pipeline.stages.gateway.parsing.chat_tools import custom_names
 from pipeline.stages.gateway.parsing.conversation import (
     calls_grammar,
     chat_prompt,
@@ -99,12 +100,15 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
             max_tokens_param="max_completion_tokens",
             details=details,
         )
-    return with_reply(
+    parsed = with_reply(
         _with_role(parsed, echo=bool(chat.echo)),
         limits,
         shows_specials=chat.skip_special_tokens is False,
         with_reasoning=chat.include_reasoning is not False,
     )
+    if parsed.reply is None or not (custom := custom_names(chat.tools)):
+        return parsed
+    return msgspec.structs.replace(parsed, reply=msgspec.structs.replace(parsed.reply, custom=custom))
 
 
 def _with_role(parsed: ParsedRequest, *, echo: bool) -> ParsedRequest:

@@ -13,9 +13,12 @@ from typing import assert_never
 
 from msgspec import UNSET
 
+from pipeline.stages.gateway.parsing.custom_tools import input_of
 from pipeline.stages.gateway.replies.types import (
     ChatDelta,
+    CustomDelta,
     FunctionDelta,
+    ReplyCustom,
     ReplyFunction,
     ReplyMessage,
     ReplyToolCall,
@@ -43,6 +46,8 @@ class ReplyReader:
         self._written: set[str] = set()
         """These ids"""
         self._reply_parser: ReplyParser | None = None
+        self._custom: tuple[int, list[str]] | None = None
+        """The index of the custom tool's call that is open in a stream, and its arguments so far"""
 
     @property
     def is_waiting(self) -> bool:
@@ -64,12 +69,12 @@ class ReplyReader:
 
     def rest(self) -> list[ChatDelta]:
         """The remaining deltas at the end of a stream."""
-        return list(self._deltas(self.rest_events()))
+        return [*self._deltas(self.rest_events()), *self._end_custom()]
 
     def message(self, text: str) -> ReplyMessage:
         """The message for a complete text."""
         content, reasoning = [], []
-        calls: list[ReplyToolCall] = []
+        calls: list[tuple[int, str, list[str]]] = []
         for event in (*self.events(text), *self.rest_events()):
             match event:
                 case Content(piece):
@@ -77,21 +82,26 @@ class ReplyReader:
                 case Reasoning(piece):
                     reasoning.append(piece)
                 case CallBegun(index, name):
-                    calls.append(ReplyToolCall(self.call_id(index), ReplyFunction(name, "")))
+                    calls.append((index, name, []))
                 case Arguments(index, piece):
-                    calls[index].function.arguments += piece
+                    calls[index][2].append(piece)
                 case CallEnded():
                     pass
                 case _:
                     assert_never(event)
         message = ReplyMessage("".join(content))
         if calls:
-            message.tool_calls = calls
+            message.tool_calls = [self._call(index, name, "".join(pieces)) for index, name, pieces in calls]
         if reasoning:
             message.reasoning_content = message.reasoning = "".join(reasoning)
         if not message.content and (calls or reasoning):
             message.content = None
         return message
+
+    def _call(self, index: int, name: str, arguments: str) -> ReplyToolCall:
+        if name in self._form.custom:
+            return ReplyToolCall(self.call_id(index), UNSET, "custom", ReplyCustom(name, input_of(arguments)))
+        return ReplyToolCall(self.call_id(index), ReplyFunction(name, arguments))
 
     def finish_reason(self, finish_reason: str) -> str:
         """The finish_reason of a choice that was parsed completely."""
@@ -143,15 +153,28 @@ class ReplyReader:
                     yield ChatDelta(content=text)
                 case Reasoning(text):
                     yield ChatDelta(reasoning_content=text, reasoning=text)
+                case CallBegun(index, name) if name in self._form.custom:
+                    self._custom = (index, [])
+                    custom = CustomDelta(name=name, input="")
+                    yield ChatDelta(tool_calls=[ToolDelta(index, self.call_id(index), "custom", custom=custom)])
+                case Arguments(index, text) if self._custom is not None and self._custom[0] == index:
+                    self._custom[1].append(text)
+                case CallEnded():
+                    yield from self._end_custom()
                 case CallBegun(index, name):
                     function = FunctionDelta(name=name, arguments="")
                     yield ChatDelta(tool_calls=[ToolDelta(index, self.call_id(index), "function", function)])
                 case Arguments(index, text):
                     yield ChatDelta(tool_calls=[ToolDelta(index, UNSET, UNSET, FunctionDelta(arguments=text))])
-                case CallEnded():
-                    pass
                 case _:
                     assert_never(event)
+
+    def _end_custom(self) -> Iterable[ChatDelta]:
+        """The input of the custom tool's call that is open, if one is: it is in JSON, which is read when it ends."""
+        if self._custom is not None:
+            (index, pieces), self._custom = self._custom, None
+            custom = CustomDelta(input=input_of("".join(pieces)))
+            yield ChatDelta(tool_calls=[ToolDelta(index, UNSET, UNSET, custom=custom)])
 
     def written_id(self, index: int) -> str | None:
         """The id that the model wrote for a call and expects back with the result; None if its format has none."""

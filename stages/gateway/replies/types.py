@@ -58,10 +58,16 @@ class ReplyFunction(msgspec.Struct):
     arguments: Annotated[str, Meta(description="JSON text, as the model wrote it.")]
 
 
+class ReplyCustom(msgspec.Struct):
+    name: str
+    input: str
+
+
 class ReplyToolCall(msgspec.Struct):
     id: str
-    function: ReplyFunction
+    function: ReplyFunction | UnsetType
     type: str = "function"
+    custom: Annotated[ReplyCustom, Meta(description="With type custom, instead of function.")] | UnsetType = UNSET
 
 
 class ReplyMessage(msgspec.Struct):
@@ -104,11 +110,17 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: Annotated[str, Meta(description="Empty, and then all of it.")]
+
+
 class ToolDelta(msgspec.Struct):
     index: Annotated[int, Meta(description="Index of the tool call in the choice.")]
     id: str | UnsetType
     type: str | UnsetType
-    function: FunctionDelta
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):

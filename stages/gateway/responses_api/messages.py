@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, shown
+from pipeline.stages.gateway.parsing.custom_tools import arguments_of
 from pipeline.stages.gateway.responses_api.items import (
     CallItem,
     CallOutputItem,
@@ -22,7 +23,7 @@ from pipeline.stages.gateway.responses_api.items import (
     ReasoningItem,
     Refusal,
 )
-from pipeline.stages.gateway.responses_api.tools import arguments_of, chat_name
+from pipeline.stages.gateway.responses_api.tools import chat_name
 
 
 class _Turn(msgspec.Struct):

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from pipeline.stages.gateway.parsing.custom_tools import input_of
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob, packed
 from pipeline.stages.gateway.replies.types import ChatDelta
 from pipeline.stages.gateway.responses_api.form import CalledTool
@@ -29,7 +30,6 @@ from pipeline.stages.gateway.responses_api.items import (
     Status,
     item_id,
 )
-from pipeline.stages.gateway.responses_api.tools import input_of
 from pipeline.stages.gateway.responses_api.types import ResponseEvent
 
 
@@ -60,6 +60,7 @@ class OutputBuilder:
                 yield from self._reasoning(delta.reasoning)
             elif delta.tool_calls is not UNSET:
                 for call in delta.tool_calls:
+                    assert call.function is not UNSET, "custom tools are functions here until their item is built"
                     if call.id is not UNSET and call.function.name is not UNSET:
                         yield from self._begin_call(call.id, call.function.name)
                     if call.function.arguments:

@@ -9,7 +9,6 @@ Codex sends all of these.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,20 +17,10 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
+from pipeline.stages.gateway.parsing.custom_tools import INPUT_SCHEMA, format_text
 from pipeline.stages.gateway.responses_api.body import FunctionChoice, FunctionTool, ResponseTool
 from pipeline.stages.gateway.responses_api.form import CalledTool
 
-INPUT = "input"
-"""The argument of a custom tool"""
-_INPUT_SCHEMA = Raw(
-    b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
-)
-_BEGUN = re.compile(
-    r'\s*\{\s*"input"\s*:\s*"('
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*)"
-)
-"""The argument as far as it was written, without a part of an escape"""
 MAX_NAME_CHARS = 64
 """Of a chat's function"""
 _DIGEST_BYTES = 4
@@ -104,7 +93,7 @@ class ChatTools:
         texts = [text for text in (about, tool.description, _format_text(tool) if is_custom else None) if text]
         function = _ChatFunction(name, "\n\n".join(texts) if texts else UNSET)
         if is_custom:
-            function.parameters = _INPUT_SCHEMA
+            function.parameters = INPUT_SCHEMA
         else:
             if tool.description is not None and not texts:
                 function.description = tool.description
@@ -197,27 +186,8 @@ def chat_name(name: str, namespace: str) -> str:
     return f"{whole[: MAX_NAME_CHARS - 1 - len(digest)]}_{digest}"
 
 
-def arguments_of(text: str) -> str:
-    """The arguments of a chat's function that stands for a custom tool with this input."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
-
-
-def input_of(arguments: str) -> str:
-    """The input of a custom tool from the arguments as the model wrote them, also if the reply ended within them."""
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        decoded = None
-    if isinstance(decoded, dict) and isinstance(text := decoded.get(INPUT), str):
-        return text
-    begun = _BEGUN.match(arguments)
-    return arguments if begun is None else json.loads(f'"{begun[1]}"', strict=False)
-
-
 def _format_text(tool: FunctionTool) -> str | None:
-    if tool.format is None or not tool.format.definition:
-        return None
-    return f"The input matches this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
+    return None if tool.format is None else format_text(tool.format.syntax, tool.format.definition)
 
 
 def tools_json(tools: Iterable[ResponseTool]) -> str:

@@ -10,9 +10,10 @@ from openai.types.responses import Response, ResponseCustomToolCall
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing.custom_tools import arguments_of, input_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.responses_api.parsing import ParsedResponse, parse_response
-from pipeline.stages.gateway.responses_api.tools import arguments_of, chat_name, input_of
+from pipeline.stages.gateway.responses_api.tools import chat_name
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.logs import lines_of
 from tests.stages.gateway.gate import MODEL, Gate
