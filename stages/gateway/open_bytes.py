@@ -146,7 +146,9 @@ def form_bytes(parsed: ParsedRequest) -> int:
     size = text_bytes(parsed.request_id)
     if parsed.echoed:
         size += text_bytes(parsed.echoed) + ECHO_COPIES * parsed.n * json_bytes(parsed.echoed)
+    size += sum(map(text_bytes, parsed.left_out))
     if parsed.reply is not None and parsed.reply.tools:
+        size += sum(map(text_bytes, parsed.reply.custom))
         size += sum(
             text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
         )

@@ -61,6 +61,7 @@ class _OpenCalls:
         self._by_name: dict[str, deque[int]] = {}
         for place, call in enumerate(calls):
             self._by_id.setdefault(call.id or "", deque()).append(place)
+            assert call.function is not None, "Ollama's calls are those of functions"
             self._by_name.setdefault(call.function.name, deque()).append(place)
 
     def answered(self, message: b.OllamaMessage) -> str | None:

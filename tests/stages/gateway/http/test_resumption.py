@@ -87,6 +87,7 @@ def tools_gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"tools": TOOLS}),
+    ("/v1/chat/completions", CHAT | {"tools": [{"type": "custom", "custom": {"name": "add"}}]}),
     ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}),
     ("/v1/messages", CHAT | {"max_tokens": 100, "tools": [{"name": "add", "input_schema": {"type": "object"}}]}),
 ]

@@ -1,6 +1,7 @@
 """Tools of POST /v1/responses, as Codex sends them: each becomes a function of the chat, or is left out."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,19 @@ def test_every_cut_of_a_custom_tool_s_arguments_has_the_input_so_far() -> None:
         assert all(whole.startswith(text) for text in texts)
         assert texts[0] == "" and texts[-1] == whole
     assert [input_of(text) for text in ("", "{}", '{"patch": "a"}', '["a"]')] == ["", "{}", '{"patch": "a"}', '["a"]']
+
+
+@pytest.mark.parametrize("piece", ["a", "\\n", "é"])
+def test_reading_a_long_input_takes_memory_for_the_text_only(piece: str) -> None:
+    """Also if the reply ends within it."""
+    written = '{"input": "' + piece * 200_000
+    tracemalloc.start()
+    try:
+        assert len(input_of(written)) == 200_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(written), "text, and not what a regular expression may try again"
 
 
 def test_names_in_namespaces_are_those_of_functions() -> None:
