@@ -4,6 +4,7 @@ Ollama's tool calls may have no ids, and some chat templates need them: a call w
 and a result without one answers the first call that has no result yet, by its name if it has one.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
     """The messages of a chat request. Raises ApiError."""
     open_calls = _OpenCalls()
     num_calls = 0
+    taken = {call.id for message in messages for call in message.tool_calls or ()}
+    num_all = sum(len(message.tool_calls or ()) for message in messages)
+    spare = (one for number in itertools.count(num_all) if (one := _numbered(number)) not in taken)
     found = []
     for place, message in enumerate(messages):
         at = f"messages[{place}]"
@@ -24,7 +28,10 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if message.images:
             raise unsupported(f"{at}.images", "content must be text")
-        calls = [_call(f"{at}.tool_calls[{i}]", call, num_calls + i) for i, call in enumerate(message.tool_calls or ())]
+        calls = [_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
+        for i, call in enumerate(calls, num_calls):
+            if not call.id:
+                call.id = next(spare) if (own := _numbered(i)) in taken else own
         num_calls += len(calls)
         translated = MessageParam(
             message.role,
@@ -34,19 +41,23 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
         )
         if message.role == "tool":
             translated.name = message.tool_name or None
-            translated.tool_call_id = open_calls.answered(message) or f"call{num_calls:05}"
+            translated.tool_call_id = open_calls.answered(message) or _numbered(num_calls)
         elif calls:
             open_calls = _OpenCalls(calls)
         found.append(translated)
     return found
 
 
-def _call(at: str, call: b.OllamaToolCallParam, number: int) -> ToolCallParam:
+def _numbered(number: int) -> str:
+    """Nine letters and digits, because templates of Mistral's models refuse other ids."""
+    return f"call{number:05}"
+
+
+def _call(at: str, call: b.OllamaToolCallParam) -> ToolCallParam:
     raw = call.function.arguments
     is_given = bytes(raw) not in (b"", b"null")
     arguments = object_text(raw, f"{at}.function.arguments") if is_given else "{}"
-    # Nine letters and digits, because templates of Mistral's models refuse other ids.
-    return ToolCallParam(FunctionCall(call.function.name, arguments), call.id or f"call{number:05}")
+    return ToolCallParam(FunctionCall(call.function.name, arguments), call.id)
 
 
 class _OpenCalls:
