@@ -38,7 +38,9 @@ LOW_PRIORITY = 5
 """The nice value of slow checks."""
 
 MIN_CPU_S = 0.1
-"""On a busy machine, a check that got less CPU time than this by its deadline gets more time."""
+MIN_CPU_SHARE = 0.25
+"""On a busy machine, a check that got less CPU time than this by its deadline gets more time: this share of its time
+limit, or the seconds. If it gets no more until its last deadline, its answer says nothing about the grammar."""
 
 MAX_EXTENDED_S = 5.0
 """Maximum duration of a check with such extensions."""
@@ -66,6 +68,7 @@ class Checker:
     def __init__(self, ingest: socket.socket, engine: Engine | None, no_engine: str, timeout_s: float) -> None:
         self._socket, self._engine, self._no_engine, self._timeout_s = ingest, engine, no_engine, timeout_s
         self._limit_s = (1 - MARGIN) * timeout_s
+        self._min_cpu_s = max(MIN_CPU_S, MIN_CPU_SHARE * self._limit_s)
         self._waiting: deque[Check] = deque()
         self._running: dict[int, Running] = {}
         """By the descriptor of the child's pipe."""
@@ -124,7 +127,7 @@ class Checker:
         """Lower the priority of slow checks, and end those that are past their deadline."""
         now_s = time.monotonic()
         for run in list(self._running.values()):
-            if now_s >= run.end_s and now_s < run.last_s and usage_of(run.pid).cpu_s < MIN_CPU_S:
+            if now_s >= run.end_s and now_s < run.last_s and usage_of(run.pid).cpu_s < self._min_cpu_s:
                 run.end_s = min(now_s + self._limit_s, run.last_s)
             elif now_s >= run.end_s:
                 self._end(run, f"it is too complex: checking it takes longer than {self._timeout_s:g} s")
@@ -147,7 +150,7 @@ class Checker:
             answer = Checked(
                 run.check.number,
                 error=error or "it is too complex: checking it takes too much memory, or too deep a nesting",
-                is_final=not error or usage.ru_utime + usage.ru_stime > self._limit_s / 4,
+                is_final=not error or usage.ru_utime + usage.ru_stime >= self._min_cpu_s,
             )
         self._answer(msgspec.structs.replace(answer, took_s=usage.ru_utime + usage.ru_stime))
 

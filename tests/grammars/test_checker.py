@@ -1,0 +1,55 @@
+"""The checker process, with checks of our own."""
+
+import socket
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.grammars import checker
+from pipeline.grammars.checks import Check, Checked
+from pipeline.grammars.worker import Gone, receive, send
+
+TIMEOUT_S = 0.4
+PATIENCE_S = 60.0
+
+
+def burn(cpu_s: float) -> None:
+    while time.process_time() < cpu_s:
+        pass
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, check: Any) -> Checked:
+    """What the process answers to `check`, which runs in a child."""
+    monkeypatch.setattr(checker, "checked", check)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE_S)
+
+    def serve() -> None:
+        with theirs, pytest.raises(Gone):
+            checker.Checker(theirs, object(), "", TIMEOUT_S).loop()  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ours:
+        send(ours, msgspec.msgpack.encode(Check(7, "regex", "a", time.monotonic())))
+        found = msgspec.msgpack.decode(receive(ours), type=Checked)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("cpu_s", [0.0, 0.07])
+def test_a_check_that_got_little_cpu_time_is_given_more(monkeypatch: pytest.MonkeyPatch, cpu_s: float) -> None:
+    """The machine is busy, and the grammar may be fine. A quarter of the time limit is 0.09 s; a check that had less
+    said nothing, and one with more than `MIN_CPU_S` was given no more time: between them, clients got 503."""
+    monkeypatch.setattr(checker, "MIN_CPU_S", 0.05)
+
+    def starved(check: Check, engine: Any) -> Checked:
+        burn(time.process_time() + cpu_s)
+        time.sleep(TIMEOUT_S + 0.2)
+        return Checked(check.number, grammar="good")
+
+    assert answer(monkeypatch, starved).grammar == "good"
