@@ -5,7 +5,7 @@ custom          a function with one text, see custom_tools.py: the reply has a c
 allowed_tools   the model gets only these
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -135,9 +135,7 @@ def _as_function(custom: Custom) -> _ToolOut:
 
 def _checked_tools(raw: Raw, caps: Caps) -> list[Tool]:
     tools = checked(raw, "tools", _Tools).tools or []
-    if len(tools) > caps.max_tools:
-        message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
-        raise invalid("tools", message, "invalid_value")
+    check_num_tools(tools, caps)
     names: set[str] = set()
     for place, tool in enumerate(tools):
         at = f"tools[{place}]"
@@ -154,6 +152,13 @@ def _checked_tools(raw: Raw, caps: Caps) -> list[Tool]:
             raise invalid(param, f"'{param}' must be object", "invalid_value")
         names.add(tool.named.name)
     return tools
+
+
+def check_num_tools(tools: Sized, caps: Caps) -> None:
+    """Raises ApiError if a body has too many."""
+    if len(tools) > caps.max_tools:
+        message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
+        raise invalid("tools", message, "invalid_value")
 
 
 def _choice(raw: Raw, tools: list[Tool]) -> tuple[str, str, set[int] | None]:

@@ -11,6 +11,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.parsing.anthropic import bodies as b
 from pipeline.stages.gateway.parsing.anthropic.known_tools import KNOWN, is_left_out, known
+from pipeline.stages.gateway.parsing.chat_tools import check_num_tools
 
 _PLACE = re.compile(r"tools\[(\d{1,9})\]")
 _NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{b.MAX_TOOL_NAME_CHARS}}}")
@@ -88,9 +89,7 @@ def choice_of(body: b.CountTokensBody, caps: Caps) -> tuple[str, str, bool]:
 
 def _checked_names(tools: Sequence[b.ToolParam], caps: Caps) -> set[str]:
     """Check the tools. Returns their names."""
-    if len(tools) > caps.max_tools:
-        message = f"'tools' has {len(tools)} entries, and the limit is {caps.max_tools} (limits.max_tools)"
-        raise invalid("tools", message, "invalid_value")
+    check_num_tools(tools, caps)
     names: set[str] = set()
     for place, tool in enumerate(tools):
         at = f"tools[{place}]"
