@@ -36,6 +36,17 @@ def settings_of(folder: Path, **supervisor: Any) -> Settings:
 
 
 @pytest.fixture
+def resources() -> Iterator[SharedResources]:
+    resources = SharedResources(Settings(), [], [], None)
+    try:
+        resources.create_arenas()
+        resources.create_rings()
+        yield resources
+    finally:
+        resources.close()
+
+
+@pytest.fixture
 def boxes() -> Iterator[BlackBoxes]:
     boxes = BlackBoxes(Settings())
     boxes.create("ingest.0", 2)
@@ -156,72 +167,54 @@ def test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_
     assert bool(fields) == (tmp_path / "crashes").exists() == expected
 
 
-def test_the_gateways_learn_of_the_suspect_with_the_restart() -> None:
-    resources = SharedResources(Settings(), [], [], None)
-    try:
-        resources.create_arenas()
-        resources.create_rings()
-        resources.launch("ingest", "", [])
-        for died_at_work, suspect in ((True, 0x1F3A), (False, None)):
-            box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
-            assert box is not None
-            if died_at_work:
-                black_box.Breadcrumb(black_box.attach(box)).at(0x1F3A, 1)
-            resources.renew("ingest.0")
-            found = resources.restart_of("ingest.0", "gateway.0", 1)
-            assert found is not None and isinstance(found[0], m.PeerRestarted)
-            assert found[0].suspect == suspect
-            launch = resources.launch("ingest", "", [])
-            assert launch.black_box is not None and launch.black_box.recording_fd >= 0
-    finally:
-        resources.close()
-
-
-def test_the_gateways_learn_which_requests_a_stage_had_in_work_together() -> None:
-    """If it has crashed, and none of them was in work alone."""
-    resources = SharedResources(Settings(), [], [], None)
-    try:
-        resources.create_arenas()
-        resources.create_rings()
-        resources.launch("schedule", "", [])
-        for has_crashed, is_alone, expected in ((True, False, [5, 7]), (False, False, []), (True, True, [])):
-            box = resources.black_boxes.get("schedule.0", resources.incarnations["schedule.0"])
-            assert box is not None
-            memory = black_box.attach(box)
-            black_box.SuspectList(memory).replace([5, 7])
-            if is_alone:
-                black_box.Breadcrumb(memory).at(5, 1)
-            resources.renew("schedule.0", has_crashed=has_crashed)
-            suspects = resources.suspects_of_crash("schedule.0")
-            assert sorted(suspects) == expected
-            found = resources.restart_of("schedule.0", "gateway.0", 1, suspects)
-            assert found is not None and found[0].suspects == suspects
-            resources.launch("schedule", "", [])
-    finally:
-        resources.close()
-
-
-def test_each_request_that_a_thread_had_in_work_is_a_suspect() -> None:
-    """Not only the one that was begun last."""
-    resources = SharedResources(Settings(), [], [], None)
-    try:
-        resources.create_arenas()
-        resources.create_rings()
-        resources.launch("ingest", "", [])
+def test_the_gateways_learn_of_the_suspect_with_the_restart(resources: SharedResources) -> None:
+    resources.launch("ingest", "", [])
+    for died_at_work, suspect in ((True, 0x1F3A), (False, None)):
         box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
         assert box is not None
-        memory = black_box.attach(box)
-        for thread, request_id in enumerate((5, 7)):
-            black_box.Breadcrumb(memory, thread).at(request_id, 1)
-        assert sorted(resources.suspects_at_death("ingest.0")) == [5, 7]
-        resources.renew("ingest.0", has_crashed=True)
-        suspects = resources.suspects_of_crash("ingest.0")
-        assert sorted(suspects) == [5, 7]
-        found = resources.restart_of("ingest.0", "gateway.0", 1, suspects)
+        if died_at_work:
+            black_box.Breadcrumb(black_box.attach(box)).at(0x1F3A, 1)
+        resources.renew("ingest.0")
+        found = resources.restart_of("ingest.0", "gateway.0", 1)
         assert found is not None and isinstance(found[0], m.PeerRestarted)
-        assert (found[0].suspect, sorted(found[0].suspects)) == (None, [5, 7])
-    finally:
-        resources.close()
+        assert found[0].suspect == suspect
+        launch = resources.launch("ingest", "", [])
+        assert launch.black_box is not None and launch.black_box.recording_fd >= 0
+
+
+def test_the_gateways_learn_which_requests_a_stage_had_in_work_together(resources: SharedResources) -> None:
+    """If it has crashed, and none of them was in work alone."""
+    resources.launch("schedule", "", [])
+    for has_crashed, is_alone, expected in ((True, False, [5, 7]), (False, False, []), (True, True, [])):
+        box = resources.black_boxes.get("schedule.0", resources.incarnations["schedule.0"])
+        assert box is not None
+        memory = black_box.attach(box)
+        black_box.SuspectList(memory).replace([5, 7])
+        if is_alone:
+            black_box.Breadcrumb(memory).at(5, 1)
+        resources.renew("schedule.0", has_crashed=has_crashed)
+        suspects = resources.suspects_of_crash("schedule.0")
+        assert sorted(suspects) == expected
+        found = resources.restart_of("schedule.0", "gateway.0", 1, suspects)
+        assert found is not None and found[0].suspects == suspects
+        resources.launch("schedule", "", [])
+
+
+def test_each_request_that_a_thread_had_in_work_is_a_suspect(resources: SharedResources) -> None:
+    """Not only the one that was begun last."""
+    resources.launch("ingest", "", [])
+    box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
+    assert box is not None
+    memory = black_box.attach(box)
+    for thread, request_id in enumerate((5, 7)):
+        black_box.Breadcrumb(memory, thread).at(request_id, 1)
+    assert sorted(resources.suspects_at_death("ingest.0")) == [5, 7]
+    resources.renew("ingest.0", has_crashed=True)
+    suspects = resources.suspects_of_crash("ingest.0")
+    assert sorted(suspects) == [5, 7]
+    found = resources.restart_of("ingest.0", "gateway.0", 1, suspects)
+    assert found is not None and isinstance(found[0], m.PeerRestarted)
+    assert (found[0].suspect, sorted(found[0].suspects)) == (None, [5, 7])
 
 
 def test_a_death_has_the_suspects_that_its_stage_has_named() -> None:
