@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -336,17 +336,29 @@ def ingress(gateway: Target) -> Iterator[Target]:
         await fixed.start(PATIENCE_S)
         return ingress
 
-    async def close(ingress: Ingress) -> None:
-        await ingress.close()
-        num_quiet = 0  # turns without transports that are closing, or connections that are being accepted
-        transports = loop._transports  # type: ignore[attr-defined]
+    async def until(is_quiet: Callable[[], bool]) -> None:
+        """Wait for some turns of the loop in a row in which it is."""
+        num_quiet = 0
         async with asyncio.timeout(PATIENCE_S):
             while num_quiet < 5:
-                # One that does not read, and has nothing to write, is not in the selector.
-                is_open = any(one._sock is not None for one in list(transports.values()))
-                is_quiet = not is_open and len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
-                num_quiet = num_quiet + 1 if is_quiet else 0
+                num_quiet = num_quiet + 1 if is_quiet() else 0
                 await asyncio.sleep(0.01)
+
+    def is_accepting() -> bool:
+        return any(getattr(task.get_coro(), "__name__", "") == "_accept_connection2" for task in asyncio.all_tasks())
+
+    def is_closed() -> bool:
+        # A transport that does not read, and has nothing to write, is not in the selector.
+        transports = list(loop._transports.values())  # type: ignore[attr-defined]
+        is_open = any(one._sock is not None for one in transports)
+        return not is_open and len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
+
+    async def close(ingress: Ingress) -> None:
+        # asyncio of Python 3.11 forgets a connection that it has accepted when the server is closed: its socket stays
+        # open until garbage is collected.
+        await until(lambda: not is_accepting())
+        await ingress.close()
+        await until(is_closed)
 
     ingress = run(start())
     try:
