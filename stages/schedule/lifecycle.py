@@ -28,12 +28,13 @@ from pipeline.stages.schedule.parallel_samples import ParallelSamples
 from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
-from pipeline.stages.schedule.quarantine import MAX_STRIKES, Quarantine
+from pipeline.stages.schedule.quarantine import Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
 from pipeline.stages.schedule.step_entries import InFlightSteps
+from pipeline.stages.schedule.strikes import Strikes
 
 MAX_STALE_SUSPECTS = 64
 """Ended sequences in the list of suspects before it is written anew."""
@@ -53,13 +54,15 @@ class SequenceLifecycle:
         in_flight: InFlightSteps,
         metrics: ScheduleMetrics,
         suspects: SuspectList,
+        strikes: Strikes,
     ) -> None:
-        """`suspects` names the requests that may be the reason if this process dies."""
+        """`suspects` names the requests that may be the reason if this process dies. `strikes` are of requests that may
+        have killed the executor."""
         self.waiting = WaitingQueue(policy, config.long_prompt_tokens)
         self.swapped = SequenceQueue()
         self.held = SequenceQueue()
         """Sequences that wait until the quarantine lets their request run."""
-        self.quarantine = Quarantine()
+        self.quarantine = Quarantine(strikes)
         self.adapters = AdapterSlots(config.max_loras, waits=config.waits_for_adapters)
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
@@ -78,8 +81,9 @@ class SequenceLifecycle:
         self._suspects = suspects
         self._was_quarantined = False
         """Whether the suspects were not all that were here, when they were listed."""
-        self._left: deque[tuple[int, RequestState]] = deque()
-        """Requests whose sequences have left their rows, and the last step in flight that may compute them."""
+        self._left: deque[tuple[int, int]] = deque()
+        """The last step in flight that may compute sequences that have left their rows, and the ids of their
+        requests."""
 
     @property
     def num_waiting(self) -> int:
@@ -295,16 +299,13 @@ class SequenceLifecycle:
         if not self._in_flight.steps:
             return []
         first = self._in_flight.steps[0].step_id
-        aboard = {request.request_id for step_id, request in self._left if step_id >= first}
+        aboard = {request_id for step_id, request_id in self._left if step_id >= first}
         aboard |= {sequence.request.request_id for sequence in running}
         # A newer attempt may have taken the place of one that is aboard.
         queued = (*self.waiting.sequences, *self.held, *self.swapped, *self.adapters)
         present = {one.request.request_id: one.request for one in (*running, *queued)}
         suspects = {number: present[number].n for number in sorted(aboard) if number in present}
-        guilty = [present[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
-        for request in guilty:
-            request.num_strikes = MAX_STRIKES
-        return guilty
+        return [present[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
 
     def finish(self, sequence: Sequence, finish: Finish, ids: Ids | None = None) -> None:
         """End a sequence in any state. `ids` are the prompt and output of one of a beam search; without, it has only
@@ -362,7 +363,7 @@ class SequenceLifecycle:
         if steps := self._in_flight.steps:
             while self._left and self._left[0][0] < steps[0].step_id:
                 self._left.popleft()
-            self._left.append((steps[-1].step_id, sequence.request))
+            self._left.append((steps[-1].step_id, sequence.request.request_id))
         self._in_flight.drop_row(row)
         self._kv_cache_manager.release(blocks, self._in_flight.last_in_flight)
         self._kv_cache_manager.offload.release(sequence)

@@ -11,14 +11,17 @@ request that was cleared and kills later would make the group look guilty. A res
 process was ready do not count.
 
 If the executor died, those in work are the requests of the steps in flight, also those that have left their rows since.
-Schedule forgets these deaths when it dies itself. Those of schedule are counted by the gateways, which fail requests
-(stages/gateway/recovery.py); a request that waits in a queue of schedule is in work too, unless it is held back.
+Schedule's successor goes on counting these deaths (strikes.py). Those of schedule are counted by the gateways, which
+fail requests (stages/gateway/recovery.py); a request that waits in a queue of schedule is in work too, unless it is
+held back.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
+
+from pipeline.stages.schedule.strikes import Strikes
 
 GROUP_SIZES = (32, 4, 1)
 """After the first, second, … death."""
@@ -42,11 +45,11 @@ class Group(msgspec.Struct, eq=False):
 class Quarantine:
     """The suspects, by request id."""
 
-    def __init__(self) -> None:
+    def __init__(self, strikes: Strikes | None = None) -> None:
+        """`strikes` are deaths of the executor, also those that a process of schedule before this one counted."""
         self._groups: deque[Group] = deque()
         """The first one runs."""
-        self._strikes: dict[int, int] = {}
-        """Deaths of the executor."""
+        self._strikes = Strikes() if strikes is None else strikes
 
     @property
     def is_active(self) -> bool:
@@ -70,7 +73,7 @@ class Quarantine:
 
     def num_strikes(self, request_id: int) -> int:
         """Deaths of the executor since this request was cleared."""
-        return self._strikes.get(request_id, 0)
+        return self._strikes.get(request_id)
 
     def add(
         self,
@@ -86,7 +89,7 @@ class Quarantine:
         if not self._groups and (others := dict.fromkeys(uncleared, 1)):
             self._groups.append(Group(others))
         if num_strikes:
-            self._strikes[request_id] = num_strikes
+            self._strikes.set(request_id, num_strikes)
         self._insert(request_id, num_sequences, _size_after(max(num_deaths, num_strikes)), num_running=1)
 
     def died(self, suspects: Mapping[int, int], *, is_alone: bool) -> list[int]:
@@ -100,11 +103,12 @@ class Quarantine:
         self._groups = deque(group for group in self._groups if group.request_ids)
         failed: list[int] = []
         for request_id, num_sequences in suspects.items():
-            num_strikes = self._strikes.pop(request_id, 0) + 1
+            num_strikes = self._strikes.pop(request_id) + 1
             if is_alone and num_strikes >= MAX_STRIKES:
                 failed.append(request_id)
+                self._strikes.set(request_id, num_strikes)  # it may come again before its gateway learns of this
                 continue
-            self._strikes[request_id] = num_strikes
+            self._strikes.set(request_id, num_strikes)
             size = min(_size_after(num_strikes), sizes.get(request_id, GROUP_SIZES[0]))
             self._insert(request_id, num_sequences, size, num_running=0)
         return failed
@@ -126,13 +130,18 @@ class Quarantine:
                 group.request_ids[request_id] -= 1
                 if group.request_ids[request_id] <= 0:
                     del group.request_ids[request_id]
-                    self._strikes.pop(request_id, None)
+                    self._strikes.pop(request_id)
 
     def ended(self, request_id: int) -> None:
-        """This request has ended."""
-        self._strikes.pop(request_id, None)
+        """This request has ended: by itself, or because `died` has returned it."""
+        if self._strikes.get(request_id) < MAX_STRIKES:
+            self._strikes.pop(request_id)
         for group in self._groups:
             group.request_ids.pop(request_id, None)
+
+    def closed(self, request_id: int) -> None:
+        """No one needs this request any more."""
+        self._strikes.pop(request_id)
 
     def next_group(self) -> bool:
         """If the group that runs is cleared, go on to the next one. Returns whether that has changed who may run."""

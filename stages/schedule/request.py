@@ -46,8 +46,6 @@ class RequestState(msgspec.Struct, eq=False):
     beam_search: BeamSearch | None = None
     row_options: Raw = Raw()
     """Options for the executor's rows: those of a beam search have others."""
-    num_strikes: int = 0
-    """Deaths of the executor for which it has failed. The gateway may submit it again before it learns of that."""
 
     @property
     def row_record_bytes(self) -> int:

@@ -81,8 +81,6 @@ class RequestStates:
             return []
         num_strikes = self._lifecycle.quarantine.num_strikes(message.request_id)
         if known:
-            if (before := self.by_id.get(message.request_id)) is not None:
-                num_strikes = max(num_strikes, before.num_strikes)
             self._drop(message.request_id)
         options = self._decoder.decode(message.options)
         assert options.max_tokens is not None, "ingest sets max_tokens"
@@ -276,6 +274,7 @@ class RequestStates:
         if request is not None:
             for sequence in list(request.open_sequences.values()):
                 self._lifecycle.finish(sequence, Finish.ABORT)
+        self._lifecycle.quarantine.closed(request_id)
 
     # ------------------------------------------------------------------------------------------ restarts of stages
 

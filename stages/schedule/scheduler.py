@@ -39,6 +39,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
 from pipeline.stages.schedule.step_builder import StepBuilder
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
+from pipeline.stages.schedule.strikes import Strikes
 from pipeline.stages.schedule.token_grants import TokenGrants
 
 
@@ -68,6 +69,7 @@ class Scheduler:
         executor: int = 1,
         breadcrumb: Breadcrumb | None = None,
         suspects: SuspectList | None = None,
+        strikes: IndexMemory = NO_MEMORY,
     ) -> None:
         put_step = put_for(EXECUTE)
         self._incarnation = incarnation
@@ -97,6 +99,7 @@ class Scheduler:
             in_flight,
             self.metrics,
             SuspectList(memoryview(bytearray(NUM_BYTES))) if suspects is None else suspects,
+            Strikes(strikes),
         )
         grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
         builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put_step, incarnation)

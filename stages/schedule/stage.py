@@ -137,6 +137,7 @@ class ScheduleStage:
             executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
             breadcrumb=stage.breadcrumb,
             suspects=stage.suspects,
+            strikes=self._index(topology.STRIKES, "strikes"),
         )
         self._incarnations = dict(stage.launch.incarnations)
         """Of the gateways' processes, by name; 1 if a name is missing."""

@@ -66,7 +66,8 @@ class Network:
         self._segments_of: dict[tuple[str, int], memoryview] = {}
         """All of them, by name and incarnation."""
         self.indices = {
-            name: memoryview(bytearray(INDEX_BYTES)) for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX)
+            name: memoryview(bytearray(INDEX_BYTES))
+            for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX, topology.STRIKES)
         }
         """The supervisor's; they outlive each scheduler."""
         self._encoder = msgspec.msgpack.Encoder()

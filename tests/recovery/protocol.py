@@ -226,10 +226,10 @@ class Server:
                 num_others = self.num_deaths.get("detokenize", 0) + self.num_deaths.get("execute", 0)
                 return poison.MAX_DEATHS * num_of[stage] + num_others
             case "execute":
-                # Schedule's successor does not know these deaths, and its verdict may come too late if ingest dies.
-                num_schedules = 1 + self.num_deaths.get("schedule", 0) + self.num_handed_over
-                most = poison.MAX_DEATHS_OF[stage] * num_of[stage] * num_schedules
-                return most + num_of[stage] * self.num_deaths.get("ingest", 0)
+                # If schedule dies before it learns of one, its successor does not know that, and its verdict may come
+                # too late if ingest dies.
+                num_others = self.num_deaths.get("schedule", 0) + self.num_deaths.get("ingest", 0)
+                return num_of[stage] * (poison.MAX_DEATHS_OF[stage] + num_others)
             case _:
                 return poison.MAX_DEATHS_OF[stage] * num_of[stage]
 

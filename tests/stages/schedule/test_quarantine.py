@@ -1,6 +1,8 @@
 """A request that kills every executor, or every scheduler, is found, and only requests that were computed are
 suspected."""
 
+import gc
+import weakref
 from random import Random
 
 import numpy as np
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 from pipeline.runtime import messages as m
 from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.topology import STRIKES_BYTES
 from pipeline.stages.gateway.recovery import MAX_SCHEDULE_DEATHS
-from pipeline.stages.schedule.quarantine import GROUP_SIZES, Quarantine
+from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
+from pipeline.stages.schedule.quarantine import GROUP_SIZES, MAX_STRIKES, NUM_CLEARING_IDS, Quarantine
+from pipeline.stages.schedule.strikes import Strikes
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
 
@@ -305,3 +310,67 @@ def test_a_suspect_whose_output_is_complete_holds_up_no_one() -> None:
     assert bench.scheduler.requests.keys() >= {done, other}
     assert not bench.scheduler.lifecycle.quarantine.is_active
     assert len(bench.finished) == 2
+
+
+def successor(memory: memoryview) -> Quarantine:
+    """That of a process of schedule which begins with this memory."""
+    return Quarantine(Strikes(IndexMemory(memory)))
+
+
+def test_the_successor_of_schedule_goes_on_counting_the_executor_s_deaths() -> None:
+    memory = memoryview(bytearray(STRIKES_BYTES))
+    for life in range(MAX_STRIKES - 1):
+        quarantine = successor(memory)
+        assert quarantine.num_strikes(1) == quarantine.num_strikes(2) == life
+        assert quarantine.died({1: 1, 2: 1, 3: 1}, is_alone=False) == []
+        for _ in range(NUM_CLEARING_IDS):
+            quarantine.settled(3)
+    quarantine = successor(memory)
+    assert quarantine.num_strikes(3) == 0, "it was cleared"
+    assert quarantine.died({1: 1}, is_alone=True) == [1]
+    quarantine.ended(1)
+    quarantine.ended(2)
+    assert successor(memory).num_strikes(2) == 0, "it has ended by itself"
+    quarantine = successor(memory)
+    assert quarantine.died({1: 1}, is_alone=True) == [1], "it comes again before its gateway learns that it has failed"
+    quarantine.closed(1)
+    assert successor(memory).num_strikes(1) == 0 and not any(memory)
+
+
+def test_a_process_that_is_replaced_counts_until_its_successor_gets_a_request() -> None:
+    memory = memoryview(bytearray(STRIKES_BYTES))
+    after = successor(memory)
+    successor(memory).died({1: 1, 2: 1}, is_alone=False)
+    assert after.num_strikes(1) == 1
+
+
+def test_strikes_beyond_the_memory_are_those_of_the_newest_requests() -> None:
+    memory = memoryview(bytearray(16 * 8))
+    strikes = Strikes(IndexMemory(memory))
+    for number in range(1, 11):
+        strikes.set(number, 1)
+    assert strikes.get(1) == 1, "this process knows it"
+    strikes.set(3, 2)
+    strikes.set(11, 1)
+    found = Strikes(IndexMemory(memory))
+    assert [found.get(number) for number in range(12)] == [0, 0, 0, 2, 0, 1, 1, 1, 1, 1, 1, 1]
+    for number in range(12):
+        found.pop(number)
+    assert not any(memory)
+    without = Strikes()
+    without.set(1, 2)
+    assert (without.get(1), without.pop(1), without.get(1)) == (2, 2, 0)
+
+
+def test_requests_that_have_ended_are_not_kept_until_another_one_leaves() -> None:
+    """Their prompts may be large."""
+    bench = Bench(config(), 2)
+    request_id = bench.admit(range(10), max_tokens=4)
+    bench.fill()
+    request = weakref.ref(bench.scheduler.requests[request_id].prompt)
+    bench.scheduler.abort(m.Abort(request_id, 1))
+    bench.run()
+    bench.scheduler.close(m.Closed(request_id, 1))
+    bench.scheduler.lifecycle.check([])
+    gc.collect()
+    assert request() is None
