@@ -19,11 +19,15 @@ class FairGate:
         self._num_inside: Counter[str] = Counter()
         self._queue: FairQueue[int, asyncio.Future[None]] = FairQueue()
         self._numbers = itertools.count()
-        self._is_closed = False
+        self._is_closed = self._is_held = False
 
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_inside(self) -> int:
+        return self._num_inside.total()
 
     async def enter(self, scope: str, cost: int) -> None:
         """Take a place, at once if there is one. `cost` is as in `FairQueue.push`. The caller limits the time, and must
@@ -48,12 +52,17 @@ class FairGate:
             del self._num_inside[scope]
         self._admit()
 
+    def hold(self, is_held: bool) -> None:
+        """Whether none of those that wait is admitted. Idempotent."""
+        self._is_held = is_held
+        self._admit()
+
     def close(self) -> None:
         """Admit no more."""
         self._is_closed = True
 
     def _admit(self) -> None:
-        while not self._is_closed and self._num_inside.total() < self._num_places:
+        while not (self._is_closed or self._is_held) and self._num_inside.total() < self._num_places:
             full = [scope for scope, num in self._num_inside.items() if num >= self._num_per_scope]
             if (turn := self._queue.pop(without=full)) is None:
                 return

@@ -11,6 +11,7 @@ separate process checks grammars (grammar_checker.py) while their requests wait.
 """
 
 import asyncio
+import functools
 import sys
 import time
 from typing import NamedTuple, assert_never
@@ -137,6 +138,9 @@ class IngestStage:
         self._is_turn_due = False
         """`_turn` is scheduled."""
         stage.replay_context.perform("work", lambda *_: self._work())
+        stage.replay_context.perform("work alone", lambda *_: self._work_alone())
+        for threads in (long, very_long):
+            threads.on_done = self._hold_others
 
     async def loop(self) -> None:
         while not self._stopping:
@@ -147,6 +151,7 @@ class IngestStage:
             for message in messages:
                 self._handle(message)
             self._work()
+            self._hold_others()
             self._stage.release()
             if self._stage.trace.on:
                 self._stage.trace.span("wake", begin_s, time.monotonic(), {"messages": len(messages)})
@@ -156,8 +161,21 @@ class IngestStage:
     @property
     def _has_work(self) -> bool:
         """Whether prompts can be prepared now. Requests that overtake `Start` wait for it."""
-        in_work = next((submit for submit, _ in self._encoding.values()), None)
-        return self._prompt_processor is not None and self._waiting.may_pop(in_work)
+        return self._prompt_processor is not None and self._waiting.may_pop
+
+    @property
+    def _may_work_alone(self) -> bool:
+        """Whether a suspect can be prepared now. In a replay, it is when it was."""
+        is_idle = not (self._long.num_running or self._very_long.num_running)
+        return self._prompt_processor is not None and self._waiting.may_pop_suspect and is_idle
+
+    def _hold_others(self) -> None:
+        """While there are suspects, threads begin nothing else. Call it when that may have changed, so that a suspect
+        has its turn."""
+        for threads in (self._long, self._very_long):
+            threads.hold(self._waiting.holds)
+        if self._may_work_alone:
+            self._work_soon()
 
     def _handle(self, message: m.IngestInbox) -> None:
         match message:
@@ -198,6 +216,7 @@ class IngestStage:
                 self._waiting.remove(key)
             for key in [key for key, (submit, _) in self._encoding.items() if submit.gateway == lost]:
                 self._encoding.pop(key)[1].cancel()
+                self._waiting.done(key)
         self._retry_queue.drop(self._stage.outbox(stage, int(replica)))
         self._stage.reconnected(message)
 
@@ -205,6 +224,8 @@ class IngestStage:
         """Wait for a turn."""
         if key not in self._waiting:  # else it was submitted twice, as after a restart
             self._waiting.push(key, submit)
+            if submit.is_suspect:
+                self._hold_others()
 
     def _work_soon(self) -> None:
         """Work on what waits although no message comes, after other tasks."""
@@ -214,11 +235,17 @@ class IngestStage:
 
     def _turn(self) -> None:
         self._is_turn_due = False
-        if self._has_work and not self._stopping:
+        if self._stopping:
+            return
+        if self._has_work:
             self._stage.replay_context.event("work")
             self._work()
-            if self._has_work:
-                self._work_soon()
+        elif self._may_work_alone:
+            self._stage.replay_context.event("work alone")
+            self._work_alone()
+        self._hold_others()
+        if self._has_work:
+            self._work_soon()
 
     def _work(self) -> None:
         """Prepare prompts for a slice of time, at least one."""
@@ -229,6 +256,14 @@ class IngestStage:
                 self._begin(key, submit)
             if self._stage.replay_context.monotonic() > end:
                 return
+
+    def _work_alone(self) -> None:
+        """Prepare a suspect."""
+        key, submit = self._waiting.pop_suspect()
+        with self._stage.breadcrumb.at(*key):
+            self._begin(key, submit)
+        if key not in self._encoding or submit.options.grammar is not None:
+            self._waiting.done(key)  # it is done, or waits for the check of its grammar
 
     def _begin(self, key: Key, submit: Submit) -> None:
         began_s = self._stage.replay_context.monotonic()
@@ -255,10 +290,11 @@ class IngestStage:
         try:
             outcome: str | RequestRefused
             checked = await self._grammar_checker.check(grammar, submit.scope_id)
-            outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
-            most = self._stage.settings.limits.max_grammar_bytes
-            if (calls := reply_grammar.calls_beside(submit, self._formats, most)) is not None:
-                outcome = either(outcome, await self._grammar_checker.check(calls, submit.scope_id))
+            outcome, calls = self._with_calls(key, submit, grammar, checked)
+            if calls is not None:
+                others = await self._grammar_checker.check(calls, submit.scope_id)
+                with self._stage.breadcrumb.at(*key):
+                    outcome = either(outcome, others)
         except RequestRefused as refusal:
             outcome = refusal
         # The time that a check takes varies, and with it the outcome: a replay uses the recorded one.
@@ -269,19 +305,36 @@ class IngestStage:
         self._encoding.pop(key, None)
         if isinstance(outcome, RequestRefused):
             self._reject(submit, outcome.failure)
-            self._turn_if_suspected(submit)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
         self._wait(key, msgspec.structs.replace(submit, options=options))
         self._work_soon()
 
+    def _with_calls(self, key: Key, submit: Submit, grammar: m.Grammar, checked: str) -> tuple[str, m.Grammar | None]:
+        """A checked grammar as the one of the answer, and a grammar of tool calls beside it, to be checked too. Raises
+        RequestRefused."""
+        refused: RequestRefused | None = None
+        outcome, calls = "", None
+        with self._stage.breadcrumb.at(*key):  # a refusal that left this block would leave the breadcrumb
+            try:
+                outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
+                most = self._stage.settings.limits.max_grammar_bytes
+                calls = reply_grammar.calls_beside(submit, self._formats, most)
+            except RequestRefused as refusal:
+                refused = refusal
+        if refused is not None:
+            raise refused
+        return outcome, calls
+
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         cost = MIN_CHARS + cost_chars(submit) + (0 if ids is None else len(ids) * ID_CHARS)
         threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
         try:
-            outcome = await threads.run(
-                submit.scope_id, cost, lambda breadcrumb: self._prepare_in_thread(submit, ids, cost, breadcrumb)
-            )
+            work = functools.partial(self._prepare_in_thread, submit, ids, cost)
+            if submit.is_suspect:
+                outcome = await threads.run_alone(work)
+            else:
+                outcome = await threads.run(submit.scope_id, cost, work)
             await self._stage.replay_context.await_external("encoded", submit.request_id)
             with self._stage.breadcrumb.at(*key):
                 try:
@@ -292,12 +345,10 @@ class IngestStage:
                     self._reject(submit, refusal.failure)
         finally:
             self._encoding.pop(key, None)
-            self._turn_if_suspected(submit)
-
-    def _turn_if_suspected(self, done: Submit) -> None:
-        """A prompt is no longer in work: go on if it was alone, or if one waits that must be."""
-        if done.is_suspect or self._waiting.has_suspects:
-            self._work_soon()
+            if self._waiting.holds:
+                self._waiting.done(key)
+                self._hold_others()
+                self._work_soon()
 
     def _prepare_in_thread(
         self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
@@ -403,6 +454,7 @@ class IngestStage:
         if submit is None and key in self._encoding:
             submit, task = self._encoding.pop(key)
             task.cancel()
+            self._waiting.done(key)
         if submit is not None:
             self._reject(submit, Failure(499, "the request was aborted", code="aborted"))
 

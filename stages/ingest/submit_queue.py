@@ -2,6 +2,8 @@
 
 Fairly, by whose they are; but a suspect, which ingest had in work among others when it died, has its turn first, and
 alone: when nothing else is in work, and until it is done. If it kills ingest again, no other request is suspected.
+
+What waits for a thread, or for the check of its grammar in another process, is not in work: no one waits for that.
 """
 
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ class SubmitQueue:
     def __init__(self) -> None:
         self._others: FairQueue[Key, Submit] = FairQueue()
         self._suspects: dict[Key, Submit] = {}
+        self._alone: Key | None = None
+        """The suspect that is in work."""
 
     def __len__(self) -> int:
         return len(self._others) + len(self._suspects)
@@ -38,8 +42,19 @@ class SubmitQueue:
         return self._suspects[key] if key in self._suspects else self._others[key]
 
     @property
-    def has_suspects(self) -> bool:
-        return bool(self._suspects)
+    def holds(self) -> bool:
+        """Whether nothing but a suspect may begin."""
+        return bool(self._suspects) or self._alone is not None
+
+    @property
+    def may_pop(self) -> bool:
+        """Whether a prompt that is not suspected has its turn now."""
+        return not self.holds and len(self._others) > 0
+
+    @property
+    def may_pop_suspect(self) -> bool:
+        """Whether a suspect has its turn as soon as nothing else is in work."""
+        return bool(self._suspects) and self._alone is None
 
     def push(self, key: Key, submit: Submit) -> None:
         if submit.is_suspect:
@@ -47,20 +62,22 @@ class SubmitQueue:
         else:
             self._others.push(key, submit, submit.scope_id, MIN_CHARS + cost_chars(submit))
 
-    def may_pop(self, in_work: Submit | None) -> bool:
-        """Whether a prompt has its turn now. `in_work` is one of those that are in work, or None."""
-        if in_work is not None and (self._suspects or in_work.is_suspect):
-            return False
-        return len(self) > 0
-
     def pop(self) -> tuple[Key, Submit]:
         """The prompt whose turn it is. Call it if `may_pop`."""
-        if self._suspects:
-            key = next(iter(self._suspects))
-            return key, self._suspects.pop(key)
         turn = self._others.pop()
         assert turn is not None
         return turn[0], turn[1]
+
+    def pop_suspect(self) -> tuple[Key, Submit]:
+        """The next suspect, which is in work alone until it is `done`. Call it if `may_pop_suspect` and nothing is in
+        work."""
+        self._alone = key = next(iter(self._suspects))
+        return key, self._suspects.pop(key)
+
+    def done(self, key: Key) -> None:
+        """A prompt is not in work any more, if it was."""
+        if key == self._alone:
+            self._alone = None
 
     def remove(self, key: Key) -> Submit | None:
         """Take a prompt out without a turn; None if it does not wait."""

@@ -201,7 +201,7 @@ class IngestProcess:
                 case m.Start():
                     self._has_started = True
         while self._may_begin and self._stage.replay_context.randbits(2):
-            key, submit = self._waiting.pop()
+            key, submit = self._waiting.pop() if self._waiting.may_pop else self._waiting.pop_suspect()
             crumb = self._crumbs.pop()
             crumb.at(*key)
             self._encoding[key] = submit, crumb
@@ -220,14 +220,15 @@ class IngestProcess:
         if key not in self._encoding:
             return None
         submit, crumb = self._encoding.pop(key)
+        self._waiting.done(key)
         crumb.clear()
         self._crumbs.append(crumb)
         return submit
 
     @property
     def _may_begin(self) -> bool:
-        in_work = next((submit for submit, _ in self._encoding.values()), None)
-        return self._has_started and bool(self._crumbs) and self._waiting.may_pop(in_work)
+        may_pop = self._waiting.may_pop or (self._waiting.may_pop_suspect and not self._encoding)
+        return self._has_started and bool(self._crumbs) and may_pop
 
     @property
     def has_work(self) -> bool:

@@ -23,9 +23,11 @@ SHORT = "x" * (ingest_stage.LONG_CHARS - 2000)
 FACTS = tiny.facts(max_model_len=1_000_000)
 
 
-def send(rig: Rig, request_id: int, prompt: str | m.Prompt, scope_id: str, **options: Any) -> None:
+def send(
+    rig: Rig, request_id: int, prompt: str | m.Prompt, scope_id: str, *, is_suspect: bool = False, **options: Any
+) -> None:
     submit = tiny.submit(prompt, request_id=request_id, **options)
-    rig.send(msgspec.structs.replace(submit, scope_id=scope_id), "gateway.0")
+    rig.send(msgspec.structs.replace(submit, scope_id=scope_id, is_suspect=is_suspect), "gateway.0")
 
 
 def admitted(rig: Rig, num: int) -> list[int]:
@@ -182,8 +184,10 @@ def test_too_many_ids_are_refused_before_they_become_objects(monkeypatch: pytest
         assert refused.value.failure.code == code and str(num) in refused.value.failure.message
 
 
-def test_fair_turns_are_replayed(tmp_path: Path) -> None:
-    """Two keys and everything that waits: short, long and very long prompts, slow templates, grammars, aborts."""
+@pytest.mark.parametrize("has_suspects", [False, True])
+def test_fair_turns_are_replayed(tmp_path: Path, has_suspects: bool) -> None:
+    """Two keys and everything that waits: short, long and very long prompts, slow templates, grammars, aborts, and
+    suspects."""
     recording = tmp_path / "ingest.rec"
     (folder := tmp_path / "model").mkdir()
     settings = Settings(limits=LimitSettings(template_timeout_s=1.0))
@@ -194,8 +198,10 @@ def test_fair_turns_are_replayed(tmp_path: Path) -> None:
             for scope in ("a", "a", "b", ""):
                 schema = m.Grammar("json_schema", json.dumps({"const": f"{wave} {scope}"}))
                 for prompt in ("hi", SHORT, LONG, VERY_LONG, tiny.chat("slow")):
-                    send(rig, number, prompt, scope)
-                    send(rig, number + 1, prompt, scope, grammar=m.Grammar("json_object") if number % 3 else schema)
+                    grammar = m.Grammar("json_object") if number % 3 else schema
+                    send(rig, number, prompt, scope, is_suspect=has_suspects and number % 14 in (0, 4, 10))
+                    is_suspect = has_suspects and number % 16 == 6
+                    send(rig, number + 1, prompt, scope, grammar=grammar, is_suspect=is_suspect)
                     if number % 7 == 0:
                         rig.send(m.Abort(number, 0), "gateway.0")
                     number += 2

@@ -1,6 +1,8 @@
 """What the stage drops when a neighbour's process is replaced, and requests that are submitted again."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.runtime.outbox import Outbox
 from pipeline.stages.ingest import stage as ingest_stage
+from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import PromptProcessor
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig
@@ -56,6 +59,90 @@ def test_a_suspect_is_prepared_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
         encoding.go_on(1)
         assert rig.receive("schedule", m.Admit).request_id == suspect.request_id
     assert [rig.receive("schedule", m.Admit).request_id for _ in range(2)] == [3, 5]
+
+
+def test_no_one_waits_for_prompts_that_wait_themselves_before_a_suspect(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a thread, or for the check of a grammar, in their hundreds: only what is in work is waited for."""
+    encoding = Encoding(monkeypatch, len(LONG))
+    for number in range(1, 7):
+        rig.send(submit_of(0, number, LONG), "gateway.0")
+    encoding.until_running(1)
+    checking = asyncio.Event()
+
+    async def check(*_: object) -> str:
+        await checking.wait()
+        return "a"
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    with_grammar = submit_of(0, 7)
+    options = msgspec.structs.replace(with_grammar.options, grammar=m.Grammar("regex", "a+", "guided_regex"))
+    rig.send(msgspec.structs.replace(with_grammar, options=options), "gateway.0")
+    rig.until(lambda load: load.num_open == 7)
+    suspect = msgspec.structs.replace(submit_of(0, 8, LONG + "x"), is_suspect=True)
+    for one in (suspect, submit_of(0, 9)):
+        rig.send(one, "gateway.0")
+    rig.until(lambda load: load.num_open == 9)
+    encoding.go_on(1)
+    assert rig.receive("schedule", m.Admit).request_id == 1
+    encoding.until_running(2)
+    assert encoding.running[1] == len(LONG) + 1, "the suspect is next"
+    rig.load()
+    assert len(encoding.running) == 2, "it is alone"
+    encoding.go_on(1)
+    assert [rig.receive("schedule", m.Admit).request_id for _ in range(2)] == [8, 9]
+    encoding.go_on(5)
+    assert [rig.receive("schedule", m.Admit).request_id for _ in range(5)] == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("whose", ["the suspect's", "another's"])
+def test_a_suspect_that_is_aborted_holds_up_no_one(rig: Rig, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    """Nor does one that waits for a prompt that is aborted, whose thread goes on for a while."""
+    encoding = Encoding(monkeypatch, len(LONG))
+    suspect = msgspec.structs.replace(submit_of(0, 1, LONG), is_suspect=True)
+    first, others = (suspect, [submit_of(0, 2, LONG)]) if whose == "the suspect's" else (submit_of(0, 2, LONG), [])
+    rig.send(first, "gateway.0")
+    encoding.until_running(1)
+    rig.send(m.Abort(first.request_id, 0), "gateway.0")
+    assert rig.receive("gateway", m.Rejected).request_id == first.request_id
+    for one in others or [suspect]:
+        rig.send(one, "gateway.0")
+    rig.until(lambda load: load.num_open == 1)
+    rig.send(submit_of(0, 3), "gateway.0")
+    if others:
+        assert rig.receive("schedule", m.Admit).request_id == 3
+    encoding.go_on(2)
+    ids = [rig.receive("schedule", m.Admit).request_id for _ in range(1 if others else 2)]
+    assert ids == ([2] if others else [1, 3])
+
+
+def test_a_suspect_that_waits_for_a_check_is_prepared_alone_behind_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = Encoding(monkeypatch, len(LONG))
+    begun, checking = threading.Event(), threading.Event()
+
+    async def check(*_: object) -> str:
+        begun.set()
+        while not checking.is_set():
+            await asyncio.sleep(0.001)
+        return "a"
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    suspect = msgspec.structs.replace(submit_of(0, 1, LONG), is_suspect=True)
+    options = msgspec.structs.replace(suspect.options, grammar=m.Grammar("regex", "a+", "guided_regex"))
+    rig.send(msgspec.structs.replace(suspect, options=options), "gateway.0")
+    rig.until(lambda _: begun.is_set())
+    rig.send(submit_of(0, 2), "gateway.0")
+    assert rig.receive("schedule", m.Admit).request_id == 2, "others go on meanwhile"
+    checking.set()
+    encoding.until_running(1)
+    rig.send(submit_of(0, 3), "gateway.0")
+    rig.until(lambda load: load.num_open >= 2)
+    assert rig.nothing("schedule")
+    encoding.go_on(1)
+    assert [rig.receive("schedule", m.Admit).request_id for _ in range(2)] == [1, 3]
 
 
 def test_requests_of_a_dead_gateway_that_wait_or_are_encoded_are_dropped(smollm2_dir: Path) -> None:
