@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, read_text
 from pipeline.runtime.rust_panics import panics_as_errors
 
 LIMITS = LLParserLimits(verbose_errors=False)
@@ -28,7 +28,7 @@ class Engine:
         config = ModelConfig.load(model_dir)
         if not config.eos_ids:
             raise GrammarsUnsupported("this model has no id that ends a sequence, so no output can be complete")
-        source = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+        source = read_text(model_dir / "tokenizer.json")
         self.vocab_size = config.vocab_size
         self.eos_ids = list(config.eos_ids)
         try:

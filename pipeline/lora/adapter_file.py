@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from pipeline.own_files import OpenFolder, make_folder
+from pipeline.runtime.regular_files import open_regular
 
 MAGIC = b"lora\r\n1\n"
 LENGTH = struct.Struct("<Q")
@@ -57,7 +58,7 @@ class AdapterFile:
     """A mapped file. Raises OSError or ValueError if it is missing or not one of these."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = len(MAGIC) + LENGTH.size
         if len(self._map) < begin or self._map[: len(MAGIC)] != MAGIC:

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from pipeline.runtime.regular_files import open_regular
+from pipeline.runtime.regular_files import open_regular, read_regular
 
 CONVERTED = "converted.txt"
 """A line that says what the source's matrices became. Only in prepared folders in which some have another format."""
@@ -30,6 +30,8 @@ PANELS = "weights.panels"
 is complete without them."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
+MAX_FILE_BYTES = 256 * 1024**2
+"""What prepare takes of a tokenizer.json."""
 MAX_STAMP_BYTES = 16 * 1024**2
 
 Architecture = Literal[
@@ -378,7 +380,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @classmethod
     def load(cls, folder: str | Path) -> "ModelConfig":
         """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError; either is a bug in prepare."""
-        return msgspec.json.decode((Path(folder) / "model.json").read_bytes(), type=cls)
+        return msgspec.json.decode(read_file(Path(folder) / "model.json"), type=cls)
 
     def save(self, folder: str | Path) -> None:
         (Path(folder) / "model.json").write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
@@ -390,7 +392,22 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def notes_of(folder: Path) -> list[str]:
     """The lines of `NOTES` in a prepared folder."""
     path = folder / NOTES
-    return path.read_text("utf-8").splitlines() if path.is_file() else []
+    return read_text(path).splitlines() if path.is_file() else []
+
+
+def read_file(path: Path) -> bytes:
+    """A file of a prepared folder, besides weights, or of another user's in its place: opening a FIFO would wait for
+    ever. Raises OSError if it is no regular file, or has more than 256 MiB."""
+    try:
+        return bytes(read_regular(path, MAX_FILE_BYTES))
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def read_text(path: Path) -> str:
+    """The same as text, with line feeds only. Raises UnicodeDecodeError too."""
+    return read_file(path).decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def format_key(tensor: str) -> str:

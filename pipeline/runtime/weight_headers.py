@@ -5,6 +5,7 @@ dtype, shape and place of each tensor.
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.runtime.model_folder import format_key
+from pipeline.runtime.regular_files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors package."""
@@ -69,7 +71,7 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
 
 
 def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path}: the header has {length} bytes, and the limit is {MAX_HEADER_BYTES}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.errors import UserError
+from pipeline.runtime.model_folder import read_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -184,12 +185,12 @@ class Vocabulary:
             return vocabulary
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_file(str(path)))
+        return cls(Tokenizer.from_buffer(read_file(path)))
 
     def _read_file(self, path: Path) -> bool:
         """Whether the file is in the usual form."""
         try:
-            file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+            file = msgspec.json.decode(read_file(path), type=_TokenizerFile)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return False
         if (tokens := file.tokens()) is None:

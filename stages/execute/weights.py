@@ -25,6 +25,7 @@ from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig, Piece, format_key
+from pipeline.runtime.regular_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class TensorFile:
     """A mapped safetensors file. Raises OSError, ValueError or struct.error if it can't be read."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             self._modified_ns = os.fstat(file.fileno()).st_mtime_ns
             # Private and writable: torch warns about arrays that it must not write.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

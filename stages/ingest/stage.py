@@ -26,6 +26,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.black_box import Breadcrumb
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
+from pipeline.runtime.model_folder import read_file
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
@@ -89,7 +90,7 @@ async def _run(launch: Launch) -> None:
     with Stage(launch, m.IngestInbox) as stage:
         if stage.settings.chat_template:
             require_valid(stage.model_dir, stage.settings.chat_template)
-        tokenizer = Tokenizer.from_file(str(stage.model_dir / "tokenizer.json"))
+        tokenizer = Tokenizer.from_buffer(read_file(stage.model_dir / "tokenizer.json"))
         crumbs = stage.thread_breadcrumbs
         long = EncoderThreads("encode", crumbs[:NUM_THREADS])
         very_long = EncoderThreads("encode-long", crumbs[NUM_THREADS : 2 * NUM_THREADS])

@@ -56,7 +56,9 @@ class Cache:
         folder = self.root / key
         try:
             stamp = msgspec.json.decode(read_regular(folder / STAMP, MAX_STAMP_BYTES), type=Stamp)
-            complete = all((folder / name).stat().st_size == size for name, size in stamp.files.items())
+            complete = _has_only_files(folder) and all(
+                (folder / name).stat().st_size == size for name, size in stamp.files.items()
+            )
         except (OSError, ValueError):  # a missing or broken stamp: `ensure` fills the entry again
             return None
         if not complete:
@@ -153,6 +155,13 @@ class Cache:
                 f"cannot write the cache {self.root} ({error.strerror}): set cache_dir to a folder you can write to, "
                 "with room for the model"
             ) from error
+
+
+def _has_only_files(folder: Path) -> bool:
+    """Whether a folder, which another user may have made, has nothing that is neither a file nor a folder: whoever
+    opens a FIFO would wait for ever. Raises OSError."""
+    modes = [path.stat().st_mode for path in folder.iterdir() if path.exists()]
+    return all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
 
 
 def require_room(folder: Path, num_bytes: int) -> None:

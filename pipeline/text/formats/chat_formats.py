@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.config.settings import ChatSettings
+from pipeline.runtime.model_folder import read_file, read_text
 from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.deepseek import DeepSeekV3, DeepSeekV31
 from pipeline.text.formats.events import Content, Event
@@ -151,9 +152,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         tokenizer = Path(model_dir) / "tokenizer.json"
         added: list[AddedToken] = []
         if tokenizer.exists():
-            added = msgspec.json.decode(tokenizer.read_bytes(), type=_Tokenizer).added_tokens
+            added = msgspec.json.decode(read_file(tokenizer), type=_Tokenizer).added_tokens
         template, for_tools = (
-            path.read_text(encoding="utf-8") if path.exists() else ""
+            read_text(path) if path.exists() else ""
             for path in (Path(model_dir) / name for name in ("chat_template.jinja", "chat_template.tool_use.jinja"))
         )
         return cls.of(template, chat, added, for_tools)

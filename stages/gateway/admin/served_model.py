@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, read_file
 from pipeline.runtime.weight_headers import WeightFacts, weight_facts
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -31,7 +31,7 @@ class ServedModel:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the model's description."""
-        return hashlib.sha256((self._folder / "model.json").read_bytes()).hexdigest()
+        return hashlib.sha256(read_file(self._folder / "model.json")).hexdigest()
 
     @property
     def is_on_gpu(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
+from pipeline.runtime.model_folder import read_text
 from pipeline.stages.ingest.templates import conversation, refused_forms, reply_start
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat
@@ -199,7 +200,7 @@ def require_valid(folder: Path, given: str) -> None:
     """Raises UserError if the template in a prepared folder is invalid, which the setting `chat_template` gave: unlike
     the model's own, it was meant to work."""
     try:
-        ChatTemplate((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+        ChatTemplate(read_text(folder / "chat_template.jinja"))
     except TemplateFailure as error:
         problem = str(error).removeprefix("the model's chat template ")
         raise UserError(f"chat_template {given}: it {problem}") from error
@@ -215,7 +216,7 @@ def load(
     for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"chat_template.{TOOL_USE}.jinja")):
         if (path := folder / file).is_file():
             try:
-                templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), special_tokens)
+                templates[name] = ChatTemplate(read_text(path), special_tokens)
             except TemplateFailure as error:
                 failure = str(error)
     return ChatTemplates(templates, failure, timeout_s, shows_tools=shows_tools)
