@@ -340,7 +340,10 @@ class OutputProcessor:
         """Decode the options, which the sequences of a request share. They are opened one after the other."""
         packed = bytes(opening.options)
         if packed != self._last_options[0]:
-            self._last_options = packed, self._options.decode(packed)
+            decoded = self._options.decode(packed)
+            if decoded.bad_words_ids:  # only the executor needs them, and as objects they are large
+                decoded = msgspec.structs.replace(decoded, bad_words_ids=[])
+            self._last_options = packed, decoded
         return self._last_options[1]
 
     def clear(self) -> None:

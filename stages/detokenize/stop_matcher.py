@@ -8,7 +8,6 @@ bibliographic search" (1975): a node is the longest prefix of a stop string that
 the number of characters that must be held back.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
 ROOT = 0
@@ -17,53 +16,67 @@ ROOT = 0
 class StopStrings:
     """The automaton of a set of stop strings; empty strings never match. Sequences with the same set share it.
 
+    It is built as deep as texts have matched so far, one level with a character at most: long strings take a while, and
+    requests of which each has others may come by hundreds.
+
     By node: `depth` is its distance from the root, `ends` the longest stop string that a text at the node ends with.
+    Nodes are numbered in order of depth.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
+        strings = list(dict.fromkeys(filter(None, stops)))
         self._children: list[dict[str, int]] = [{}]
         self._fallback = [ROOT]
         self.depth = [0]
         self.ends: list[str | None] = [None]
-        for stop in stops:
-            if stop:
-                self._plant(stop)
-        self._link()
-        self.firsts = frozenset(self._children[ROOT])
+        self._leaves: list[list[str]] = [strings]
+        """The stop strings that go on behind each of the last nodes, which have no children yet."""
+        self._first_leaf = ROOT
+        self.firsts = frozenset(stop[0] for stop in strings)
         """The characters that stop strings begin with."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.depth)
 
     def next(self, node: int, character: str) -> int:
         """The node after one more character of text."""
+        if node >= self._first_leaf:
+            self._grow()
+        return self._next(node, character)
+
+    def _next(self, node: int, character: str) -> int:
         while (child := self._children[node].get(character)) is None:
             if node == ROOT:
                 return ROOT
             node = self._fallback[node]
         return child
 
-    def _plant(self, stop: str) -> None:
-        node = ROOT
-        for character in stop:
-            child = self._children[node].get(character)
-            if child is None:
-                child = len(self._children)
-                self._children[node][character] = child
-                self._children.append({})
-                self._fallback.append(ROOT)
-                self.depth.append(self.depth[node] + 1)
-                self.ends.append(None)
-            node = child
-        self.ends[node] = stop
+    def _grow(self) -> None:
+        """Add the children of the deepest nodes."""
+        leaves, place = self._leaves, self._first_leaf
+        self._leaves, self._first_leaf = [], len(self.depth)
+        for node, strings in enumerate(leaves, place):
+            depth = self.depth[node]
+            for stop in strings:
+                if (child := self._children[node].get(stop[depth])) is None:
+                    child = self._plant(node, stop[depth])
+                if len(stop) == depth + 1:
+                    self.ends[child] = stop
+                else:
+                    self._leaves[child - self._first_leaf].append(stop)
 
-    def _link(self) -> None:
-        """Link each node, in order of depth, to its longest proper suffix that is a node."""
-        nodes = deque(self._children[ROOT].values())
-        while nodes:
-            node = nodes.popleft()
-            for character, child in self._children[node].items():
-                self._fallback[child] = self.next(self._fallback[node], character)
-                nodes.append(child)
-            if self.ends[node] is None:
-                self.ends[node] = self.ends[self._fallback[node]]
+    def _plant(self, parent: int, character: str) -> int:
+        """Add a node. Its fallback is the longest proper suffix that is a node."""
+        fallback = ROOT if parent == ROOT else self._next(self._fallback[parent], character)
+        node = len(self.depth)
+        self._children[parent][character] = node
+        self._children.append({})
+        self._fallback.append(fallback)
+        self.depth.append(self.depth[parent] + 1)
+        self.ends.append(self.ends[fallback])
+        self._leaves.append([])
+        return node
 
 
 class StopMatcher:

@@ -107,6 +107,8 @@ class RequestStates:
         if options.use_beam_search:
             request.beam_search = search = BeamSearch(options, len(prompt), limit, self._config.eos_ids)
             request.row_options = Raw(self._encoder.encode(row_options(options, search)))
+        if options.bad_words_ids:  # only the executor needs them, and as objects they are large
+            request.options = msgspec.structs.replace(options, bad_words_ids=[])
         self.by_id[request.request_id] = request
         if message.num_schedule_deaths or num_strikes:
             self._lifecycle.suspect(request, message.num_schedule_deaths, num_strikes)

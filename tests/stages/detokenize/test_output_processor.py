@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -249,3 +250,12 @@ def test_broken_invariants_of_schedule_raise_an_error():
         processor.settle([5], [1], [1], [7], [m.Finish.NONE])
     with pytest.raises(AssertionError, match="2 ids came, 1 were expected"):
         processor.settle([5], [0], [1], [7, 8], [m.Finish.NONE])
+
+
+def test_bad_words_are_not_kept() -> None:
+    """Only the executor needs them, and thirty thousand ids are a megabyte of objects."""
+    processor = OutputProcessor(VOCABULARY)
+    options = m.GenerationOptions(max_tokens=5, bad_words_ids=[[1, 2], [3]], stop_token_ids=[7])
+    processor.open(opening(1, options))
+    kept = processor._live[1].options
+    assert kept == msgspec.structs.replace(options, bad_words_ids=[])

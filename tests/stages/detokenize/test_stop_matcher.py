@@ -95,3 +95,18 @@ def test_each_character_is_examined_once(monkeypatch):
     for _ in range(5000):
         matcher.push("aaab")
     assert 0 < num_steps <= 4 * 5000
+
+
+def test_strings_that_no_text_matches_cost_nothing() -> None:
+    """Hundreds of requests may come at once, each with other long strings: what is built holds up all output."""
+    stops = StopStrings(chr(97 + place) + "xy" * 127 for place in range(16))
+    assert stops.num_nodes == 1
+    matcher = StopMatcher(stops, include_stop=False)
+    shown = ""
+    for num_matched in range(1, 255):
+        before = stops.num_nodes
+        shown += matcher.push(("a" + "xy" * 127)[num_matched - 1])
+        assert stops.num_nodes - before <= 16, "one level with a character"
+        assert stops.num_nodes <= 16 * num_matched + 1
+    assert shown == "" and matcher.push("y") == "" and matcher.found == "a" + "xy" * 127
+    assert stops.num_nodes == 16 * 255 + 1

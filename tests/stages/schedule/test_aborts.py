@@ -1,5 +1,6 @@
 """Aborts and closes: blocks are freed, sequences end once, and the number of tombstones is limited."""
 
+import msgspec
 import pytest
 
 from pipeline.runtime import messages as m
@@ -123,3 +124,15 @@ def test_tombstones_are_bounded() -> None:
     bench.admit(range(10), request_id=10)
     bench.admit(range(10), request_id=11)
     assert [refusal.request_id for refusal in bench.refused] == [11], "the oldest tombstone was dropped"
+
+
+@pytest.mark.parametrize("use_beam_search", [False, True])
+def test_bad_words_are_kept_for_the_executor_only(use_beam_search: bool) -> None:
+    """As objects, thirty thousand ids are a megabyte."""
+    bench = Bench(config(), 1)
+    words = [[1, 2], [3]]
+    request_id = bench.admit(range(9), bad_words_ids=words, n=2, use_beam_search=use_beam_search)
+    request = bench.scheduler.requests[request_id]
+    assert request.options.bad_words_ids == []
+    for raw_options in (request.raw_options, request.row_options):
+        assert msgspec.msgpack.decode(raw_options, type=m.GenerationOptions).bad_words_ids == words
