@@ -15,6 +15,9 @@ from pipeline.http_server.receive_turns import Receiver, ReceiveTurns
 
 MAX_CONNECTIONS = 16_384
 """Lower if the limit of open files is low."""
+NUM_HANDSHAKES = 1
+"""Steps of TLS handshakes in one turn of the loop. One takes 1 ms of CPU time with a key of RSA-2048, 10 ms with one of
+RSA-4096, and a tenth of a millisecond with an elliptic curve."""
 PARTS = 64
 """This fraction of the connections is ended at once, so that a flood does not make the gateway look for one each
 time."""
@@ -47,7 +50,8 @@ class HttpConnections:
         self._addresses: dict[Connection, str] = {}
         """Of open connections. The one that was silent for longest comes first."""
         self._num_of_address: Counter[str] = Counter()
-        self._turns = ReceiveTurns()
+        self.turns = ReceiveTurns()
+        self.handshake_turns = ReceiveTurns(NUM_HANDSHAKES)
         self._clock = clock
         self._search_s = 0.0
         """Not before then are idle ones looked for."""
@@ -68,14 +72,23 @@ class HttpConnections:
         self._addresses[connection] = connection.address
         self._num_of_address[connection.address] += 1
 
-    def heard(self, connection: Connection, num_bytes: int) -> None:
+    def heard(self, connection: Connection) -> None:
         """Bytes have arrived from its client."""
         if (address := self._addresses.pop(connection, None)) is not None:
             self._addresses[connection] = address
-            self._turns.heard(connection, num_bytes)
+
+    def wait_turn(self, connection: Connection) -> None:
+        """Have it read again when something has arrived, and it is its turn."""
+        if connection in self._addresses:
+            self.turns.wait(connection)
+
+    def close(self) -> None:
+        """Of the turns. Idempotent."""
+        self.turns.close()
+        self.handshake_turns.close()
 
     def remove(self, connection: Connection) -> None:
-        self._turns.remove(connection)
+        self.turns.remove(connection)
         if (address := self._addresses.pop(connection, None)) is not None:
             self._num_of_address[address] -= 1
             if not self._num_of_address[address]:

@@ -9,13 +9,14 @@ import socket
 import ssl
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
+from pipeline.http_server.arrivals import Arrivals
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
@@ -58,6 +59,8 @@ class HttpConnection(web.RequestHandler):
         "_num_of_head",
         "_refusal_log",
         "address",
+        "descriptor",
+        "raw",
     )
 
     def __init__(
@@ -76,6 +79,9 @@ class HttpConnection(web.RequestHandler):
         """The body of the last request whose head has arrived."""
         self.address = ""
         """Of its client."""
+        self.descriptor = -1
+        self.raw: asyncio.Transport | None = None
+        """The transport whose reading takes turns: over TLS, the one below."""
 
     @property
     def is_idle(self) -> bool:
@@ -86,12 +92,16 @@ class HttpConnection(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         self.address = client_address(transport)
+        self.descriptor = transport.get_extra_info("socket").fileno()
+        if self.raw is None:
+            self.raw = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._time_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
         self._stop_head_timer()
+        self.raw = None
         super().connection_lost(exc)
 
     def _time_head(self) -> None:
@@ -120,7 +130,7 @@ class HttpConnection(web.RequestHandler):
         the response, and the route would wait for the rest: fail the body now, and close the connection."""
         num_messages = len(self._messages)
         is_in_head = self._last_payload is None or self._last_payload.is_eof()
-        self._connections.heard(self, len(data))
+        self._connections.heard(self)
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()
@@ -135,6 +145,8 @@ class HttpConnection(web.RequestHandler):
             if is_in_head:
                 self._check_arriving_head(len(data))
         self._refuse_small_chunks()
+        if data:
+            self.wait_turn()
         reading = self._current_request
         if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
             error = getattr(self._messages[-1][0], "exc", None)  # only invalid messages have one
@@ -172,20 +184,25 @@ class HttpConnection(web.RequestHandler):
         error = HeadTooLarge(f"the head of a request may have at most {self._max_head} bytes")
         return _ErrInfo(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error, error.message), EMPTY_PAYLOAD
 
-    def hold(self) -> None:
-        """Stop reading until `go_on`, whatever aiohttp wants meanwhile."""
-        self._is_held = True
-        self._pause_transport_reading()
+    def wait_turn(self) -> None:
+        """It was read: stop until more has arrived and it has its turn, whatever aiohttp wants meanwhile."""
+        if self.raw is not None and not self.raw.is_closing() and self.transport is not None:
+            self._is_held = True
+            self.raw.pause_reading()
+            if not self._reading_paused and not self._buffer_paused:
+                self._connections.wait_turn(self)
 
     def go_on(self) -> None:
         self._is_held = False
-        if not self._reading_paused and not self._buffer_paused:
-            self._resume_transport_reading()
+        if self.raw is not None and not self._reading_paused and not self._buffer_paused:
+            self.raw.resume_reading()
 
     def _resume_transport_reading(self) -> None:
-        """Called by aiohttp, too, when it wants more."""
-        if not self._is_held:
+        """Called by aiohttp when it wants more."""
+        if not self._is_held or self.raw is not self.transport:  # over TLS, more may have arrived already
             super()._resume_transport_reading()
+        if self._is_held and self.raw is not None and not self.raw.is_closing():
+            self._connections.wait_turn(self)
 
     def _refuse_small_chunks(self) -> None:
         """Fail a body with too many buffered chunks. aiohttp copies the rest of its list for each chunk, so half a
@@ -291,7 +308,7 @@ class HttpListener:
         server = self._runner.server
         assert server is not None
         server.request_handler = self._unread.wrap(self._rules.wrap(RequestTurns().wrap(server.request_handler)))
-        self._site = _Site(self._runner, self._listener, self._connection, self._tls)
+        self._site = _Site(self._runner, self._arrivals)
         await self._site.start()
 
     async def stop(self) -> None:
@@ -301,46 +318,46 @@ class HttpListener:
 
     async def cleanup(self) -> None:
         """Close all connections, and the application. Idempotent."""
+        if self._site is not None:
+            await self._site.end()
         await self._runner.cleanup()
+        self._connections.close()
 
-    def _connection(self) -> asyncio.Protocol:
+    def _arrivals(self) -> Arrivals:
+        return Arrivals(self._listener, self._connection, self._connections, tls=self._tls, timeout_s=HEAD_S)
+
+    def _connection(self) -> HttpConnection:
         server = self._runner.server
         assert server is not None
-        if not self._connections.has_room():
-            return _Refused()
         loop = asyncio.get_running_loop()
         return HttpConnection(server, self._connections, self._rules.refusal_log, loop=loop, **self._options)
 
 
-class _Refused(asyncio.Protocol):
-    """A connection that is closed at once."""
+class _Site(web.BaseSite):
+    """Has connections of our own."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.abort()  # type: ignore[attr-defined] # uvloop's has another base class
+    def __init__(self, runner: web.AppRunner, accept: Callable[[], Arrivals]) -> None:
+        super().__init__(runner)
+        self._accept = accept
+        self._arrivals: Arrivals | None = None
 
-
-class _Site(web.SockSite):
-    """Like SockSite, but with connections of our own."""
-
-    def __init__(
-        self,
-        runner: web.AppRunner,
-        listener: socket.socket,
-        connection: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        super().__init__(runner, listener, backlog=BACKLOG, ssl_context=tls)
-        self._listener, self._connection, self._tls = listener, connection, tls
+    @property
+    def name(self) -> str:
+        return "http"
 
     async def start(self) -> None:
-        await web.BaseSite.start(self)
-        self._server = await asyncio.get_running_loop().create_server(
-            self._connection,
-            sock=self._listener,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=HEAD_S if self._tls is not None else None,
-        )
+        await super().start()
+        self._arrivals = self._accept()
+
+    async def stop(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+        await super().stop()
+
+    async def end(self) -> None:
+        """End connections that have not begun. Idempotent."""
+        if self._arrivals is not None:
+            await self._arrivals.end()
 
 
 class _IgnoreClientErrors(logging.Filter):

@@ -1,24 +1,27 @@
-"""Connections that send much take turns, so that one turn of the event loop receives little.
+"""Every read of a connection takes a turn, so that one turn of the event loop receives little.
 
-    read ──► heard ──much──► held: not read ──its turn──► read again
-                    └─little─► goes on
+    read ──► wait: not read ──more arrives──► its turn ──► read again
 
-Without that, the loop reads 256 KiB of every connection that has sent something before it does anything else: with a
-hundred uploads that takes longer than most requests take as a whole, and each of these needs several turns.
+Without that, the loop reads 256 KiB of every connection that has sent something, and handles it, before it does anything
+else: a thousand connections that send at the same moment would stop all others, however fair the work behind is.
+
+The loop does not watch a connection that waits. An epoll of their own tells which of them can be read, so silent ones
+cost nothing.
 """
 
 import asyncio
+import contextlib
+import select
 from typing import Protocol
 
 from pipeline.runtime.fair_queue import FairQueue
 
-MUCH_BYTES = 16 * 1024
-"""A read of this size takes a turn. Most requests are smaller."""
-NUM_READS = 4
-"""Connections that are read in one turn of the loop, after they sent much: 1 MiB, which takes about 1 ms."""
-MAX_SENDERS = 256
-"""Connections that may be held together because they have sent much and may do so again. Those that have been silent
-for longer count as new ones: idle connections would cost the turns of those that send."""
+NUM_READS = 8
+"""Connections that are read in one turn of the loop: 2 MiB at most, which takes about 2 ms, as the handling of eight
+small requests does."""
+MAX_EVENTS = 256
+"""Connections that get a place in the queue in one turn of the loop."""
+_EVENTS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Receiver(Protocol):
@@ -28,11 +31,12 @@ class Receiver(Protocol):
     def address(self) -> str:
         """Of its client: turns are shared among addresses."""
 
-    def hold(self) -> None:
-        """Stop reading."""
+    @property
+    def descriptor(self) -> int:
+        """Of its socket, also after its end."""
 
     def go_on(self) -> None:
-        """Read again."""
+        """Read once, and then wait for the next turn."""
 
     def __hash__(self) -> int: ...
 
@@ -40,47 +44,70 @@ class Receiver(Protocol):
 class ReceiveTurns:
     """The turns of one process's connections. Belongs to one loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_reads: int = NUM_READS) -> None:
+        self._num_reads = num_reads
         self._queue: FairQueue[Receiver, None] = FairQueue()
-        self._senders: dict[Receiver, None] = {}
-        """Those that sent much at their last read and may be read again, the most silent first."""
+        self._epoll: select.epoll | None = None
+        self._known: dict[int, Receiver] = {}
+        """By descriptor. Those that the epoll has."""
+        self._watched: set[Receiver] = set()
+        """Those of which nothing has arrived yet."""
         self._num_read = 0
         """In this turn of the loop."""
         self._is_due = False
 
-    def heard(self, receiver: Receiver, num_bytes: int) -> None:
-        """`num_bytes` were read. Holds the connection if they are many, until its next turn."""
-        if num_bytes < MUCH_BYTES:
+    def wait(self, receiver: Receiver) -> None:
+        """Call `go_on` when something has arrived, and it is the receiver's turn. It must not be read until then."""
+        if receiver in self._watched or receiver in self._queue:
             return
-        self._hold(receiver)
-        self._num_read += 1
-        if self._num_read == NUM_READS:
-            for other in list(self._senders):  # they had their turn before, and all send at the same time
-                self._hold(other)
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._arrived)
+        descriptor = receiver.descriptor
+        if self._known.get(descriptor) is receiver:
+            self._epoll.modify(descriptor, _EVENTS)
+        else:
+            # What had the descriptor before has been closed, with which the epoll forgets it.
+            self._epoll.register(descriptor, _EVENTS)
+            self._known[descriptor] = receiver
+        self._watched.add(receiver)
 
     def remove(self, receiver: Receiver) -> None:
-        """The connection has ended."""
-        self._senders.pop(receiver, None)
+        """The connection has ended, or does not wait any more. Idempotent."""
+        self._watched.discard(receiver)
         self._queue.remove(receiver)
+        if self._known.get(receiver.descriptor) is receiver:
+            del self._known[receiver.descriptor]
+            if self._epoll is not None:
+                with contextlib.suppress(OSError):  # it is closed
+                    self._epoll.unregister(receiver.descriptor)
 
-    def _hold(self, receiver: Receiver) -> None:
-        self._senders.pop(receiver, None)
-        if receiver not in self._queue:
-            receiver.hold()
-            self._queue.push(receiver, None, receiver.address, 1)
-        if not self._is_due:
+    def close(self) -> None:
+        """Idempotent. The next connection that waits opens it again."""
+        if self._epoll is not None:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+            self._known.clear()
+            self._watched.clear()
+
+    def _arrived(self) -> None:
+        assert self._epoll is not None
+        for descriptor, _ in self._epoll.poll(0, MAX_EVENTS):
+            receiver = self._known.get(descriptor)
+            if receiver is not None and receiver in self._watched:
+                self._watched.discard(receiver)
+                self._queue.push(receiver, None, receiver.address, 1)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._num_read < self._num_reads and (turn := self._queue.pop()) is not None:
+            self._num_read += 1
+            turn[0].go_on()
+        if self._num_read and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         self._is_due, self._num_read = False, 0
-        for _ in range(NUM_READS):
-            if (turn := self._queue.pop()) is None:
-                break
-            self._senders[turn[0]] = None
-            turn[0].go_on()
-        while len(self._senders) > MAX_SENDERS:
-            del self._senders[next(iter(self._senders))]
-        if self._queue:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._go_on()

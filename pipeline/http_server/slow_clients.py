@@ -43,7 +43,7 @@ class SlowClientTimeout:
     """
 
     def __init__(self, http_request: web.BaseRequest, timeout_s: float) -> None:
-        if http_request.transport is None:
+        if http_request.transport is None or http_request.transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
         self._transport = http_request.transport
         self._transport.set_write_buffer_limits(high=HIGH_BYTES, low=0)

@@ -9,7 +9,11 @@ PREFIX_BITS = 64
 
 def client_address(transport: asyncio.BaseTransport | None) -> str:
     """The address of the client, or its IPv6 network; "" for other kinds of sockets."""
-    peer = None if transport is None else transport.get_extra_info("peername")
+    return address_of(None if transport is None else transport.get_extra_info("peername"))
+
+
+def address_of(peer: object) -> str:
+    """The same for the address of a socket's peer."""
     if not isinstance(peer, tuple):
         return ""
     host = str(peer[0]).partition("%")[0]

@@ -21,6 +21,7 @@ class Fake:
         self.address = address
         self.is_idle = is_idle
         self.is_closed = False
+        self.descriptor = -1
 
     def end(self) -> None:
         self.is_closed = True
@@ -36,7 +37,7 @@ def test_idle_connections_of_the_address_with_most_end_first_and_the_most_silent
     first, *many, busy = [Fake(), Fake("many"), Fake("many"), Fake("many", is_idle=False)]
     for connection in (first, *many, busy):
         table.add(connection)
-    table.heard(many[0], 10)
+    table.heard(many[0])
     table.add(Fake("new"))
     assert [one.is_closed for one in (first, *many, busy)] == [False, False, True, False]
     table.remove(many[1])  # its transport closes later

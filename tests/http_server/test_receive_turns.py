@@ -1,113 +1,140 @@
-"""However many connections send much at the same time, one turn of the loop reads little."""
+"""However many connections send at the same time, one turn of the loop reads few of them."""
 
 import asyncio
+import http.client
 import socket
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from pipeline.http_server.arrivals import Arrivals
 from pipeline.http_server.listener import HttpConnection
-from pipeline.http_server.receive_turns import MAX_SENDERS, MUCH_BYTES, NUM_READS, ReceiveTurns
+from pipeline.http_server.receive_turns import NUM_READS, ReceiveTurns
 from tests.http_server.listeners import LISTENERS, listener
 from tests.rig import PATIENCE_S
 
 NUM_UPLOADS = 24
 BODY_BYTES = 1024**2
+NUM_SILENT = 60
 
 
 class Fake:
-    def __init__(self, address: str = "one") -> None:
-        self.address = address
-        self.is_held = False
+    """A connection that reads one byte in each turn."""
 
-    def hold(self) -> None:
-        assert not self.is_held
-        self.is_held = True
+    def __init__(self, turns: ReceiveTurns, address: str = "one") -> None:
+        self.address = address
+        self._turns = turns
+        self.num_turns = 0
+        self.here, self.there = socket.socketpair()
+        self.descriptor = self.here.fileno()
+        turns.wait(self)
 
     def go_on(self) -> None:
-        assert self.is_held
-        self.is_held = False
+        self.num_turns += 1
+        self.here.recv(1)
+        self._turns.wait(self)
+        self._turns.wait(self)  # idempotent
+
+    def close(self) -> None:
+        self._turns.remove(self)
+        self._turns.remove(self)
+        self.here.close()
+        self.there.close()
 
 
-async def test_who_sends_much_waits_for_a_turn_and_who_sends_little_does_not() -> None:
-    turns, much, little = ReceiveTurns(), Fake(), Fake()
-    turns.heard(much, MUCH_BYTES)
-    turns.heard(little, MUCH_BYTES - 1)
-    assert much.is_held and not little.is_held
-    await asyncio.sleep(0)
-    assert not much.is_held
-
-
-async def test_a_few_go_on_in_each_turn_and_addresses_alternate() -> None:
+@asynccontextmanager
+async def fakes(num: int, others: int = 0) -> AsyncIterator[tuple[ReceiveTurns, list[Fake]]]:
     turns = ReceiveTurns()
-    many, other = [Fake("many") for _ in range(3 * NUM_READS)], Fake("other")
-    for one in (*many, other):
-        turns.heard(one, MUCH_BYTES)
-    await asyncio.sleep(0)
-    assert [one.is_held for one in many].count(False) == NUM_READS - 1 and not other.is_held
-    for num in (2, 3):
-        await asyncio.sleep(0)
-        assert [one.is_held for one in many].count(False) == num * NUM_READS - 1
+    with ExitStack() as stack:
+        found = [Fake(turns, "one" if i < num else "other") for i in range(num + others)]
+        for one in found:
+            stack.callback(one.close)
+        yield turns, found
+    assert not turns._known and not turns._watched and not turns._queue
+    turns.close()
 
 
-async def test_senders_that_wait_for_one_moment_are_held_together() -> None:
-    turns = ReceiveTurns()
-    many = [Fake() for _ in range(5 * NUM_READS)]
-    for one in many:
-        turns.heard(one, MUCH_BYTES)
-    for _ in range(6):
-        await asyncio.sleep(0)
-    assert not any(one.is_held for one in many)
-    for one in many[:NUM_READS]:
-        turns.heard(one, MUCH_BYTES)
-    assert all(one.is_held for one in many)  # the loop has events of the others already
-    turns.remove(many[-1])
-    for _ in range(6):
-        await asyncio.sleep(0)
-    assert [one.is_held for one in many] == [False] * (len(many) - 1) + [True]
+async def until(check: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not check():  # type: ignore[operator]
+            await asyncio.sleep(0)
 
 
-async def test_connections_that_fell_silent_do_not_wait_in_front_of_those_that_send() -> None:
-    turns = ReceiveTurns()
-    silent, sending = [Fake() for _ in range(4 * MAX_SENDERS)], [Fake() for _ in range(NUM_READS)]
-    for one in (*silent, *sending):
-        turns.heard(one, MUCH_BYTES)
-    while any(one.is_held for one in (*silent, *sending)):
-        await asyncio.sleep(0)
-    for one in sending:
-        turns.heard(one, MUCH_BYTES)
-    assert sum(one.is_held for one in silent) <= MAX_SENDERS
-    for _ in range(MAX_SENDERS // NUM_READS + 1):
-        await asyncio.sleep(0)
-    assert not any(one.is_held for one in sending)
+async def test_nobody_is_read_who_has_sent_nothing() -> None:
+    async with fakes(3) as (_, (silent, sending, gone)):
+        sending.there.send(b"ab")
+        gone.there.close()
+        await until(lambda: sending.num_turns >= 2 and gone.num_turns)
+        assert not silent.num_turns
+
+
+async def test_a_few_are_read_in_each_turn_of_the_loop_and_addresses_alternate() -> None:
+    async with fakes(3 * NUM_READS, others=1) as (_, many):
+        order: list[tuple[int, Fake]] = []
+        turn = 0
+        for one in many:
+            go_on = one.go_on
+            one.go_on = lambda one=one, go_on=go_on: (order.append((turn, one)), go_on())  # type: ignore[method-assign,misc]
+            one.there.send(b"a")
+        async with asyncio.timeout(PATIENCE_S):
+            while len(order) < len(many):
+                await asyncio.sleep(0)
+                turn += 1
+        nums = [sum(at == each for at, _ in order) for each in range(turn)]
+        assert max(nums) <= NUM_READS
+        assert many[-1] in [one for _, one in order[: NUM_READS + 1]]
+
+
+async def test_a_descriptor_that_another_connection_has_now_stays_watched() -> None:
+    async with fakes(1) as (turns, (first,)):
+        first.here.close()
+        second = Fake(turns)
+        try:
+            assert second.descriptor == first.descriptor
+            turns.remove(first)
+            second.there.send(b"a")
+            await until(lambda: second.num_turns)
+        finally:
+            second.close()
 
 
 @pytest.mark.parametrize("name", LISTENERS)
-async def test_one_turn_of_the_loop_reads_little_of_many_uploads(
+async def test_one_turn_of_the_loop_reads_few_of_many_connections(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop is slow, so that all of them have sent much when it reads."""
+    """The loop is slow, so that all have sent when it reads: uploads, and connections that were silent, or kept after
+    a request, before they all send at one moment. Few begin in a turn, too."""
     reads: dict[asyncio.AbstractEventLoop, list[int]] = {}
-    has_sent: set[HttpConnection] = set()
-    """What a connection is going to send first is not known."""
-    received = HttpConnection.data_received
+    begun: dict[asyncio.AbstractEventLoop, list[int]] = {}
+    received, begin = HttpConnection.data_received, Arrivals.begin
 
-    def count(self: HttpConnection, data: bytes) -> None:
-        if self._loop not in reads:
-            reads[self._loop] = [0]
-            self._loop.call_soon(next_turn, self._loop)
-        reads[self._loop][-1] += len(data) >= MUCH_BYTES and self in has_sent
-        has_sent.add(self)
-        received(self, data)
+    def count(found: dict[asyncio.AbstractEventLoop, list[int]], loop: asyncio.AbstractEventLoop) -> None:
+        if loop not in reads:
+            reads[loop], begun[loop] = [0], [0]
+            loop.call_soon(next_turn, loop)
+        found[loop][-1] += 1
 
     def next_turn(loop: asyncio.AbstractEventLoop) -> None:
         reads[loop].append(0)
+        begun[loop].append(0)
         time.sleep(0.005)
         loop.call_soon(next_turn, loop)
 
-    monkeypatch.setattr(HttpConnection, "data_received", count)
+    def counted(self: HttpConnection, data: bytes) -> None:
+        if data:
+            count(reads, self._loop)
+        received(self, data)
+
+    def counted_begin(self: Arrivals, arrival: object) -> None:
+        count(begun, self._loop)
+        begin(self, arrival)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HttpConnection, "data_received", counted)
+    monkeypatch.setattr(Arrivals, "begin", counted_begin)
     async with listener(name, tmp_path, monkeypatch, keys=False) as one:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
 
@@ -116,8 +143,23 @@ async def test_one_turn_of_the_loop_reads_little_of_many_uploads(
                 connection.sendall(head + b" " * BODY_BYTES)
                 assert connection.recv(5) == b"HTTP/"
 
+        def burst(has_begun: bool) -> None:
+            with ExitStack() as stack:
+                silent = [http.client.HTTPConnection(*one.address, timeout=PATIENCE_S) for _ in range(NUM_SILENT)]
+                for connection in silent:
+                    stack.callback(connection.close)
+                    connection.connect()
+                for _ in range(1 + has_begun):
+                    for connection in silent:
+                        connection.request("GET", "/live")
+                    for connection in silent:
+                        connection.getresponse().read()
+
         with ThreadPoolExecutor(NUM_UPLOADS) as threads:
             run = asyncio.get_running_loop().run_in_executor
             await asyncio.gather(*(run(threads, upload) for _ in range(NUM_UPLOADS)))
-    (turns,) = reads.values()
-    assert sum(turns) >= NUM_UPLOADS and max(turns) <= NUM_READS, max(turns)
+            await run(threads, burst, False)
+            await run(threads, burst, True)
+    (turns,), (starts,) = reads.values(), begun.values()
+    assert sum(turns) >= NUM_UPLOADS + 3 * NUM_SILENT and max(turns) <= 2 * NUM_READS, max(turns)
+    assert sum(starts) == NUM_UPLOADS + 2 * NUM_SILENT and max(starts) <= NUM_READS, max(starts)

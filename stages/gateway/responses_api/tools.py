@@ -139,17 +139,20 @@ class ChatTools:
             places.setdefault(("custom" if is_custom else "function", name), set()).add(place)
             if (called := self.called.get(one.function.name)) is not None and called.namespace is not None:
                 places.setdefault(("namespace", called.namespace), set()).add(place)
-        left_out, allowed = set(self.left_out), set[int]()
+        left_out = set(self.left_out)
+        chosen: dict[tuple[str, str | None], set[int]] = {}
         for place, tool in enumerate(choice.tools):
             if shown(tool.type) in left_out and tool.name is None:
                 continue
+            # Each set once: a namespace of thousands of tools may be named thousands of times.
             found = places.get((tool.type, tool.name), set())
             if not found or (len(found) > 1 and tool.type != "namespace"):
                 how = "several" if found else "none"
                 what = f"{shown(tool.type)} {shown(tool.name or '')!r}"
                 message = f"'tool_choice.tools[{place}]' is {what}, and {how} of 'tools' is this one"
                 raise invalid(f"tool_choice.tools[{place}]", message, "invalid_value")
-            allowed |= found
+            chosen[tool.type, tool.name] = found
+        allowed = {place for found in chosen.values() for place in found}
         self._each = [one for place, one in enumerate(self._each) if place in allowed]
         self._paths = [one for place, one in enumerate(self._paths) if place in allowed]
         return choice.mode

@@ -1,0 +1,319 @@
+"""Accepts connections. Each begins, and makes its TLS handshake, in turns that are fair to addresses.
+
+    kernel ──accept──► Arrival ──has sent something, its turn──► HttpConnection
+                                                      └─TLS────► Handshake ──each of its reads: a turn──┘
+
+A connection costs more than a request, and a handshake up to 10 ms of asymmetric cryptography for a few hundred bytes,
+which a client can copy. Without turns, hundreds that come at once would have all of it before anybody else.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pipeline.http_server.connections import HttpConnections
+from pipeline.http_server.receive_turns import ReceiveTurns
+from pipeline.runtime.client_address import address_of
+
+ACCEPT_S = 0.002
+"""No connection is accepted after this time of a turn of the loop: about 100 are."""
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_MOST_EARLY_BYTES = 64 * 1024
+
+
+class Accepted(Protocol):
+    """What a connection becomes: an asyncio.Protocol."""
+
+    raw: asyncio.Transport | None
+    """The transport whose reading takes turns, if it is not its own."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+
+    def data_received(self, data: bytes) -> None: ...
+
+    def wait_turn(self) -> None:
+        """It was read: wait for the next turn."""
+
+
+class Arrivals:
+    """Accepts the connections of one listener. It owns the listening socket, and connections until they begin."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], Accepted],
+        connections: HttpConnections,
+        *,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+    ) -> None:
+        """Start to accept. A connection has `timeout_s` to send something, and as long for its handshake."""
+        self._loop = asyncio.get_running_loop()
+        self._listener, self._make, self._tls = listener, make, tls
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._waiting: set[Arrival] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Connections that begin: until they have a transport, and their handshake is over."""
+        self._handshakes: set[Handshake] = set()
+        self._has_ended = False
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        """Makes room to close a connection, when no descriptor is left."""
+        self._is_closed = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    @property
+    def _turns(self) -> ReceiveTurns:
+        return self._connections.turns if self._tls is None else self._connections.handshake_turns
+
+    def close(self) -> None:
+        """Accept no more. What was accepted goes on. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            os.close(self._spare)
+
+    async def end(self) -> None:
+        """Close, and end what has not begun."""
+        self.close()
+        for arrival in list(self._waiting):
+            arrival.end()
+        self._has_ended = True
+        for handshake in self._handshakes:
+            handshake.end()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        end_s = time.monotonic() + ACCEPT_S
+        while not self._is_closed and time.monotonic() < end_s:
+            try:
+                connection, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTOR:
+                    self._shed()
+                    return
+                continue  # the client has left, or its network is down
+            if not self._connections.has_room():
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._waiting.add(arrival := Arrival(self, connection, address_of(peer)))
+            self._connections.add(arrival)
+            self._turns.wait(arrival)
+
+    def _shed(self) -> None:
+        """Close connections that wait for a descriptor, else the loop would spin."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                self._listener.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def late(self, arrival: "Arrival") -> asyncio.TimerHandle:
+        return self._loop.call_later(self._timeout_s, arrival.end)
+
+    def begin(self, arrival: "Arrival") -> None:
+        self.forget(arrival)
+        task = self._loop.create_task(self._begin(arrival.socket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def forget(self, arrival: "Arrival") -> None:
+        self._waiting.discard(arrival)
+        self._turns.remove(arrival)
+        self._connections.remove(arrival)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        handshake = None if self._tls is None else Handshake(self._make, self._connections, self._tls, self._timeout_s)
+        try:
+            await self._loop.connect_accepted_socket(lambda: handshake or self._make(), connection)
+        except OSError:  # the client has left
+            connection.close()
+            return
+        if handshake is not None:
+            self._handshakes.add(handshake)
+            if self._has_ended:
+                handshake.end()
+            await handshake.wait()
+            self._handshakes.discard(handshake)
+
+
+class Arrival:
+    """An accepted connection that has sent nothing yet, or waits for its turn."""
+
+    is_idle = True
+
+    def __init__(self, owner: Arrivals, connection: socket.socket, address: str) -> None:
+        self._owner = owner
+        self.socket = connection
+        self.descriptor = connection.fileno()
+        self.address = address
+        self._timer = owner.late(self)
+
+    def go_on(self) -> None:
+        self._timer.cancel()
+        self._owner.begin(self)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        self._owner.forget(self)
+        self.socket.close()
+
+
+class _First(asyncio.Protocol):
+    """Keeps what comes together with the last part of a handshake: one read at most."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+
+class Handshake(asyncio.BufferedProtocol):
+    """Stands between the transport of a connection and its TLS protocol, so that its reads take turns: those of the
+    handshake among handshakes, later ones as those of every connection."""
+
+    is_idle = True
+    """As long as it lasts."""
+
+    def __init__(
+        self, make: Callable[[], Accepted], connections: HttpConnections, tls: ssl.SSLContext, timeout_s: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._make, self._connections, self._tls, self._timeout_s = make, connections, tls, timeout_s
+        self._protocol: Accepted | None = None
+        """When the handshake has succeeded."""
+        self._transport: asyncio.Transport | None = None
+        self._inner: asyncio.BufferedProtocol | None = None
+        """The TLS protocol of asyncio or uvloop, when it has begun."""
+        self._early = bytearray(_MOST_EARLY_BYTES)
+        self._num_early = 0
+        """Bytes that arrived before it."""
+        self._is_over = False
+        self._task: asyncio.Task[None] | None = None
+        self.address = ""
+        self.descriptor = -1
+
+    async def wait(self) -> None:
+        """Until the handshake has succeeded or failed."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "pause_reading")
+        self._transport = transport  # type: ignore[assignment] # uvloop's has another base class
+        self.address = address_of(transport.get_extra_info("peername"))
+        self.descriptor = transport.get_extra_info("socket").fileno()
+        self._connections.add(self)
+        self._task = self._loop.create_task(self._shake())
+        self._loop.call_soon(self._stand_between)  # between `start_tls` and what it schedules
+
+    async def _shake(self) -> None:
+        transport, first = self._transport, _First()
+        if transport is None:
+            return
+        try:
+            wrapped = await self._loop.start_tls(
+                transport, first, self._tls, server_side=True, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError:  # not TLS, no common version, or too late
+            transport.abort()
+            return
+        except BaseException:
+            transport.abort()
+            raise
+        finally:
+            self._is_over = True
+            self._forget()
+        if wrapped is None or self._transport is None or wrapped.is_closing():
+            transport.abort()
+            return
+        self._protocol = self._make()
+        self._protocol.raw = transport
+        wrapped.set_protocol(self._protocol)  # type: ignore[arg-type]
+        self._protocol.connection_made(wrapped)
+        if first.data:
+            self._protocol.data_received(bytes(first.data))
+        self._protocol.wait_turn()
+
+    def _stand_between(self) -> None:
+        if self._transport is None or (inner := self._transport.get_protocol()) is self:
+            return
+        assert isinstance(inner, asyncio.BufferedProtocol) or hasattr(inner, "get_buffer")
+        self._transport.set_protocol(self)
+        self._inner = inner  # type: ignore[assignment]
+        self._loop.call_soon(self._feed_early)  # when the TLS protocol has its transport
+
+    def _feed_early(self) -> None:
+        early = memoryview(self._early)[: self._num_early]
+        while early and self._inner is not None and self._transport is not None:
+            buffer = self._inner.get_buffer(len(early))
+            num = min(len(early), len(buffer))
+            buffer[:num] = early[:num]  # type: ignore[index]
+            early = early[num:]
+            self._inner.buffer_updated(num)
+        self._early = bytearray()
+        self._wait_turn()
+
+    def _wait_turn(self) -> None:
+        if self._protocol is not None:
+            self._protocol.wait_turn()
+        elif not self._is_over and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._connections.handshake_turns.wait(self)
+
+    def go_on(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _forget(self) -> None:
+        self._connections.handshake_turns.remove(self)
+        self._connections.remove(self)
+
+    def get_buffer(self, sizehint: int) -> "memoryview | bytearray":
+        if self._inner is not None:
+            return self._inner.get_buffer(sizehint)  # type: ignore[return-value]
+        return memoryview(self._early)[self._num_early :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._inner is not None:
+            self._inner.buffer_updated(nbytes)
+            self._wait_turn()
+        else:
+            self._num_early += nbytes
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._inner is not None else False
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._forget()
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+        elif self._task is not None:
+            self._task.cancel()
