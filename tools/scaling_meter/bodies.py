@@ -120,6 +120,9 @@ EXTRA: Mapping[str, Mapping[str, Grow]] = {
         "required tools": lambda n: _with_tools(128, json.dumps("a" * (n // 128)), choice="required"),
         "equal fields": lambda n: '{"model": "m", ' + ", ".join(['"logit_bias": {"1": "a"}'] * (n // 25)) + "}",
     },
+    "/v1/responses": {
+        "a namespace that is allowed many times": lambda n: a_namespace(n // 74),
+    },
 }
 """Whole bodies, for relations between several fields"""
 
@@ -259,3 +262,10 @@ def _with_tools(num: int, description: str, choice: str = "auto") -> str:
     tool = '{"type": "function", "function": {"name": "f%d", "description": ' + description.replace("%", "%%") + "}}"
     tools = ", ".join(tool % i for i in range(num))
     return f'{json.dumps(CHAT)[:-1]}, "tools": [{tools}], "tool_choice": "{choice}"}}'
+
+
+def a_namespace(num: int) -> str:
+    """A body of /v1/responses with as many functions in a namespace as times that it is allowed."""
+    tools = [{"type": "namespace", "name": "a", "tools": [{"type": "function", "name": f"f{i}"} for i in range(num)]}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "a"}] * num}
+    return json.dumps({"model": "m", "input": "a", "tools": tools, "tool_choice": choice})

@@ -1,6 +1,7 @@
 """Tools of POST /v1/responses, as Codex sends them: each becomes a function of the chat, or is left out."""
 
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of, input_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.responses_api.body import FunctionChoice, ResponseTool
 from pipeline.stages.gateway.responses_api.parsing import ParsedResponse, parse_response
-from pipeline.stages.gateway.responses_api.tools import chat_name
+from pipeline.stages.gateway.responses_api.tools import ChatTools, chat_name
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.logs import lines_of
 from tests.stages.gateway.gate import MODEL, Gate
@@ -22,6 +24,7 @@ from tests.stages.gateway.replies.dialects import DIALECTS, kept
 from tests.stages.gateway.responses_api.test_handlers import events_of as stream_of
 from tests.stages.gateway.responses_api.test_output import OutputBuilder, arguments, call, events_of, names
 from tests.stages.gateway.responses_api.test_parsing import FIND, NOW, WEB, Stored, form, prompt
+from tools.scaling_meter.bodies import a_namespace
 
 FORMATS = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="none"))
 GRAMMAR = 'start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?'
@@ -242,3 +245,15 @@ def test_codex_s_request_is_answered_and_the_log_says_what_was_left_out(tmp_path
     (call,) = last.output
     assert isinstance(call, ResponseCustomToolCall) and call.input == INPUT
     assert [tool.type for tool in last.tools] == ["function", "custom", "namespace"]
+
+
+def test_a_namespace_that_is_allowed_many_times_costs_no_more_for_each_of_its_tools() -> None:
+    def cpu_s(num: int) -> float:
+        body = json.loads(a_namespace(num))
+        tools = msgspec.convert(body["tools"], list[ResponseTool])
+        choice = msgspec.convert(body["tool_choice"], FunctionChoice)
+        begin_s = time.thread_time()
+        ChatTools(tools).choice(choice)
+        return time.thread_time() - begin_s
+
+    assert min(cpu_s(8000) for _ in range(3)) < 24 * min(cpu_s(1000) for _ in range(3))
