@@ -7,6 +7,20 @@ from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.shape import check_ids
 from pipeline.stages.prepare.sources.source import ModelError
 
+MODEL_KEY = "tokenizer.ggml.model"
+BOS_KEY, EOS_KEY = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"
+UNKNOWN_KEY = "tokenizer.ggml.unknown_token_id"
+SEP_KEY = "tokenizer.ggml.seperator_token_id"
+"""With llama.cpp's spelling."""
+PAD_KEY, MASK_KEY = "tokenizer.ggml.padding_token_id", "tokenizer.ggml.mask_token_id"
+DEFAULT_IDS: dict[str, dict[str, int]] = {
+    "llama": {BOS_KEY: 1, EOS_KEY: 2, UNKNOWN_KEY: 0},
+    "bert": {BOS_KEY: 101, UNKNOWN_KEY: 100, SEP_KEY: 102, PAD_KEY: 0, MASK_KEY: 103},
+    "t5": {EOS_KEY: 1, UNKNOWN_KEY: 2, PAD_KEY: 0},
+}
+"""The ids of special tokens in files that don't name them, by the vocabulary's model, as in llama.cpp. For byte-level
+vocabularies it takes 11, which is Falcon's end of text and a comma in most others: here they have no default."""
+
 
 class Metadata:
     """A GGUF file's keys, read with errors that name file and key."""
@@ -62,8 +76,11 @@ class Metadata:
             raise ModelError(f"{self.path}: {key} is {shown(value)}: {what} is not supported")
 
     def token_id(self, key: str, num_tokens: int) -> int | None:
-        """The id under a key, None if absent. Raises ModelError unless it is below `num_tokens`."""
+        """The id under a key. If it is absent, the default of the vocabulary's model, or None. Raises ModelError unless
+        it is below `num_tokens`; a default that isn't is None."""
         token_id: int | None = self.get(key, int)
         if token_id is not None:
             check_ids([token_id], num_tokens, self.path, key)
-        return token_id
+            return token_id
+        default = DEFAULT_IDS.get(self.get(MODEL_KEY, str, ""), {}).get(key)
+        return default if default is not None and default < num_tokens else None

@@ -27,9 +27,9 @@ from pipeline.stages.prepare.gguf import tokenizer
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys, shortest
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
-from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata
 from pipeline.stages.prepare.gguf.parts import read_parts
-from pipeline.stages.prepare.gguf.vocabulary import BOS_KEY, adds_bos, read_vocabulary
+from pipeline.stages.prepare.gguf.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name

@@ -3,26 +3,33 @@
 import msgspec
 
 from pipeline.stages.prepare.gguf import special_tokens
-from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.metadata import (
+    BOS_KEY,
+    EOS_KEY,
+    MASK_KEY,
+    MODEL_KEY,
+    PAD_KEY,
+    SEP_KEY,
+    UNKNOWN_KEY,
+    Metadata,
+)
 from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
 from pipeline.stages.prepare.sources.source import ModelError
 
-MODEL_KEY, PRE_KEY = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-EOS_KEY = "tokenizer.ggml.eos_token_id"
-BOS_KEY = "tokenizer.ggml.bos_token_id"
-CLS_KEY, SEP_KEY = "tokenizer.ggml.cls_token_id", "tokenizer.ggml.seperator_token_id"
-"""With llama.cpp's spelling."""
-UNKNOWN_KEY = "tokenizer.ggml.unknown_token_id"
+PRE_KEY = "tokenizer.ggml.pre"
+CLS_KEY = "tokenizer.ggml.cls_token_id"
 NAMED = {
     "bos_token": BOS_KEY,
     "eos_token": EOS_KEY,
     "unk_token": UNKNOWN_KEY,
-    "pad_token": "tokenizer.ggml.padding_token_id",
+    "pad_token": PAD_KEY,
     "cls_token": CLS_KEY,
     "sep_token": SEP_KEY,
-    "mask_token": "tokenizer.ggml.mask_token_id",
+    "mask_token": MASK_KEY,
 }
 """The names of special tokens in chat templates."""
+ALWAYS_BOS = ("gemma4", "granite-embed-multi-311m")
+"""Pre-tokenizers of vocabularies whose texts begin with BOS even if the file says otherwise, as in llama.cpp."""
 
 MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 1024
@@ -81,9 +88,10 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
             f"{metadata.path}: tokenizer.ggml.merges has {len(merges)} merges; at most {MAX_MERGES} are supported"
         )
     model = metadata.need(MODEL_KEY, str)
-    bos_key, eos_key = (CLS_KEY, SEP_KEY) if model == "bert" else (BOS_KEY, EOS_KEY)
-    if _adds_sep(metadata):
-        eos_key = SEP_KEY
+    eos_key = SEP_KEY if model == "bert" or _adds_sep(metadata) else EOS_KEY
+    bos_id = metadata.token_id(BOS_KEY, count)
+    if model == "bert" and metadata.get(BOS_KEY, int) is None and metadata.get(CLS_KEY, int) is not None:
+        bos_id = metadata.token_id(CLS_KEY, count)
     lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase", bool, True)
     types = metadata.list_of("tokenizer.ggml.token_type", int, count) or [special_tokens.NORMAL] * count
     special = special_tokens.find(metadata, tokens, types)
@@ -94,7 +102,7 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
         types=special.types,
         scores=metadata.list_of("tokenizer.ggml.scores", float, count) or [0.0] * count,
         merges=merges,
-        bos_id=metadata.token_id(bos_key, count),
+        bos_id=bos_id,
         eos_id=metadata.token_id(eos_key, count),
         unknown_id=metadata.token_id(UNKNOWN_KEY, count),
         names=_names(metadata, tokens),
@@ -103,7 +111,7 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
         right_strip=special.right_strip,
         add_bos=adds_bos(metadata),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, model == "t5") or _adds_sep(metadata),
-        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),
+        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, model == "llama"),
         remove_extra_whitespaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
         charsmap=_bytes(metadata, "tokenizer.ggml.precompiled_charsmap"),
         lowercase=lowercase,
@@ -122,11 +130,11 @@ def _names(metadata: Metadata, tokens: list[str]) -> dict[str, str]:
 
 def adds_bos(metadata: Metadata) -> bool:
     """Whether texts begin with BOS. Without the flag, as in llama.cpp: SentencePiece and WordPiece vocabularies, and
-    the pre-tokenizers with `adds_bos`."""
+    the pre-tokenizers with `adds_bos`. Gemma 4's always do, whatever the flag says."""
     model, pre = metadata.get(MODEL_KEY, str), metadata.get(PRE_KEY, str)
-    default = model in ("llama", "bert", "gemma4") or (
-        model == "gpt2" and pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].adds_bos
-    )
+    if model == "gemma4" or (model == "gpt2" and pre in ALWAYS_BOS):
+        return True
+    default = model in ("llama", "bert") or (model == "gpt2" and pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].adds_bos)
     return bool(metadata.get("tokenizer.ggml.add_bos_token", bool, default))
 
 

@@ -113,6 +113,54 @@ def read(path: Path) -> GgufVocabulary:
     return read_vocabulary(Metadata(GgufFile(path)), 2**20)
 
 
+def changed(path: Path, kind: str, **changes: Any) -> GgufVocabulary:
+    """A vocabulary whose file has other keys, or lacks those that are None."""
+    keys = {key: value for key, value in {**VECTORS["vocabularies"][kind], **changes}.items() if value is not None}
+    save(path, keys)
+    return read(path)
+
+
+NO_IDS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "unknown", "padding", "cls", "seperator"))
+
+
+def test_files_without_ids_have_the_usual_ones(tmp_path: Path) -> None:
+    """As in llama.cpp, by the kind of the vocabulary."""
+    found = changed(tmp_path / "a.gguf", "sentencepiece", **NO_IDS)
+    assert (found.bos_id, found.eos_id, found.unknown_id, found.end_ids) == (1, 2, 0, [2])
+    assert found.names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert tokenizer.build(found, "a test").encode("a").ids[0] == 1
+    found = changed(tmp_path / "b.gguf", "unigram", **NO_IDS)
+    assert (found.bos_id, found.eos_id, found.unknown_id, found.end_ids) == (None, 1, 2, [1])
+    assert found.names == {"bos_token": "", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    found = changed(tmp_path / "c.gguf", "wordpiece", **NO_IDS)
+    assert (found.bos_id, found.eos_id, found.unknown_id) == (101, 102, 100)
+    found = changed(tmp_path / "d.gguf", "byte-level", **NO_IDS)
+    # llama.cpp takes 11 here, an end of text of Falcon alone; only the text ends it.
+    assert (found.bos_id, found.eos_id, [found.tokens[i] for i in found.end_ids]) == (None, None, ["</s>"])
+
+
+def test_a_default_id_is_one_of_the_vocabulary(tmp_path: Path) -> None:
+    found = changed(tmp_path / "a.gguf", "sentencepiece", **NO_IDS, tokens=["a", "b"], token_type=None, scores=None)
+    assert (found.bos_id, found.eos_id, found.unknown_id, found.end_ids) == (1, None, 0, [])
+
+
+def test_wordpiece_begins_with_the_files_bos(tmp_path: Path) -> None:
+    """As the converter writes [CLS]; without it, the key of [CLS] counts."""
+    assert changed(tmp_path / "a.gguf", "wordpiece", bos_token_id=5).bos_id == 5
+    assert changed(tmp_path / "b.gguf", "wordpiece", bos_token_id=None, cls_token_id=0).bos_id == 0
+
+
+def test_texts_of_gemma_4_begin_with_bos_whatever_the_file_says(tmp_path: Path) -> None:
+    for number, (kind, pre) in enumerate([("gemma4", None), ("byte-level", "gemma4")]):
+        assert changed(tmp_path / f"{number}.gguf", kind, pre=pre, add_bos_token=False).add_bos
+    assert not changed(tmp_path / "b.gguf", "byte-level", pre="llama-bpe", add_bos_token=False).add_bos
+
+
+def test_only_sentencepiece_has_a_space_before_texts_by_default(tmp_path: Path) -> None:
+    for kind, adds in (("sentencepiece", True), ("unigram", False)):
+        assert changed(tmp_path / f"{kind}.gguf", kind, add_space_prefix=None).add_space_prefix == adds
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_end_tokens(tmp_path: Path, kind: str, case: Case) -> None:
