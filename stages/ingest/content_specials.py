@@ -9,13 +9,18 @@ the two texts differ is what the client wrote:
     masked  <|im_start|>user\\nWhat is xxxxxxxxxx?<|im_end|>
                                        └ plain ─┘  └ special
 
-The second text costs nothing for other chats: only those that contain such characters have one.
+A separator is put into each of the client's: `<` + SEPARATOR + `|im_end|>`, which the tokenizer does not know. Then the
+text is encoded again, and the separator's ids are left out. So the words around a mark are encoded as in any text:
+encoded apart, they would get a space at their start from SentencePiece's tokenizers.
+
+The second text and encoding cost nothing for other chats: only those that contain such characters have them.
 """
 
+import bisect
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,6 +28,10 @@ from tokenizers import Tokenizer
 from pipeline.text.formats.marks import pattern_of
 
 MASK = "x"
+SEPARATOR = "\ue000"
+"""A character for private use, of which no vocabulary has more than bytes."""
+MAX_ROUNDS = 4
+"""Encodings of one text: without the first character, a special token may be another one."""
 
 
 class ContentSpecials:
@@ -41,7 +50,22 @@ class ContentSpecials:
             encodings = tokenizer.encode_batch(list(texts.values()), add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = before
-        self._plain = {number: encoding.ids for number, encoding in zip(texts, encodings, strict=True)}
+        self._texts = texts
+        self._plain = {
+            number: self._plain_ids(texts[number], each.ids) for number, each in zip(texts, encodings, strict=True)
+        }
+
+    def _plain_ids(self, text: str, ids: list[int]) -> list[int]:
+        """The ids of a special token's text without special tokens. `ids` are those of the tokenizer, in which a
+        unigram model may find the token as a word of its vocabulary. One of a single character has no others."""
+        if len(text) == 1:
+            return ids
+        for end in range(1, len(text)):
+            if not np.isin(ids, self._ids).any():
+                break
+            halves = self._tokenizer.encode_batch([text[:end], text[end:]], add_special_tokens=False)
+            ids = [*halves[0].ids, *halves[1].ids]
+        return [number for number in ids if number not in self._texts]
 
     def masked(self, variables: dict[str, Any]) -> dict[str, Any] | None:
         """The template's variables with the special tokens in all texts masked; None if there are none."""
@@ -57,21 +81,84 @@ class ContentSpecials:
         """The ids of a chat's text, of which `masked` has the same length. The tokens of the client's texts are plain.
         Raises the tokenizer's exceptions, and those of `check_num`, which gets the number of ids before the expensive
         part."""
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        check_num(len(encoding))
-        ids: list[int] = encoding.ids
-        offsets = encoding.offsets
-        # num_before[i]: masked characters before character i
-        num_before = np.concatenate(([0], np.cumsum(_characters(text) != _characters(masked))))
+        # num_masked[i]: masked characters before character i
+        num_masked = np.concatenate(([0], np.cumsum(_characters(text) != _characters(masked))))
+        first = encoded = self._encoded(text, [], add_special_tokens)
+        check_num(len(first.ids))
+        cuts: list[int] = []
+        for _ in range(MAX_ROUNDS):
+            more = {self._cut(encoded, place) for place in self._marks(encoded, num_masked)} - {None, *cuts}
+            if not more:
+                break
+            cuts = sorted({*cuts, *(cut for cut in more if cut is not None)})
+            encoded = self._encoded(text, cuts, add_special_tokens)
+        separators = encoded.separators()
+        if separators is None:  # a token has one of them and other characters
+            encoded, separators = first, set()
+        marks = self._marks(encoded, num_masked)
+        if not (marks or separators):
+            return encoded.ids
+        replaced: dict[int, list[int]] = {place: self._plain[encoded.ids[place]] for place in marks}
+        replaced |= {place: [] for place in separators}
         result: list[int] = []
         done = 0
-        for place in np.flatnonzero(np.isin(ids, self._ids)).tolist():
-            begin, end = offsets[place]
-            if num_before[end] > num_before[begin]:
-                result += ids[done:place]
-                result += self._plain[ids[place]]
-                done = place + 1
-        return result + ids[done:]
+        for place in sorted(replaced):
+            result += encoded.ids[done:place]
+            result += replaced[place]
+            done = place + 1
+        return result + encoded.ids[done:]
+
+    def _encoded(self, text: str, cuts: list[int], add_special_tokens: bool) -> "_Encoded":
+        pieces = [text[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(text)])]
+        cut = SEPARATOR.join(pieces)
+        (encoding,) = self._tokenizer.encode_batch([cut], add_special_tokens=add_special_tokens)
+        return _Encoded(cut, cuts, encoding.ids, encoding.offsets)
+
+    def _marks(self, encoded: "_Encoded", num_masked: "np.ndarray[Any, np.dtype[np.int64]]") -> list[int]:
+        """Where special tokens are the client's: their places among the ids."""
+        found = []
+        for place in np.flatnonzero(np.isin(encoded.ids, self._ids)).tolist():
+            begin, end = map(encoded.original, encoded.offsets[place])
+            if num_masked[end] > num_masked[begin]:
+                found.append(place)
+        return found
+
+    def _cut(self, encoded: "_Encoded", place: int) -> int | None:
+        """Where a special token's text is cut: behind its first character. None if that is not possible."""
+        text = self._texts[encoded.ids[place]]
+        begin = encoded.text.find(text, encoded.offsets[place][0])
+        return None if begin < 0 or len(text) < 2 else encoded.original(begin) + 1
+
+
+class _Encoded(NamedTuple):
+    """A text with separators, and its tokens."""
+
+    text: str
+    cuts: list[int]
+    """Characters of the original text before which a separator stands, in order."""
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    def original(self, place: int) -> int:
+        """The place in the original text of one in this text."""
+        begins = range(len(self.cuts))  # separator i is at cuts[i] + i
+        return place - bisect.bisect_left(begins, place, key=lambda i: self.cuts[i] + i)
+
+    def separators(self) -> set[int] | None:
+        """The places of their ids; None if an id has other characters too."""
+        last = len(self.ids)
+        while last and self.offsets[last - 1][1] == 0:  # EOS, which is in no text
+            last -= 1
+        found = set()
+        for number, cut in enumerate(self.cuts):
+            at = cut + number
+            place = bisect.bisect_right(self.offsets, at, 0, last, key=lambda offset: offset[1])
+            while place < last and self.offsets[place][0] <= at:
+                if self.offsets[place] != (at, at + 1):
+                    return None
+                found.add(place)
+                place += 1
+        return found
 
 
 def _characters(text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":

@@ -125,3 +125,52 @@ def test_tokenizers_that_mark_spaces_and_tokens_that_strip_them_are_covered(tmp_
     ids = prompts.encode(chat("hi </s> <s> hi")).ids.tolist()
     assert [number for number in ids if number in (bos, eos)] == [bos, eos, bos]
     assert [tokenizer.id_to_token(number) for number in ids].count("<") == 2
+
+
+PREPENDING = ["<unk>", "<s>", "</s>", "▁", *"</s>ab", "▁a", "▁b", "/s"]
+
+
+def sentencepiece() -> Tokenizer:
+    """As those of .gguf files: each piece of text between special tokens begins with a space."""
+    vocab = {word: i for i, word in enumerate(dict.fromkeys([*PREPENDING, *(f"<0x{i:02X}>" for i in range(256))]))}
+    merges = [("▁", "a"), ("▁", "b"), ("/", "s")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<s>", "</s>")])
+    return tokenizer
+
+
+def words(folder: Path, tokenizer: Tokenizer, content: str, template: str = "{{ messages[0].content }}") -> list[str]:
+    folder.mkdir()
+    prompts = prompt_processor.load(tiny.folder(folder, template, tokenizer), tiny.facts(1000), tokenizer)
+    ids = prompts.encode(chat(content)).ids.tolist()
+    return [str(tokenizer.id_to_token(number)) for number in ids]
+
+
+def test_the_text_around_them_is_that_of_the_client(tmp_path: Path) -> None:
+    """No space is added before or behind a special token in a message."""
+    tokenizer = sentencepiece()
+    found = words(tmp_path / "a", tokenizer, "a</s>b </s> a<s>")
+    assert "".join(found) == "▁a</s>b▁</s>▁a<s>"
+    assert found == ["▁a", "<", "/s", ">", "b", "▁", "<", "/s", ">", "▁a", "<", "s", ">"]
+    found = words(tmp_path / "b", tokenizer, "a</s>b", "<s>{{ messages[0].content }}</s>")
+    assert found == ["<s>", "▁a", "<", "/s", ">", "b", "</s>"]
+
+
+def test_what_remains_of_one_may_be_another(tmp_path: Path) -> None:
+    tokenizer = sentencepiece()
+    tokenizer.add_special_tokens(["/s>"])
+    found = words(tmp_path / "a", tokenizer, "a</s>b")
+    assert "".join(found).replace("▁", "") == "a</s>b" and not {"<s>", "</s>", "/s>"} & set(found)
+
+
+@pytest.mark.parametrize("content", ["a</s>b", "</s>", " <s></s> a", "é</s>é", "<unk>"])
+def test_a_unigram_model_does_not_find_them_among_its_words(tmp_path: Path, content: str) -> None:
+    words_of = ["<unk>", "<s>", "</s>", "▁", *"</s>ab", "unk"]
+    pieces = [(word, -1.0) for word in dict.fromkeys(words_of)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<s>", "</s>", "<unk>")])
+    found = words(tmp_path / "a", tokenizer, content)
+    assert not {"<s>", "</s>"} & set(found)
+    assert "".join(found) == content.replace(" ", "▁").replace("é", "<unk>")
