@@ -77,6 +77,9 @@ MESSAGE_END, HARMONY = (
 NOT_GEMMA4, GEMMA4 = "</s>", "<|tool_response>"
 """In a vocabulary with `GEMMA4`, it is a tag of HTML."""
 
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
+"""The marks of gpt-oss's messages: found in texts even if the file types them as ordinary tokens."""
+
 MASK_ARCHITECTURES = ("nomic-bert-moe", "jina-bert-v3")
 MASK_PRE_TOKENIZERS = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 PHI3_NAMES, PHI3_KEEPS_SPACES = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
@@ -114,6 +117,8 @@ def find(metadata: Metadata, tokens: Sequence[str], types: Sequence[int]) -> Spe
     for token_id in (ids[text] for text in END_TEXTS if text in ids):
         found[token_id] = CONTROL
         by_text.append(token_id)
+    for token_id in (ids[text] for text in HARMONY_MARKS if text in ids):
+        found[token_id] = CONTROL if found[token_id] == NORMAL else found[token_id]
     ends = list(dict.fromkeys([*ends, *sorted(by_text)]))
     end_texts = {tokens[i] for i in ends}
     if any(all(end_texts & names for names in each) for each in HARMONY) and MESSAGE_END in end_texts:

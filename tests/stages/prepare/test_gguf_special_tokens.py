@@ -56,6 +56,7 @@ CASES = {
     "Phi-3, by name": Case(PHI3, {"<|end|>", "<|endoftext|>"}, CONTROL, name="My-Phi-3-mini"),
     "Phi3, user-defined": Case(PHI3, {"<|end|>", "<|endoftext|>"}, USER_DEFINED, name="PHI3 tuned"),
     "gpt-oss": Case(HARMONY, {"<|return|>", "<|call|>"}, CONTROL),
+    "gpt-oss, normal": Case(HARMONY, {"<|return|>", "<|call|>"}),
     "half of gpt-oss": Case(["<|end|>", "<|return|>"], {"<|end|>", "<|return|>"}, CONTROL),
     "solar-open": Case(["<|end|>", "<|flush|>", "<|calls|>"], {"<|flush|>", "<|calls|>"}, CONTROL),
     "Kimi K2": Case(["[EOT]", "[EOS]", "[PAD]"], {"[EOT]", "[EOS]", "[PAD]"}),
@@ -183,6 +184,14 @@ def test_the_special_tokens_of_phi_3_take_the_spaces_behind_them(tmp_path: Path)
     assert ids("Phi-3-mini", turn) == ["<|user|>", "<|end|>", "<|assistant|>"]
     assert ids("other", turn) == ["<|user|>", "Ċ", "<|end|>", "Ċ", "<|assistant|>", "Ċ"]
     assert ids("Phi-3-mini", "<|endoftext|>\n<s>\n") == ["<|endoftext|>", "Ċ", "<s>", "Ċ"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_marks_of_gpt_oss_are_found_in_texts_whatever_their_type(tmp_path: Path, kind: str) -> None:
+    built = tokenizer.build(read(write(tmp_path, kind, CASES["gpt-oss, normal"])), "a test")
+    ids = built.encode("".join(HARMONY), add_special_tokens=False).ids
+    assert [built.id_to_token(i) for i in ids] == HARMONY
+    assert built.decode(ids, skip_special_tokens=True) == ""
 
 
 @pytest.mark.parametrize(
