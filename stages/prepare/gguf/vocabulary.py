@@ -93,6 +93,8 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
     if model == "bert" and metadata.get(BOS_KEY, int) is None and metadata.get(CLS_KEY, int) is not None:
         bos_id = metadata.token_id(CLS_KEY, count)
     lowercase = metadata.get("tokenizer.ggml.normalizer.lowercase", bool, True)
+    joins_spaces = metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool, False)
+    has_prefix = model == "llama" or (model == "t5" and joins_spaces)  # if the file doesn't say it
     types = metadata.list_of("tokenizer.ggml.token_type", int, count) or [special_tokens.NORMAL] * count
     special = special_tokens.find(metadata, tokens, types)
     return GgufVocabulary(
@@ -111,8 +113,8 @@ def read_vocabulary(metadata: Metadata, vocab_size: int) -> GgufVocabulary:
         right_strip=special.right_strip,
         add_bos=adds_bos(metadata),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", bool, model == "t5") or _adds_sep(metadata),
-        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, model == "llama"),
-        remove_extra_whitespaces=metadata.get("tokenizer.ggml.remove_extra_whitespaces", bool, False),
+        add_space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, has_prefix),
+        remove_extra_whitespaces=joins_spaces,
         charsmap=_bytes(metadata, "tokenizer.ggml.precompiled_charsmap"),
         lowercase=lowercase,
         strip_accents=metadata.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase),

@@ -157,8 +157,9 @@ def test_texts_of_gemma_4_begin_with_bos_whatever_the_file_says(tmp_path: Path) 
     assert not changed(tmp_path / "b.gguf", "byte-level", pre="llama-bpe", add_bos_token=False).add_bos
 
 
-def test_only_sentencepiece_has_a_space_before_texts_by_default(tmp_path: Path) -> None:
-    for kind, adds in (("sentencepiece", True), ("unigram", False)):
+def test_files_that_do_not_say_it_have_a_space_before_texts_as_in_llama_cpp(tmp_path: Path) -> None:
+    """A unigram model has it if it joins spaces."""
+    for kind, adds in (("sentencepiece", True), ("unigram", True), ("unigram with all spaces", False)):
         assert changed(tmp_path / f"{kind}.gguf", kind, add_space_prefix=None).add_space_prefix == adds
 
 
