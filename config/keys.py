@@ -98,6 +98,8 @@ def _words(kind: inspect.Type) -> str:
             return _either([_literal(value) for value in kind.values])
         case inspect.ListType() | inspect.VarTupleType():
             return f"a list, each entry {_words(kind.item_type)}"
+        case inspect.StructType():
+            return f"a table with {', '.join(field.name for field in kind.fields)}"
         case inspect.DictType():
             return f"a table, each value {_words(kind.value_type)}"
         case inspect.UnionType():

@@ -175,8 +175,9 @@ class _Tree:
             self.warnings[warning_of_value(dotted, value)] = None
         try:
             given[dotted] = (origin, _converted(new, key))
-        except (ValueError, OverflowError):
-            self.problems.append(f"{origin}: {dotted}: needs {needs(key)}, got {_shown(value)}")
+        except (ValueError, OverflowError) as error:
+            inside = _problem_inside(dotted, error)
+            self.problems.append(f"{origin}: {inside or f'{dotted}: needs {needs(key)}, got {_shown(value)}'}")
 
     def _unknown(self, dotted: str, is_table: bool) -> str:
         section, _, name = dotted.rpartition(".")
@@ -236,6 +237,23 @@ def _from_text(text: str, key: Key) -> Any:
     if not isinstance(value, str) and any(isinstance(kind, inspect.StrType) for kind in kinds) and len(kinds) == 1:
         return text
     return value
+
+
+_PLACE = re.compile(r"(?P<what>.*) - at `\$(?P<place>\[\d+\].*)`", re.DOTALL)
+"""msgspec's error about a field of an entry of a list of tables."""
+
+
+def _problem_inside(dotted: str, error: Exception) -> str:
+    """What is wrong with an entry of a list of tables, such as `keys[0].rpm: expected `int` >= 0`; else empty."""
+    match = _PLACE.fullmatch(str(error))
+    if match is None or dotted != "keys":
+        return ""
+    what = match["what"]
+    if match["place"].endswith(".digest"):  # the message would have the pattern
+        what = "needs the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha256sum"
+    elif match["place"].endswith(".name"):
+        what = "needs 1 to 64 letters, digits and . _ @ -, the first one a letter or digit"
+    return f"{dotted}{match['place']}: {what[0].lower()}{what[1:]}"
 
 
 def _shown(value: Any) -> str:

@@ -2,11 +2,14 @@
 
 import ipaddress
 import os
+import re
 
 from pipeline.config import browsers, core_list, hf_overrides, port_range, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
 
 BYTES_PER_ID = 4
+UNNAMED_KEY = re.compile(r"key-\d+")
+"""Names of keys that have none: those of gateway.api_keys_file and PIPELINE_API_KEYS."""
 MIN_OPEN_BYTES = 2**20
 """The least share of `gateway.max_open_bytes`: room for a request or two."""
 
@@ -25,6 +28,7 @@ def contradictions(settings: Settings) -> list[str]:
                 f"max_model_len = {settings.max_model_len} tokens, got {num_bytes}"
             )
     problems += hf_overrides.problems_of(settings.hf_overrides)
+    problems += _key_problems(settings)
     gateway = settings.gateway
     if gateway.replicas > gateway.max_open_sequences:
         problems.append(
@@ -74,6 +78,20 @@ def contradictions(settings: Settings) -> list[str]:
         problems.append("lora.adapters: a name must not be empty, nor that of the model")
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
+    return problems
+
+
+def _key_problems(settings: Settings) -> list[str]:
+    problems = []
+    names = [one.name for one in settings.keys]
+    for place, one in enumerate(settings.keys):
+        where = f"keys: entry {place}, {one.name!r}"
+        if not (one.digest or one.file):
+            problems.append(f"{where}: needs digest, the key's SHA-256, or file, which has the key")
+        if names.index(one.name) < place:
+            problems.append(f"{where}: an entry before it has the same name")
+        if UNNAMED_KEY.fullmatch(one.name):
+            problems.append(f"{where}: keys without a name are called so; choose another name")
     return problems
 
 
@@ -218,10 +236,17 @@ def remarks(settings: Settings) -> list[str]:
             "execute.barrier_timeout_s: is not shorter than supervisor.hang_timeout_s, so a rank that hangs may be "
             "killed before the others have named it"
         )
-    if settings.gateway.allow_unauthenticated and settings.gateway.api_keys_file:
-        found.append("gateway.allow_unauthenticated: has no effect, as gateway.api_keys_file has API keys")
-    if settings.gateway.allowed_hosts and settings.gateway.api_keys_file and settings.gateway.admin_port < 0:
-        found.append("gateway.allowed_hosts: has no effect, as gateway.api_keys_file has API keys")
+    if (
+        keys_in := "gateway.api_keys_file has"
+        if settings.gateway.api_keys_file
+        else "keys has"
+        if settings.keys
+        else ""
+    ):
+        if settings.gateway.allow_unauthenticated:
+            found.append(f"gateway.allow_unauthenticated: has no effect, as {keys_in} API keys")
+        if settings.gateway.allowed_hosts and settings.gateway.admin_port < 0:
+            found.append(f"gateway.allowed_hosts: has no effect, as {keys_in} API keys")
     if settings.gateway.allow_credentials and not settings.gateway.allowed_origins:
         found.append("gateway.allow_credentials: has no effect, as gateway.allowed_origins is empty")
     if settings.supervisor.health_timeout_s > settings.supervisor.start_timeout_s:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.hosts import RaySettings, TransportSettings
+from pipeline.config.sections.keys import KeySettings
 from pipeline.config.sections.lora import LoraSettings
 from pipeline.config.sections.requests import ChatSettings, LimitSettings
 from pipeline.config.sections.speculative import SpeculativeSettings
@@ -27,6 +28,7 @@ __all__ = [
     "ExecuteSettings",
     "GatewaySettings",
     "IngestSettings",
+    "KeySettings",
     "LimitSettings",
     "LoraSettings",
     "PolicyName",
@@ -164,6 +166,15 @@ class Settings(Frozen, frozen=True):
         Literal["text", "json"],
         Meta(description='Format of log lines: "text" is for people, "json" is one JSON object per line.'),
     ] = "text"
+    keys: Annotated[
+        tuple[KeySettings, ...],
+        Meta(
+            max_length=1024,
+            description="API keys with a name. Each is a table [[keys]]: name; digest, the key's SHA-256 in "
+            "hexadecimal digits, or file, which has the key; limits of requests (rpm) and tokens (tpm) in a minute; "
+            "and models, the names that it may use, by default all.",
+        ),
+    ] = ()
     gateway: GatewaySettings = GatewaySettings()
     ingest: IngestSettings = IngestSettings()
     schedule: ScheduleSettings = ScheduleSettings()

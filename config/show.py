@@ -4,6 +4,8 @@ import json
 import textwrap
 from typing import Any
 
+import msgspec
+
 from pipeline.config.keys import Key, Section, needs, sections, value_of
 from pipeline.config.settings import Settings
 
@@ -58,5 +60,7 @@ def _literal(value: Any) -> str:
             return f"[{', '.join(_literal(entry) for entry in value)}]"
         case dict():
             return "{" + ", ".join(f"{_literal(str(name))} = {_literal(entry)}" for name, entry in value.items()) + "}"
+        case msgspec.Struct():  # an entry of a list of tables: what differs from its defaults
+            return _literal({name: entry for name, entry in msgspec.structs.asdict(value).items() if entry})
         case _:
             raise TypeError(f"settings may not hold {value!r}")

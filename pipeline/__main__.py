@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add(commands)
     looking.add_trace(commands)
     looking.add_ps(commands)
+    looking.add_usage(commands)
     looking.add_top(commands)
     looking.add_restart(commands)
     looking.add_reload(commands)

@@ -164,7 +164,7 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         **dict.fromkeys(("api_keys_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), ""),
     )
     packed = b"" if keys is None else keys.packed()
-    of_replica = msgspec.structs.replace(settings, gateway=gateway)
+    of_replica = msgspec.structs.replace(settings, gateway=gateway, keys=())
     scales = what.max_replicas > what.min_replicas
     options: dict[str, Any] = {"num_replicas": what.min_replicas}
     if scales:

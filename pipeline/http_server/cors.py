@@ -24,7 +24,14 @@ MAX_AGE_S = 600
 """How long a browser may use the answer to a preflight."""
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 """What `*` in gateway.allowed_methods stands for."""
-EXPOSED = "X-Request-Id, request-id, Retry-After"
+LIMITS = ("limit", "remaining", "reset")
+EXPOSED = ", ".join(
+    (
+        *("X-Request-Id", "request-id", "Retry-After"),
+        *(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in LIMITS),
+        *(f"anthropic-ratelimit-{what}-{name}" for what in ("requests", "tokens") for name in LIMITS),
+    )
+)
 """Headers of responses that a page may read, besides those that every page may."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from pipeline.metrics.own_metrics import kind_metrics, server_metrics, stage_metrics
+from pipeline.metrics.own_metrics import key_metrics, kind_metrics, server_metrics, stage_metrics
 from pipeline.metrics.stats import ServerStats
 from pipeline.metrics.vllm_metrics import vllm_metrics
 
@@ -30,6 +30,7 @@ def families_of(stats: ServerStats) -> Iterator[Metric]:
     """All metrics."""
     yield from vllm_metrics(stats)
     yield from server_metrics(stats)
+    yield from key_metrics(stats)
     yield from stage_metrics(stats)
     yield from kind_metrics(stats)
 

@@ -21,6 +21,7 @@ from pipeline.metrics.stats import (
     ExecuteCounts,
     GatewayCounts,
     IngestCounts,
+    KeyUsage,
     ScheduleCounts,
     ServerStats,
     StageCounts,
@@ -92,6 +93,43 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
         ),
     ):
         yield counter(name, words, {}, value)
+
+
+_KEY_COUNTERS: tuple[tuple[str, str, Callable[[KeyUsage], int]], ...] = (
+    ("pipeline_key_requests", "Requests of an API key that were opened.", lambda key: key.num_requests),
+    ("pipeline_key_prompt_tokens", "Prompt tokens of an API key.", lambda key: key.num_prompt_tokens),
+    (
+        "pipeline_key_cached_tokens",
+        "Prompt tokens of an API key found in the prefix cache.",
+        lambda key: key.num_cached_tokens,
+    ),
+    ("pipeline_key_output_tokens", "Tokens generated for an API key.", lambda key: key.num_output_tokens),
+)
+_KEY_REFUSALS: tuple[tuple[str, Callable[[KeyUsage], int]], ...] = (
+    ("rate_limit", lambda key: key.num_rate_limited),
+    ("overloaded", lambda key: key.num_overloaded),
+    ("invalid", lambda key: key.num_invalid),
+)
+
+
+def key_metrics(stats: ServerStats) -> Iterator[Metric]:
+    """What each API key has used, by its name. Only keys that the operator has configured have series."""
+    if not stats.keys:
+        return
+    for name, words, of in _KEY_COUNTERS:
+        family = CounterMetricFamily(name, words, labels=["key"])
+        for key in stats.keys:
+            family.add_metric([key.name], of(key))
+        yield family
+    refused = CounterMetricFamily(
+        "pipeline_key_rejected",
+        "Requests of an API key that were refused before they were opened.",
+        labels=["key", "reason"],
+    )
+    for key in stats.keys:
+        for reason, num in _KEY_REFUSALS:
+            refused.add_metric([key.name, reason], num(key))
+    yield refused
 
 
 def stage_metrics(stats: ServerStats) -> Iterator[Metric]:

@@ -272,6 +272,24 @@ class StageStats(Part, frozen=True):
         return self.num_threads > 0
 
 
+class KeyUsage(Part, frozen=True):
+    """What one API key has used since the server's start; see pipeline.runtime.key_usage. Append counters only."""
+
+    name: str
+    num_requests: int = 0
+    """Requests that were opened, each once, whatever its `n`."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Part of these found in the prefix cache."""
+    num_output_tokens: int = 0
+    num_rate_limited: int = 0
+    """Requests answered with 429."""
+    num_overloaded: int = 0
+    """Requests answered with 503 before they were opened."""
+    num_invalid: int = 0
+    """Requests refused with another error before they were opened."""
+
+
 class ServerStats(Part, frozen=True):
     """The stats of a whole server."""
 
@@ -304,6 +322,8 @@ class ServerStats(Part, frozen=True):
     """What the executor computes with (`Backend`), as in /health; empty before it is ready."""
     is_batch_invariant: bool = True
     """As in `ExecuteFacts`."""
+    keys: list[KeyUsage] = []
+    """What each API key has used, by its name; of those too that the server has no more."""
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -1,10 +1,11 @@
-"""API keys: how a server reads them, and how it checks a client's key.
+"""API keys: how a server checks a client's key, and what it knows of it.
 
-No key is stored. The supervisor reads the keys, computes a digest of each with a secret drawn at this start, and passes
-the digests and the secret to the gateways in a memfd. So no key is in the settings, a stage's `Launch`, a recording, a
-command line or a stage's environment, and a leaked digest is worthless after the next start.
+No key is stored. The supervisor reads the keys (key_book.py), computes a digest of each with a secret drawn at this
+start, and passes the digests and the secret to the gateways in a memfd. So no key is in the settings, a stage's
+`Launch`, a recording, a command line or a stage's environment, and a leaked digest is worthless after the next start.
 
-    file, PIPELINE_API_KEYS ──read──► Keys ──memfd──► gateway ──admits(key)──► accepted, or 401
+    files, digests, PIPELINE_API_KEYS ──KeyBook──► Keys ──memfd──► gateway ──scope_of(key)──► accepted, or 401
+                    └── again: pipeline reload ──► Keys ──write──► ───┘ RereadKeys
 """
 
 import hashlib
@@ -13,12 +14,12 @@ import os
 import re
 import resource
 import secrets
-import stat
-from collections.abc import Iterable, Mapping, MutableMapping
+import time
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.config.load import ConfigError
+import msgspec
 
 SERVER_VARIABLE = "PIPELINE_API_KEYS"
 """A server's environment variable: its keys, separated by commas or line breaks."""
@@ -28,36 +29,80 @@ FILE_KEY = "gateway.api_keys_file"
 
 MAX_KEYS = 1024
 """Bounded, because each request's key is compared with all keys."""
+MAX_SLOTS = 4096
+"""Names that a server may have in its life, those of keys that were taken out too."""
 MAX_KEY_CHARS = 512
 SHORT_CHARS = 16
 """Shorter keys can be guessed."""
 MAX_FILE_BYTES = 1024**2
 DIGEST_BYTES = 32
 SCOPE_BYTES = 32
+NUM_READS, READ_AGAIN_S = 100, 0.001
+"""A gateway that starts while the keys are replaced reads them again."""
 NO_SCOPE = ""
 """The scope of requests without an API key."""
 
-_KEY = re.compile(rf"[!-+\--~]{{1,{MAX_KEY_CHARS}}}")
 _BEARER = re.compile(rf"bearer +([!-~]{{1,{MAX_KEY_CHARS}}})", re.IGNORECASE | re.ASCII)
 
 
-class Keys:
-    """Digests of the keys that a server accepts."""
+class ApiKey(msgspec.Struct, frozen=True, array_like=True):
+    """What a server knows of a key besides its digest."""
 
-    def __init__(self, secret: bytes, digests: Iterable[bytes]) -> None:
-        self._secret = secret
-        self._digests = tuple(digests)
+    name: str
+    slot: int
+    """Of its counts; see key_usage.py. Keys with one name share it."""
+    rpm: int = 0
+    """Requests in a minute; 0: no limit."""
+    tpm: int = 0
+    """Tokens in a minute; 0: no limit."""
+    models: tuple[str, ...] = ()
+    """Names that it may use; empty: all."""
+
+
+class _Packed(msgspec.Struct, frozen=True, array_like=True):
+    secret: bytes
+    digests: list[bytes]
+    keys: list[ApiKey]
+    """One for each digest."""
+
+
+class Keys:
+    """Digests of the keys that a server accepts, and what it knows of each. `replace` changes them."""
+
+    def __init__(self, secret: bytes, digests: Iterable[bytes], keys: Iterable[ApiKey]) -> None:
+        self._packed = _Packed(secret, list(digests), list(keys))
+        self._use(self._packed)
+
+    def _use(self, packed: _Packed) -> None:
+        scopes = {one.name: _scope(packed.secret, one.name) for one in packed.keys}
+        self._packed = packed
+        self._scopes = [scopes[one.name] for one in packed.keys]
+        self._by_scope = dict(zip(self._scopes, packed.keys, strict=True))
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> "Keys":
+        """Keys without names of their own."""
         secret = secrets.token_bytes(DIGEST_BYTES)
-        return cls(secret, (_digest(secret, key) for key in dict.fromkeys(keys)))
+        digests = [keyed(secret, sha256(key)) for key in dict.fromkeys(keys)]
+        return cls(secret, digests, (ApiKey(unnamed(place), place) for place, _ in enumerate(digests)))
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._packed.digests)
 
     def __repr__(self) -> str:
         return f"Keys(<{len(self)}>)"
+
+    @property
+    def all(self) -> list[ApiKey]:
+        """One for each name, in order."""
+        return list(self._by_scope.values())
+
+    def described(self) -> dict[str, tuple[ApiKey, frozenset[bytes]]]:
+        """Each name, with what is known of it and its digests."""
+        found = {one.name: (one, frozenset[bytes]()) for one in self._packed.keys}
+        for one, digest in zip(self._packed.keys, self._packed.digests, strict=True):
+            found[one.name] = one, found[one.name][1] | {digest}
+        return found
 
     def admits(self, key: str | None) -> bool:
         """Whether a client's key is one of these."""
@@ -65,39 +110,57 @@ class Keys:
 
     def scope_of(self, key: str | None) -> str | None:
         """The scope of a client's key: an id that is the same in all gateways of this start and that can't be computed
-        without the secret. None if the key is not one of these.
+        without the secret. Keys with one name have one scope. None if the key is not one of these.
 
         The time depends only on the length of `key`: the digest is compared in constant time, and with all keys."""
-        digest = _digest(self._secret, key or "")
-        found = False
-        for one in self._digests:
-            found |= hmac.compare_digest(one, digest)
-        scope = hashlib.blake2b(digest, key=self._secret, digest_size=SCOPE_BYTES, person=b"pipeline scope").hexdigest()
-        return scope if found and key else None
+        digest = keyed(self._packed.secret, sha256(key or ""))
+        found = -1
+        for place, one in enumerate(self._packed.digests):
+            found += (place - found) * hmac.compare_digest(one, digest)
+        return self._scopes[found] if found >= 0 and key else None
+
+    def of_scope(self, scope: str) -> ApiKey | None:
+        """The key with this scope; None if there is none, or not any more."""
+        return self._by_scope.get(scope)
 
     def packed(self) -> bytes:
         """The secret and the digests, for `unpacked` in another process. No key can be read from them, but short keys
         can be guessed by them."""
-        return self._secret + b"".join(self._digests)
+        return msgspec.msgpack.encode(self._packed)
 
     @classmethod
     def unpacked(cls, data: bytes) -> "Keys":
         """The keys of `packed`. Raises ValueError."""
-        if len(data) < 2 * DIGEST_BYTES or len(data) % DIGEST_BYTES:
-            raise ValueError(f"{len(data)} bytes are not valid keys")
-        starts = range(DIGEST_BYTES, len(data), DIGEST_BYTES)
-        return cls(data[:DIGEST_BYTES], (data[start : start + DIGEST_BYTES] for start in starts))
+        packed = _unpacked(data)
+        return cls(packed.secret, packed.digests, packed.keys)
+
+    def replace(self, keys: "Keys") -> None:
+        """Accept these keys from now on, and no others."""
+        self._use(keys._packed)
 
     def share(self) -> int:
         """Write the digests to a memfd for `inherited`. The caller owns the descriptor."""
         fd = os.memfd_create("pipeline-keys")
-        os.write(fd, self.packed())
+        self.write(fd)
         return fd
+
+    def write(self, fd: int) -> None:
+        """Replace what `share` has written. A reader at the same time gets the one or the other."""
+        data = self.packed()
+        os.pwrite(fd, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data, 0)
+        os.ftruncate(fd, DIGEST_BYTES + len(data))
 
     @classmethod
     def inherited(cls, fd: int) -> "Keys":
-        """The keys that `share` wrote. The descriptor stays open and may be read again."""
-        return cls.unpacked(os.pread(fd, DIGEST_BYTES * (MAX_KEYS + 1), 0))
+        """The keys that `share` or `write` wrote. The descriptor stays open and may be read again. Raises ValueError,
+        also if they are being written all the time."""
+        for _ in range(NUM_READS):
+            data = os.pread(fd, max(1, os.fstat(fd).st_size), 0)
+            begin, data = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+            if hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() == begin:
+                return cls.unpacked(data)
+            time.sleep(READ_AGAIN_S)
+        raise ValueError(f"{len(data)} bytes are not valid keys")
 
 
 def bearer(headers: list[str]) -> str | None:
@@ -109,33 +172,6 @@ def bearer(headers: list[str]) -> str | None:
 def of_client(given: str | None) -> str | None:
     """The key that a client sends: `given`, or the one in its environment."""
     return given if given is not None else os.environ.get(CLIENT_VARIABLE) or None
-
-
-def read(path: str, environ: Mapping[str, str]) -> tuple[Keys | None, list[str]]:
-    """A server's keys, from its file (empty: no file) and its environment, and warnings. The keys are None if neither
-    is set. Raises ConfigError; its message never contains a key."""
-    keys: list[str] = []
-    warnings: list[str] = []
-    if path:
-        keys += _of_file(Path(path), warnings)
-    if SERVER_VARIABLE in environ:
-        keys += listed(environ[SERVER_VARIABLE], SERVER_VARIABLE)
-    if not path and SERVER_VARIABLE not in environ:
-        return None, []
-    if len(keys) > MAX_KEYS:
-        raise ConfigError([f"{FILE_KEY}: there are {len(keys)} keys; the limit is {MAX_KEYS}"])
-    if short := sum(len(key) < SHORT_CHARS for key in keys):
-        warnings.append(
-            f"{short} of {len(keys)} API keys are shorter than {SHORT_CHARS} characters and can be guessed; "
-            "`openssl rand -hex 32` generates a better one"
-        )
-    return Keys.of(keys), warnings
-
-
-def listed(text: str, origin: str) -> list[str]:
-    """The keys in a text that separates them by commas or line breaks. `origin` is the name of what the user has set.
-    Raises ConfigError; its message never contains a key."""
-    return _of_lines(re.split(r"[,\n]", text), origin, "entry")
 
 
 def keep_out_of_core_dumps() -> None:
@@ -156,42 +192,6 @@ def forget(environ: MutableMapping[str, str]) -> None:
         environ.pop(name, None)
 
 
-def _of_file(path: Path, warnings: list[str]) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
-    except OSError as error:
-        raise ConfigError([f"{FILE_KEY}: {path} can't be read: {error.strerror}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{FILE_KEY}: {path} is not text (byte {error.start})"]) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError([f"{FILE_KEY}: {path} is larger than {MAX_FILE_BYTES} bytes"])
-    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-        warnings.append(f"{FILE_KEY}: {path} can be read by other users; restrict it with chmod 600")
-    lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
-    return _of_lines(lines, f"{FILE_KEY}: {path}", "line")
-
-
-def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:
-    keys = []
-    for number, line in enumerate(lines, 1):
-        if not (key := line.strip()):
-            continue
-        if not _KEY.fullmatch(key):
-            raise ConfigError(
-                [
-                    f"{origin}, {place} {number}: a key must have 1 to {MAX_KEY_CHARS} visible ASCII characters, "
-                    "without spaces and commas"
-                ]
-            )
-        keys.append(key)
-    if not keys:  # an empty file or variable must not disable authentication
-        raise ConfigError([f"{origin}: contains no key"])
-    return keys
-
-
 def scoped_salt(scope: str, salt: str) -> str:
     """The salt of a request's prefix-cache blocks: its `cache_salt` within its key's scope. No `cache_salt` leads out
     of the scope, because both are separate inputs of a keyed digest and the scope is secret. Without a scope, the salt
@@ -208,5 +208,30 @@ def scope_id(scope: str) -> str:
     return hashlib.blake2b(scope.encode(), digest_size=8, person=b"pipeline id").hexdigest()
 
 
-def _digest(secret: bytes, key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), key=secret, digest_size=DIGEST_BYTES).digest()
+def unnamed(place: int) -> str:
+    """The name of a key that was given none."""
+    return f"key-{place + 1}"
+
+
+def sha256(key: str) -> bytes:
+    """The digest of a key that a settings file may have."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def keyed(secret: bytes, digest: bytes) -> bytes:
+    """The digest of a key's `sha256` that the processes have."""
+    return hashlib.blake2b(digest, key=secret, digest_size=DIGEST_BYTES).digest()
+
+
+def _scope(secret: bytes, name: str) -> str:
+    return hashlib.blake2b(name.encode(), key=secret, digest_size=SCOPE_BYTES, person=b"pipeline scope").hexdigest()
+
+
+def _unpacked(data: bytes) -> _Packed:
+    try:
+        packed = msgspec.msgpack.decode(data, type=_Packed)
+    except msgspec.DecodeError:
+        packed = None
+    if packed is None or not packed.digests or len(packed.digests) != len(packed.keys):
+        raise ValueError(f"{len(data)} bytes are not valid keys")
+    return packed

@@ -70,6 +70,8 @@ class ControlRequests:
         """Returns the stage's own counts. Set by stages that have some."""
         self.find_request: Callable[[str], RequestTimings | None] = lambda _: None
         """Returns the timings of an open request. Set by gateways."""
+        self.reread_keys: Callable[[], None] = lambda: None
+        """Reads the API keys again. Set by gateways."""
         self.traffic: TrafficSource | None = None
         """Notes lengths and prefixes of requests. Set by schedule."""
 
@@ -112,6 +114,8 @@ class ControlRequests:
                 return self._traffic().start(request)
             case m.TakeTraffic():
                 return self._traffic().take(request)
+            case m.RereadKeys():
+                return self.reread_keys()
             case _:
                 assert_never(request)
 

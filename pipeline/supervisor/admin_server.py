@@ -26,7 +26,8 @@ from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor.reload import Change
 
-MAX_QUESTION_BYTES = 64 * 1024
+MAX_QUESTION_BYTES = 1024 * 1024
+"""Settings with 1,024 named API keys have a third of it."""
 MAX_OPEN_QUESTIONS = 64
 MAX_TAKEN_AT_ONCE = 16
 """Messages handled in one turn of the supervisor's loop, so that a flood cannot stall it."""
@@ -119,6 +120,8 @@ class Reloaded(m.Message, frozen=True, tag="reloaded"):
     """If one of them is refused, nothing was changed."""
     problem: str = ""
     """Why the settings stay as they were, unless a change is refused."""
+    keys: str = ""
+    """Which API keys were added, changed or removed, in words."""
 
 
 class Stats(m.Message, frozen=True, tag="stats"):
@@ -149,6 +152,9 @@ class Problem(m.Message, frozen=True, tag="problem"):
 
 AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload
 AdminReply = Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | Problem
+
+ReloadDone = Callable[[list[Change], str, str], None]
+"""Called with the fields of `Reloaded`."""
 
 Answers = dict[str, m.Answer]
 """By stage. Stages that did not answer in time, or could not be reached, are missing."""
@@ -240,7 +246,7 @@ class AdminServer:
         stats: Callable[[float, Callable[[ServerStats], None]], None],
         names: Callable[[], list[str]],
         restart: Callable[[str, Callable[[float, str], None]], None],
-        reload: Callable[[Settings, SettingsSource, bool, Callable[[list[Change], str], None]], None],
+        reload: Callable[[Settings, SettingsSource, bool, ReloadDone], None],
         source: Callable[[], SettingsSource | None],
         restarts: Callable[[float], StageTrace],
     ) -> None:
@@ -313,7 +319,7 @@ class AdminServer:
                     settings,
                     source,
                     is_dry_run,
-                    lambda changes, problem: self._reply(peer, Reloaded(nonce, changes, problem)),
+                    lambda changes, problem, keys: self._reply(peer, Reloaded(nonce, changes, problem, keys)),
                 )
             case _:
                 assert_never(message)

@@ -11,15 +11,22 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.runtime import api_keys
 from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE, Keys
+from pipeline.runtime.key_book import KeyBook
 
 
-def keys_of(settings: Settings, log: logging.Logger, given: Keys | None = None) -> Keys | None:
-    """The API keys of a server that is about to listen: those `given`, or else of its file and environment, from which
-    they are removed. Raises ConfigError if it has none and may not listen at its address without."""
-    path = settings.gateway.api_keys_file
-    if given is not None or path or SERVER_VARIABLE in os.environ:
+def keys_of(
+    settings: Settings, log: logging.Logger, given: Keys | None = None, book: KeyBook | None = None
+) -> Keys | None:
+    """The API keys of a server that is about to listen: those `given`, or else of its settings and environment, from
+    which they are removed. `book` can read them again. Raises ConfigError if it has none and may not listen at its
+    address without."""
+    path, tables = settings.gateway.api_keys_file, settings.keys
+    if given is not None or path or tables or SERVER_VARIABLE in os.environ:
         api_keys.keep_out_of_core_dumps()
-    keys, warnings = (given, []) if given is not None else api_keys.read(path, os.environ)
+    book = book or KeyBook()
+    if given is None:
+        book.take_environment(os.environ)
+    keys, warnings = (given, []) if given is not None else book.read(path, tables)
     api_keys.forget(os.environ)
     check(settings, keys is not None)
     for warning in warnings:
@@ -58,7 +65,7 @@ def hint(settings: Settings, has_keys: bool) -> str | None:
 def _refusal(where: str) -> str:
     return (
         f"{where} can be reached from other machines, and the server has no API keys: set some "
-        f"({FILE_KEY}, or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or set "
+        f"({FILE_KEY}, [[keys]], or {SERVER_VARIABLE} in its environment), or listen on 127.0.0.1, or set "
         "gateway.allow_unauthenticated = true to serve clients without keys"
     )
 

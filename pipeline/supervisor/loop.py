@@ -18,18 +18,20 @@ from typing import assert_never
 import msgspec
 import zmq
 
+from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
 from pipeline.hosts.hosts import Hosts
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
-from pipeline.supervisor.admin_server import AdminServer, Questions
+from pipeline.supervisor.admin_server import AdminServer, Answers, Questions, ReloadDone
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
@@ -48,6 +50,8 @@ EXIT_NOT_STARTED = 1
 EXIT_STAGE_DIED = 3
 LAST_MESSAGES_S = 0.5
 """Maximum time to wait for the last messages of a child that has ended."""
+KEYS_S = 5.0
+"""Time for a gateway to read changed API keys."""
 POLL_S = 1.0
 """Deadlines are checked at least this often."""
 
@@ -410,7 +414,12 @@ class SupervisorLoop:
         name = self._resources.settings.served_model_name or (self.prepared.model_name if self.prepared else "")
         state = "draining" if self.is_ending else "serving" if self.is_serving else "starting"
         facts = ServerFacts(
-            name, self._url, state, self.facts, {one.name: one.id for one in self._resources.adapters.values()}
+            name,
+            self._url,
+            state,
+            self.facts,
+            {one.name: one.id for one in self._resources.adapters.values()},
+            self._resources.keys.usage(),
         )
         self._stats_collector.gather(facts, self.table.in_flow_order(), timeout_s, then)
 
@@ -444,22 +453,36 @@ class SupervisorLoop:
         settings: Settings,
         source: SettingsSource,
         is_dry_run: bool,
-        done: Callable[[list[Change], str], None],
+        done: ReloadDone,
     ) -> None:
         """Change the settings, add and remove processes, and restart the stages that use them, one process after the
         other. If one of them can't be started, the settings stay as they were, except the numbers of processes that
         have changed before."""
         before = self._resources.settings
         changed = changes(before, settings)
-        if is_dry_run or not changed or any(one.refusal for one in changed):
-            done(changed, "")
+        if any(one.refusal for one in changed):
+            done(changed, "", "")
             return
-        if not self.is_serving or self.is_ending or self._is_reloading:
-            done(changed, "the server is starting, reloading or shutting down")
+        if not is_dry_run and (not self.is_serving or self.is_ending or self._is_reloading):
+            done(changed, "the server is starting, reloading or shutting down", "")
+            return
+        try:  # always: the files of the keys may have changed
+            api_keys, warnings = self._resources.keys.read_again(settings)
+        except ConfigError as error:
+            self._log.error("the API keys stay as they were", extra={"fields": {"why": str(error)}})
+            done(changed, str(error), "")
+            return
+        if is_dry_run:
+            done(changed, "", self._resources.keys.change_to(api_keys))
+            return
+        for warning in warnings:
+            self._log.warning(warning)
+        if not changed:
+            self._use_keys(api_keys, changed, done)
             return
         to_change = to_scale(changed)
         if to_change and self._run_mode.is_debugged:
-            done(changed, "the number of processes is fixed while stages are debugged")
+            done(changed, "the number of processes is fixed while stages are debugged", "")
             return
         self._is_reloading = True
         self._use(_with_replicas_of(before, settings))
@@ -492,7 +515,7 @@ class SupervisorLoop:
                 self._is_reloading = False
                 self._restarts.spans.end("server")
                 self._source = source
-                done(changed, "")
+                self._use_keys(api_keys, changed, done)
 
         def ended(problem: str) -> None:
             if not problem:
@@ -507,9 +530,25 @@ class SupervisorLoop:
                 for stage in topology.SCALABLE
                 if topology.num_replicas(now, stage) != topology.num_replicas(before, stage)
             ]
-            done(changed, "; ".join((problem, *scaled)))
+            done(changed, "; ".join((problem, *scaled)), "")
 
         go_on()
+
+    def _use_keys(self, keys: Keys | None, changed: list[Change], done: ReloadDone) -> None:
+        """The last part of a reload: have all gateways accept these API keys, if they differ."""
+        change = self._resources.keys.change_to(keys)
+        if keys is None or not change:
+            done(changed, "", "")
+            return
+        self._resources.keys.use(keys)
+        self._log.info("changed API keys", extra={"fields": {"keys": change}})
+        gateways = topology.among(self.table.names_of_ready(), "gateway")
+
+        def then(answers: Answers) -> None:
+            late = [name for name in gateways if name not in answers or answers[name].error]
+            done(changed, f"{', '.join(late)} did not answer: restart it" if late else "", change)
+
+        self._questions.ask(gateways, m.RereadKeys(0), KEYS_S, then)
 
     def _answer_health(self, asker: str, health: m.Health) -> None:
         if asker == SUPERVISOR:

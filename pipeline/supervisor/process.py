@@ -76,7 +76,7 @@ class Child:
             assert num_written == len(data), "the launch does not fit the pipe"
             fds = [read_fd, launch.death_fd, control.fileno(), *(segment.fd for segment in launch.segments)]
             fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
-            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.admin_fd) if fd >= 0]
+            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.usage_fd, launch.admin_fd) if fd >= 0]
             fds += [fd for fd in (launch.ranks_fd, launch.stages_fd, launch.library_fd) if fd >= 0]
             fds += [launch.tcp.listen_fd] if launch.tcp is not None and launch.tcp.listen_fd >= 0 else []
             fds += launch.black_box.fds if launch.black_box is not None else []

@@ -39,6 +39,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 KEYS: dict[str, tuple[str, ...]] = {
     "served_model_name": ("gateway",),
     "generation_config": ("ingest", "gateway"),
+    "keys": LIVE,
+    "gateway.api_keys_file": LIVE,
     "log_level": ALL,
     "log_format": ALL,
     "schedule.policy": ("schedule", "gateway"),
@@ -66,7 +68,6 @@ NEW_SERVER = {
     "gateway.zmq": "the listening sockets are fixed",
     "gateway.admin_host": "the listening sockets are fixed",
     "gateway.admin_port": "the listening sockets are fixed",
-    "gateway.api_keys_file": "keys are read at the start",
     "gateway.allow_unauthenticated": "it is checked at the start",
     "schedule.max_num_seqs": "the memory of schedule and execute is made for it",
     "schedule.max_num_batched_tokens": "the memory of schedule and execute is made for it",
@@ -133,7 +134,8 @@ def changes(before: Settings, after: Settings) -> list[Change]:
             old, new = _value(before, key.dotted), _value(after, key.dotted)
             if old != new:
                 refusal = _refusal(key.dotted, old, new)
-                found.append(Change(key.dotted, old, new, () if refusal else stages_of(key.dotted), refusal))
+                stages = () if refusal else stages_of(key.dotted)
+                found.append(Change(key.dotted, _shown(old), _shown(new), stages, refusal))
     return found
 
 
@@ -158,6 +160,13 @@ def _refusal(key: str, old: Any, new: Any) -> str:
     if key in RAISED and new > old:
         return "it can only be lowered: the queues between the stages are made for it"
     return NEW_SERVER.get(key, "")
+
+
+def _shown(value: Any) -> Any:
+    """A value for `Change`. Of `[[keys]]`, only the names."""
+    if isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct):
+        return [getattr(one, "name", "") for one in value]
+    return value
 
 
 def _value(settings: Settings, dotted: str) -> Any:

@@ -16,9 +16,11 @@ from pipeline.errors import UserError
 from pipeline.runtime import api_keys, model_folder, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import address_of
+from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.shared_keys import SharedKeys
 from pipeline.supervisor.tcp_channels import TcpChannels
 
 INCARNATION = 1
@@ -46,6 +48,7 @@ class SharedResources:
         listeners: Sequence[socket.socket],
         admin_listeners: Sequence[socket.socket],
         keys: api_keys.Keys | None,
+        book: KeyBook | None = None,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty. Their
         owner changes them with the number of gateways."""
@@ -73,7 +76,8 @@ class SharedResources:
         """Swap space that is being reserved."""
         self._model: BinaryIO | None = None
         """Marks the model's folder as used."""
-        self._keys_fd = -1 if keys is None else keys.share()
+        self.keys = SharedKeys(keys, book)
+        """Which clients need, and what each of them has used."""
         self.black_boxes = BlackBoxes(settings)
         self._suspects: dict[str, int | None] = {}
         """The requests that the last process of each stage was working on when it died."""
@@ -96,7 +100,7 @@ class SharedResources:
 
     @property
     def has_keys(self) -> bool:
-        return self._keys_fd >= 0
+        return self.keys.are_needed
 
     def reserve_swap(self, *, with_model: bool) -> None:
         """Begin to reserve swap space, if there is any. A thread does it while the stages start. Raises MemoryError."""
@@ -333,14 +337,14 @@ class SharedResources:
             rank=replica if stage == "execute" else 0,
             incarnation=incarnation,
             entry=entry,
-            settings=self.settings,
+            settings=msgspec.structs.replace(self.settings, keys=()),  # the gateways have them from `keys_fd`
             model_dir="",
             address=self.addresses.get(name) or address_of(self.server, name, INCARNATION),  # prepare has none
             peers=[self.tcp.reached_by(name, peer) for peer in peers],
             segments=[] if is_remote else self._segments_of(stage, name),
             death_fd=-1 if is_remote else self._death_read,
             listen_fd=self._listeners[replica].fileno() if stage == "gateway" else -1,
-            keys_fd=self._keys_fd if stage == "gateway" else -1,
+            keys_fd=self.keys.fd if stage == "gateway" else -1,
             admin_fd=self._admin_listeners[replica].fileno() if stage == "gateway" and self._admin_listeners else -1,
             rings=[ring for peer in self.incarnations for ring in self._rings_between(name, peer)],
             incarnations=self._incarnations_for(name),
@@ -350,6 +354,7 @@ class SharedResources:
             stages_fd=self._rank_fds[-1] if has_ranks else -1,
             tcp=self.tcp.of_process(name),
             library_fd=self._library_fd(name) if stage == "execute" and not is_remote else -1,
+            usage_fd=self.keys.usage_fd if stage == "gateway" else -1,
         )
 
     def _library_fd(self, name: str) -> int:
@@ -396,8 +401,7 @@ class SharedResources:
                 os.close(fd)
         for fd in (*self._rank_fds, *self._library_fds.values()):
             os.close(fd)
-        if self._keys_fd >= 0:
-            os.close(self._keys_fd)
+        self.keys.close()
         if self._model is not None:
             self._model.close()
         self.black_boxes.close()

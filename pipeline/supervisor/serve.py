@@ -9,6 +9,7 @@ from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.logs import open_log
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
@@ -35,7 +36,8 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
     log = open_log(SUPERVISOR, settings.log_level, settings.log_format)
     begun = time.monotonic()
     raise_descriptor_limit()
-    keys = bind_policy.keys_of(settings, log, keys)
+    book = KeyBook() if keys is None else None
+    keys = bind_policy.keys_of(settings, log, keys, book)
     if settings.gateway.ssl_certfile:  # imported only then, because it takes a while
         from pipeline.runtime.tls import server_context
 
@@ -51,7 +53,7 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
             if (address := zmq_address(settings, listeners, replica)) is not None:
                 check_free(address)
         try:
-            supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins)
+            supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins, book)
         except UserError as error:  # of the sockets for other hosts
             raise OSError(str(error)) from error
         try:

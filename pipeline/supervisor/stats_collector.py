@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pipeline.metrics.stats import ServerStats, StageCounts, StageStats
+from pipeline.metrics.stats import KeyUsage, ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.supervisor.admin_server import Answers, Questions
@@ -96,6 +96,7 @@ class StatsCollector:
             adapters=facts.adapters,
             backend=str(facts.execute.backend) if facts.execute else "",
             is_batch_invariant=facts.execute is None or facts.execute.is_batch_invariant,
+            keys=facts.keys,
         )
 
 
@@ -107,3 +108,4 @@ class ServerFacts(msgspec.Struct, frozen=True):
     state: str
     execute: m.ExecuteFacts | None
     adapters: dict[str, str] = {}
+    keys: list[KeyUsage] = []

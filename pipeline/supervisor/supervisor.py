@@ -24,6 +24,7 @@ from pipeline.errors import UserError
 from pipeline.hosts import placement
 from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
+from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.kv_groups import described, has_windows
 from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
@@ -53,7 +54,9 @@ class Supervisor:
         run_mode: RunMode | None = None,
         keys: api_keys.Keys | None = None,
         admins: list[socket.socket] | None = None,
+        book: KeyBook | None = None,
     ) -> None:
+        """`book` has read the keys; None if they can't be read again."""
         self._run_mode = run_mode or RunMode()
         admins = admins if admins is not None else []
         self._listeners = listeners
@@ -62,7 +65,7 @@ class Supervisor:
         """One for each gateway, or empty."""
         self._url = url_of(listeners[0], "https" if settings.gateway.ssl_certfile else "http")
         self._log = log
-        self._resources = SharedResources(settings, listeners, admins, keys)
+        self._resources = SharedResources(settings, listeners, admins, keys, book)
         self._loop = SupervisorLoop(settings, self._run_mode, self._resources, listeners, admins, self._url, log)
 
     # ----------------------------------------------------------------------------------------------------- life

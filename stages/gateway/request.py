@@ -21,6 +21,7 @@ from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost, output_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.responses_api.types import ResponseObject
+from pipeline.stages.gateway.usage import RequestUsage
 from pipeline.text import special_spans
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -314,6 +315,8 @@ class Request:
         self.output_cost = output_cost
         self.fixed_bytes = fixed_bytes
         """Of each of its prompt requests, for admission."""
+        self.usage: RequestUsage | None = None
+        """What it uses of its API key's limits; None for a lookup, and without a key."""
         self.num_bytes = self.num_base_bytes = 0
         """What admission counts, besides its prompt requests; and the part without output."""
         self.prompt_requests: list[PromptRequest] = []

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.http_server.key_accounts import REQUESTS, KeyAccounts
 from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
@@ -37,6 +38,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.responses_api.event_log import EventLog as ResponseLog
 from pipeline.stages.gateway.timings import RecentRequests
+from pipeline.stages.gateway.usage import RequestUsage
 from pipeline.text.formats.chat_formats import ChatFormats
 
 FIRST_ATTEMPT = 1
@@ -54,6 +56,8 @@ class RequestTable:
         """Those that get new requests."""
         self._schedule = stage.outbox("schedule")
         self.formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
+        self.accounts = KeyAccounts.inherited(stage.launch.keys_fd, stage.launch.usage_fd, stage.replica)
+        """Of API keys, which a replay has not: the effects of their limits are in the recording."""
         self.num_opened = 0
         """Calls of `open`, including those that were refused."""
         self._table: dict[int, PromptRequest] = {}
@@ -241,12 +245,14 @@ class RequestTable:
         estimates = [self.admission.estimate(one, is_computed=not parsed.is_lookup) for one in sized.num_tokens]
         now_s = time.monotonic()
         form, sizes = sized.form, submitted_bytes(parsed, fixed)
+        usage: RequestUsage | None = None
         if not replay.is_replaying:  # a recording has only what was admitted
-            parsed = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
+            parsed, usage = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
         if replay.is_recording:
             replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
         cost = output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
+        request.usage = usage
         self._register(request)
         self.keep(request, form, form)
         for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):
@@ -268,19 +274,39 @@ class RequestTable:
         self._set_deadline(request)
         return request
 
-    def _admitted(self, parsed: ParsedRequest, num_tokens: int, now_s: float, num_bytes: int) -> ParsedRequest:
-        """The request, with its bounds. Raises ApiError: 503 if too much is open, 400 if it would never fit. What is
-        open depends on more than a recording has, so a refusal is recorded."""
+    def _admitted(
+        self, parsed: ParsedRequest, num_tokens: int, now_s: float, num_bytes: int
+    ) -> tuple[ParsedRequest, RequestUsage | None]:
+        """The request, with its bounds, and what counts it for its key. Raises ApiError: 503 if too much is open, 400
+        if it would never fit, 429 if its key has used its limit. What is open depends on more than a recording has, so
+        a refusal is recorded."""
         admission = self.admission
         try:
             if self._unsent:
                 raise overloaded("the queue to its stages is full")
             parsed = bounded(parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens)
             admission.admit(len(parsed.prompts) * parsed.num_sequences, num_tokens, now_s, num_bytes)
+            usage = self._usage_of(parsed, num_tokens)
         except ApiError as error:
             self._stage.replay_context.event("refused", self.num_opened, error.message.encode())
             raise
-        return parsed
+        return parsed, usage
+
+    def _usage_of(self, parsed: ParsedRequest, num_tokens: int) -> RequestUsage | None:
+        """Count the request for its API key. Raises RateLimited."""
+        if (account := self.accounts.of_scope(parsed.scope)) is None:
+            return None
+        if parsed.is_lookup:
+            account.count(REQUESTS)
+            return None
+        return RequestUsage(account, num_tokens)
+
+    def count_usage(self) -> None:
+        """Count what open requests have used. Call it once per heartbeat."""
+        if self.accounts.keys is not None:
+            for request in {id(one.request): one.request for one in self._table.values()}.values():
+                if request.usage is not None and not request.is_released:
+                    request.usage.update(request)
 
     def _max_tokens_of(self, parsed: ParsedRequest) -> int | None:
         """What the client asks for, for metrics: no more than the model can generate."""
@@ -432,6 +458,8 @@ class RequestTable:
             return
         self._stage.replay_context.event("leave", request.number)
         request.is_released = True
+        if request.usage is not None:
+            request.usage.update(request, is_last=True)
         if self._by_number.pop(request.number, None) is not None:
             self._deadlines.remove(request.number)
         self._unregister(request)

@@ -102,7 +102,7 @@ class GatewayStage:
             self._resetter,
             limits,
             settings.gateway,
-            has_keys=stage.launch.keys_fd >= 0,
+            has_keys=self._requests.accounts.keys is not None,
             model=model,
             adapters=self._adapters,
         )
@@ -112,8 +112,8 @@ class GatewayStage:
         self._tasks: asyncio.TaskGroup
         self._http: list[HttpListener] = []
         """That for clients, then the admin listener."""
-        fd = stage.launch.keys_fd
-        self._keys = Keys.inherited(fd) if fd >= 0 else None
+        self._keys = self._requests.accounts.keys
+        stage.control_requests.reread_keys = self._reread_keys
         self._zmq_server: ZmqServer | None = None
         self._http_port = 0
         self._rescaling: m.Rescaled | None = None
@@ -151,6 +151,7 @@ class GatewayStage:
             if self._zmq_server is not None:
                 await self._zmq_server.wait_closed()
             inbox.close()
+            self._requests.accounts.close()
 
     def _listeners(self) -> list[HttpListener]:
         """The HTTP listeners: the one for clients, and the admin listener if there is one."""
@@ -182,6 +183,14 @@ class GatewayStage:
             admin = self._api.admin_app()
             self._http.append(HttpListener(admin, sock, rules, **shared))
         return self._http
+
+    def _reread_keys(self) -> None:
+        """The server's API keys have changed. Requests that are open go on, connections over ZeroMQ with a key that is
+        none any more end."""
+        if self._keys is not None:
+            self._requests.accounts.replace(Keys.inherited(self._stage.launch.keys_fd))
+            if self._zmq_server is not None:
+                self._zmq_server.drop_unknown_keys()
 
     def _zmq_addresses(self) -> list[str]:
         """Of all gateways; empty if gateway.zmq is off."""
@@ -255,6 +264,7 @@ class GatewayStage:
             case m.Ping(nonce):
                 self._readiness.pinged_s = time.monotonic()
                 self._requests.log_refused()
+                self._requests.count_usage()
                 self._refusal_log.flush()
                 self._descriptor_watch.check()
                 self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))

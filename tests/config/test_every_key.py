@@ -43,6 +43,7 @@ EFFECTS = {
     "hf_overrides": "tests/stages/prepare/test_forms.py::test_keys_of_the_config_may_be_overridden",
     "chat_template": ("tests/stages/prepare/test_chat_templates.py::test_a_given_template_replaces_those_of_the_model"),
     "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
+    "keys": "tests/stages/gateway/http/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
     "gateway.replicas": REPLICAS,

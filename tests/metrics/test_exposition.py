@@ -13,6 +13,7 @@ from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS, bucket_of
 from pipeline.metrics.stats import (
     EdgeCounts,
     ExecuteCounts,
+    KeyUsage,
     KVGroupCounts,
     OwnCounts,
     ScheduleCounts,
@@ -328,3 +329,26 @@ def test_each_rank_reports_how_long_it_waits_for_others() -> None:
     for rank in range(2):
         assert value(samples, "pipeline_execute_barrier_seconds_total", stage=f"execute.{rank}") == 0.25 * rank
         assert value(samples, "pipeline_execute_pipeline_wait_seconds_total", stage=f"execute.{rank}") == rank / 8
+
+
+def test_each_api_key_has_its_counters() -> None:
+    usage = [KeyUsage("alice", 5, 100, 40, 60, 1, 2, 3), KeyUsage("key-1")]
+    stats = ServerStats("77-ab", 77, "1", MODEL, "", "serving", 1.0, 2.0, [], keys=usage)
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(exposition.text_of(stats).decode())
+        for sample in family.samples
+        if sample.name.startswith("pipeline_key_")
+    }
+    assert {name: value for name, value in found.items() if ("key", "alice") in name} == {
+        ("pipeline_key_requests_total", ("key", "alice")): 5,
+        ("pipeline_key_prompt_tokens_total", ("key", "alice")): 100,
+        ("pipeline_key_cached_tokens_total", ("key", "alice")): 40,
+        ("pipeline_key_output_tokens_total", ("key", "alice")): 60,
+        ("pipeline_key_rejected_total", ("key", "alice"), ("reason", "rate_limit")): 1,
+        ("pipeline_key_rejected_total", ("key", "alice"), ("reason", "overloaded")): 2,
+        ("pipeline_key_rejected_total", ("key", "alice"), ("reason", "invalid")): 3,
+    }
+    assert len(found) == 14, "a key that was not used yet has counters of 0"
+    without = exposition.text_of(msgspec.structs.replace(stats, keys=[]))
+    assert b"pipeline_key_" not in without

@@ -157,6 +157,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "find_call": m.FindRequest(5, "cmpl-1"),
     "flame": m.Flame(5),
     "end_flame": m.EndFlame(5),
+    "reread_keys": m.RereadKeys(5),
     "ask_server_stats": m.AskServerStats(5),
     "stats_answer": m.StatsAnswer(5, STATS),
     "answer": m.Answer(5, packed(FAILURE)),

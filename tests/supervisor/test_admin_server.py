@@ -296,5 +296,5 @@ def test_a_reload_is_answered_with_what_has_changed(bench: Bench) -> None:
     (given, given_source, is_dry_run, done) = bench.reloads.pop()
     assert (given, given_source) == (settings, source) and is_dry_run
     changed = changes(Settings(), settings)
-    done(changed, "execute.0 was not restarted: no")
-    assert bench.receive() == admin_server.Reloaded(5, changed, "execute.0 was not restarted: no")
+    done(changed, "execute.0 was not restarted: no", "added bob")
+    assert bench.receive() == admin_server.Reloaded(5, changed, "execute.0 was not restarted: no", "added bob")

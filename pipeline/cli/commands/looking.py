@@ -1,4 +1,4 @@
-"""`pipeline trace`, `ps`, `top`, `restart` and `reload`."""
+"""`pipeline trace`, `ps`, `usage`, `top`, `restart` and `reload`."""
 
 import argparse
 
@@ -40,6 +40,25 @@ def add_ps(commands: Commands) -> None:
 
 def _ps(args: argparse.Namespace) -> int:
     from pipeline.cli.watch.ps import run
+
+    return run(args)
+
+
+def add_usage(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "usage",
+        help="show what each API key of a running server has used",
+        description="Show what each API key of a running server has used since the server's start: requests, tokens of "
+        "prompts (those found in the prefix cache too), generated tokens, and requests that were refused.",
+        allow_abbrev=False,
+    )
+    add_server_options(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_usage)
+
+
+def _usage(args: argparse.Namespace) -> int:
+    from pipeline.cli.watch.usage import run
 
     return run(args)
 
@@ -95,9 +114,9 @@ def add_reload(commands: Commands) -> None:
         help="change the settings of a running server",
         description="Read the settings of a running server again, from the file and options that it was started with, "
         "and restart the stages that use those that have changed. gateway.replicas, ingest.replicas and "
-        "detokenize.replicas add or remove processes instead. Open requests go on. If a setting can't change while "
-        "the server runs, nothing is changed. --set changes one setting, also at later reloads; --config names another "
-        "file, in place of all options.",
+        "detokenize.replicas add or remove processes instead. API keys and their files are read again and used at "
+        "once. Open requests go on. If a setting can't change while the server runs, nothing is changed. --set changes "
+        "one setting, also at later reloads; --config names another file, in place of all options.",
         allow_abbrev=False,
     )
     add_settings(parser)

@@ -42,7 +42,10 @@ def run(args: argparse.Namespace) -> int:
         kept = "the other settings" if to_scale(found.changes) else "the settings"
         complain("pipeline reload", f"{found.problem}; {kept} stay as they were")
         return 1
-    print(summary(found.changes, args.dry_run))
+    if found.keys:
+        print(f"API keys: {found.keys}: used at once")
+    if found.changes or not found.keys:
+        print(summary(found.changes, args.dry_run))
     return 0
 
 

@@ -101,6 +101,12 @@ class TakeTraffic(Message, frozen=True, tag="take_traffic"):
     """Otherwise the recording ends, and open requests are returned too."""
 
 
+class RereadKeys(Message, frozen=True, tag="reread_keys"):
+    """To gateways: accept the API keys that `Launch.keys_fd` has now. Answered with nil."""
+
+    nonce: int
+
+
 ControlRequest = (
     Count
     | Trace
@@ -113,6 +119,7 @@ ControlRequest = (
     | KeepRecord
     | RecordTraffic
     | TakeTraffic
+    | RereadKeys
 )
 """Every stage's inbox accepts these besides the stage's own union and passes them to pipeline.runtime.control_requests,
 which replies to each with one `Answer`. The stage's loop never sees them. The supervisor sets `nonce`."""

@@ -170,6 +170,9 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     library_fd: int = -1
     """For an executor: memory that outlives it, in which it leaves the library of its kernels to its successor. Empty
     at first; -1: there is none."""
+    usage_fd: int = -1
+    """For a gateway: memory in which it counts what each API key uses; see pipeline.runtime.key_usage. -1: the server
+    has no keys."""
 
     @property
     def name(self) -> str:

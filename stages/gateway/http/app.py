@@ -18,6 +18,7 @@ from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
+from pipeline.http_server.key_accounts import ACCOUNT, Account, add_limit_headers
 from pipeline.http_server.ollama_errors import is_ollama
 from pipeline.http_server.server_header import add_headers
 from pipeline.runtime import messages as m
@@ -39,7 +40,7 @@ from pipeline.stages.gateway.admin.server_info import (
 )
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
-from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.infill.parsing import parse_infill
@@ -111,7 +112,9 @@ class Api:
         self._has_admin_routes = True
         self.cors = Cors(settings)
         self.responses = ResponsesApi(self._read_request, requests, aborter, settings)
-        self._ollama = OllamaApi(self._read_request, self._respond, self._bodies.parse, readiness, limits, model)
+        self._ollama = OllamaApi(
+            self._read_request, self._respond, self._bodies.parse, readiness, self._limits_of_key, model
+        )
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
@@ -152,6 +155,7 @@ class Api:
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
         app.on_response_prepare.append(add_headers)
+        app.on_response_prepare.append(add_limit_headers)
         app.on_response_prepare.append(self._close_if_leaving)
         return app
 
@@ -230,7 +234,10 @@ class Api:
         """Read and parse a request that can be opened now. Raises ApiError."""
         received_s = time.monotonic()
         self._readiness.require_ready()
+        account = self._account(http_request)
         self._requests.check_room(http_request.content_length or 0)
+        if account is not None:
+            account.arrive()
         name = request_ids.of_headers(http_request.headers)
         given_s = time_left.of_headers(http_request.headers)
         parsed = await self._parse_request(http_request, parser, received_s, given_s)
@@ -247,14 +254,33 @@ class Api:
         self._readiness.require_ready()
         return parsed
 
+    def _limits_of_key(self) -> RequestLimits:
+        """The limits of the current request's client."""
+        account = self._requests.accounts.of_scope(current_scope())
+        return self._limits if account is None else self._limits.for_key(account.key.models)
+
+    def _account(self, http_request: web.Request) -> Account | None:
+        """The account of a request that opens one in the table: its errors count there, and its response has the
+        headers of the limits."""
+        account = self._requests.accounts.of_scope(current_scope())
+        if account is not None:
+            http_request[ACCOUNT] = account
+        return account
+
     async def _expect_call(self, http_request: web.Request) -> web.StreamResponse | None:
         """Answer an Expect header of a route that opens a request: refuse before the body is sent, if possible."""
+        account = None
         try:
             self._readiness.require_ready()
+            account = self._account(http_request)
             self._requests.check_room(http_request.content_length or 0)
+            if account is not None:
+                account.check()
             with self._count_overloaded():
                 self._bodies.check_declared(http_request)
         except ApiError as error:
+            if account is not None:
+                account.refused(error.status)
             return expect.refuse(http_request, error)
         return await expect.answer_expect(http_request)
 
@@ -264,9 +290,10 @@ class Api:
         """Read and parse the body within the server's deadline, and in `given_s`."""
         left_s = received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
         num_point_bytes = resumption.num_point_bytes(http_request.headers)
+        limits = self._limits_of_key()
 
         def parse_body(body: bytes) -> ParsedRequest | Rest[ParsedRequest]:
-            parsed = parser(body[num_point_bytes:], self._limits)
+            parsed = parser(body[num_point_bytes:], limits)
             if isinstance(parsed, Rest):
                 return parsed.then(lambda parsed: complete(parsed, body))
             return complete(parsed, body)
@@ -296,24 +323,33 @@ class Api:
             raise
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
-        card = self._card()
-        return _json(ModelList(data=[card, *(_adapter_card(card, one) for one in self._limits.adapters.values())]))
+        card, limits = self._card(), self._limits_of_key()
+        cards = [card, *(_adapter_card(card, one) for one in limits.adapters.values())]
+        return _json(ModelList(data=[one for one in cards if limits.allows(one.id)]))
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
         card, name = self._card(), http_request.match_info["model"]
-        parse.check_model(name, self._limits)
+        parse.check_model(name, self._limits_of_key())
         adapter = self._limits.adapters.get(name)
         return _json(card if name == card.id or adapter is None else _adapter_card(card, adapter))
 
     async def load_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()
         body = await self._bodies.parse(http_request, lambda body: decode(load_bodies, body, {}))
+        self._check_adapter(body.lora_name)
         return web.Response(text=await self._registry().load(body))
 
     async def unload_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()
         body = await self._bodies.parse(http_request, lambda body: decode(unload_bodies, body, {}))
+        self._check_adapter(body.lora_name)
         return web.Response(text=await self._registry().unload(body))
+
+    def _check_adapter(self, name: str) -> None:
+        """Raises ApiError, 404, if the client's key may not use this name: it may not change what others use."""
+        limits = self._limits_of_key()
+        if not limits.allows(name):
+            raise parse.unknown_model(shown(name), limits)
 
     def _registry(self) -> AdapterRegistry:
         assert self._adapters is not None

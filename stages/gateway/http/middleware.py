@@ -3,7 +3,8 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pipeline.http_server.error_responses import error_response
+from pipeline.http_server.error_responses import REQUEST_ID, error_response
+from pipeline.http_server.key_accounts import ACCOUNT
 from pipeline.http_server.ollama_errors import not_found_advice
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.routes import meant_route
@@ -15,6 +16,8 @@ async def format_errors(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         return await handler(request)
     except ApiError as error:
+        if (account := request.get(ACCOUNT)) is not None and REQUEST_ID not in request:
+            account.refused(error.status)
         return error_response(request, error)
     except web.HTTPMethodNotAllowed as refusal:
         message = f"{request.method} is not allowed for {shown(request.path)}"

@@ -41,9 +41,10 @@ class OllamaApi:
         respond: Respond,
         read_body: ReadBody,
         readiness: Readiness,
-        limits: RequestLimits,
+        limits: Callable[[], RequestLimits],
         model: ServedModel | None,
     ) -> None:
+        """`limits` returns those of the current request's client."""
         self._read = read
         self._respond = respond
         self._read_body = read_body
@@ -79,17 +80,20 @@ class OllamaApi:
 
     async def ollama_tags(self, http_request: web.Request) -> web.StreamResponse:
         model = self._served()
-        facts = await model.weight_facts()
-        return _json(OllamaModelList([models.listed(model, facts, self._limits.model, self._started_s)]))
+        facts, limits = await model.weight_facts(), self._limits()
+        found = [models.listed(model, facts, limits.model, self._started_s)] if limits.allows(limits.model) else []
+        return _json(OllamaModelList(found))
 
     async def ollama_ps(self, http_request: web.Request) -> web.StreamResponse:
         max_model_len = self._readiness.require_ready().max_model_len
         model = self._served()
-        facts = await model.weight_facts()
-        return _json(OllamaRunningList([models.running(model, facts, self._limits.model, max_model_len)]))
+        facts, limits = await model.weight_facts(), self._limits()
+        found = [models.running(model, facts, limits.model, max_model_len)] if limits.allows(limits.model) else []
+        return _json(OllamaRunningList(found))
 
     async def ollama_show(self, http_request: web.Request) -> web.StreamResponse:
-        await self._read_body(http_request, lambda body: parsing.read_show(body, self._limits))
+        limits = self._limits()
+        await self._read_body(http_request, lambda body: parsing.read_show(body, limits))
         model = self._served()
         return _json(models.shown_model(model, await model.weight_facts(), self._started_s))
 

@@ -113,10 +113,13 @@ def check_name(name: str, limits: RequestLimits) -> str:
     """Returns the name of the model, or of one of its adapters. Names are compared without regard to case, as Ollama
     does. Raises ApiError, 404."""
     folded = name.casefold().removesuffix(TAG)
-    for known in (limits.model, *limits.adapters):
+    for known in limits.names:
         if folded == known.casefold().removesuffix(TAG):
             return known
-    message = f"model '{shown(name)}' not found; this server has '{limits.model}'"
+    has = (
+        "this API key has no other than GET /v1/models lists" if limits.allowed else f"this server has '{limits.model}'"
+    )
+    message = f"model '{shown(name)}' not found; {has}"
     raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found")
 
 

@@ -386,15 +386,26 @@ def priority_of(priority: int | None, limits: RequestLimits) -> int:
 
 
 def check_model(model: str | None, limits: RequestLimits) -> str:
-    """Returns the name of the model, or of one of its adapters; by default the model's. Raises ApiError, 404."""
-    if model in (None, limits.model):
-        return limits.model
-    if model in limits.adapters:
-        return str(model)
-    message = f"the model '{str(model)[:100]}' does not exist; this server has '{limits.model}'"
-    if limits.adapters:
-        message += " and adapters of it, which GET /v1/models lists"
-    raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+    """Returns the name of the model, or of one of its adapters; by default the model's. Raises ApiError, 404, also for
+    one that the client's API key may not use."""
+    name = limits.model if model is None else model
+    if (name == limits.model or name in limits.adapters) and limits.allows(name):
+        return name
+    raise unknown_model(str(name)[:100], limits)
+
+
+def unknown_model(shown_name: str, limits: RequestLimits) -> ApiError:
+    """404, in the same words for a name that there is not and for one that the client's key may not use."""
+    if limits.allowed:
+        message = (
+            f"the model '{shown_name}' does not exist, or this API key has no access to it; GET /v1/models lists those "
+            "that it has"
+        )
+    else:
+        message = f"the model '{shown_name}' does not exist; this server has '{limits.model}'"
+        if limits.adapters:
+            message += " and adapters of it, which GET /v1/models lists"
+    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
 def _stream_options(body: Body) -> StreamOptions:

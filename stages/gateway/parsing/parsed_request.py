@@ -36,6 +36,21 @@ class RequestLimits(msgspec.Struct):
     """LoRA adapters, by the name that requests use in place of `model`."""
     defaults: GenerationDefaults = GenerationDefaults()
     """Values of sampling fields that a request doesn't give."""
+    allowed: tuple[str, ...] = ()
+    """The names that the client's API key may use; empty for all."""
+
+    def allows(self, name: str) -> bool:
+        """Whether the client may use a model or an adapter of this name, if there is one."""
+        return not self.allowed or name in self.allowed
+
+    def for_key(self, allowed: tuple[str, ...]) -> "RequestLimits":
+        """The limits of a client whose API key may use these names."""
+        return msgspec.structs.replace(self, allowed=allowed) if allowed else self
+
+    @property
+    def names(self) -> list[str]:
+        """The model and the adapters that the client may use."""
+        return [name for name in (self.model, *self.adapters) if self.allows(name)]
 
     def adapter_id(self, name: str) -> str:
         """For the options of a request with this model name; empty if it is the model itself."""

@@ -266,11 +266,17 @@ class ZmqServer:
         request_id = message.request_id
         if request_id in peer.streams:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
+        account = self._requests.accounts.of_scope(peer.scope)
         try:
             self._readiness.require_ready()
-            parsed = parse_generate(message, self._limits)
+            if account is not None:
+                account.arrive()
+            limits = self._limits if account is None else self._limits.for_key(account.key.models)
+            parsed = parse_generate(message, limits)
             request = self._requests.open(msgspec.structs.replace(parsed, scope=peer.scope))
         except ApiError as error:
+            if account is not None:
+                account.refused(error.status)
             self.post(peer, p.Failed(request_id, errors.on_the_wire(error)))
             return
         stream = ZmqStream(request_id, message.credits, request, self._requests)
@@ -387,6 +393,13 @@ class ZmqServer:
             for reason, num in self._num_ended.items():
                 self._log.warning("ended connections of clients", extra={"fields": {"num": num, "why": reason}})
             self._num_ended.clear()
+
+    def drop_unknown_keys(self) -> None:
+        """The server's keys have changed: end connections whose key is none any more."""
+        assert self._keys is not None
+        for peer in list(self._peers.values()):
+            if peer.scope != NO_SCOPE and self._keys.of_scope(peer.scope) is None:
+                self._drop(peer, unauthorized(True, "`api_key` in hello"))
 
     def _release(self, peer: ClientPeer) -> None:
         self._peers.pop(peer.connection, None)

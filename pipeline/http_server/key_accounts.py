@@ -1,0 +1,190 @@
+"""What an API key may still use, and what it has used: the rules of `rpm`, `tpm` and `models` in `[[keys]]`.
+
+    arrive ──429?──► body is read ──► take_tokens ──429?──► open ──► add_tokens, count, as they come
+
+A request counts when it arrives, also if it is invalid; a 429 does not count. Its prompt counts when it is opened, by
+an estimate until it is tokenized, and its output while it is generated. What counted in the last 60 seconds is
+compared with the limits. Requests that run are not cut.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from pipeline.http_server.error_responses import is_anthropic
+from pipeline.http_server.errors import ApiError, ErrorBody, ErrorFields
+from pipeline.runtime import key_usage
+from pipeline.runtime.api_keys import ApiKey, Keys
+from pipeline.runtime.key_usage import COUNTERS, UsageMemory
+
+REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, RATE_LIMITED, OVERLOADED, INVALID = range(len(COUNTERS))
+CODE = "rate_limit_exceeded"
+
+
+class RateLimited(ApiError):
+    """429, in OpenAI's words. `what` is "requests" or "tokens"."""
+
+    def __init__(self, what: str, message: str, retry_after_s: float | None) -> None:
+        super().__init__(HTTPStatus.TOO_MANY_REQUESTS, message, code=CODE)
+        self.what = what
+        self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
+
+    def json(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, self.what, self.param, self.code)))
+
+
+class Account:
+    """Of one key, or of several that have one name."""
+
+    def __init__(self, key: ApiKey, memory: UsageMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self._memory = memory
+        self._clock = clock
+
+    @property
+    def is_limited(self) -> bool:
+        return bool(self.key.rpm or self.key.tpm)
+
+    def check(self) -> None:
+        """Raises RateLimited if no request is admitted now."""
+        if self.is_limited:
+            self._check(0)
+
+    def arrive(self) -> None:
+        """Count a request, before its body is read. Raises RateLimited as `check`; then it does not count."""
+        if self.is_limited:
+            now_s = self._check(0)
+            self._memory.add(self.key.slot, now_s, requests=1)
+
+    def take_tokens(self, num: int) -> None:
+        """Count the tokens of a request that is being opened. Raises RateLimited if they are too many now."""
+        if self.key.tpm:
+            self._memory.add(self.key.slot, self._check(num, has_arrived=True), tokens=num)
+
+    def add_tokens(self, num: int) -> None:
+        """Count more tokens, or fewer, of an open request."""
+        if self.key.tpm and num:
+            self._memory.add(self.key.slot, self._clock(), tokens=num)
+
+    def count(self, counter: int, num: int = 1) -> None:
+        """Add to a counter."""
+        self._memory.count(self.key.slot, counter, num)
+
+    def refused(self, status: int) -> None:
+        """Count a request that got an error before it was opened."""
+        of_status = {HTTPStatus.TOO_MANY_REQUESTS: RATE_LIMITED, HTTPStatus.SERVICE_UNAVAILABLE: OVERLOADED}
+        self.count(of_status.get(HTTPStatus(status), INVALID))
+
+    def _check(self, num_tokens: int, *, has_arrived: bool = False) -> float:
+        """Returns the time. Raises RateLimited."""
+        key, now_s = self.key, self._clock()
+        used = self._memory.used(key.slot, now_s)
+        if key.rpm and used.requests >= key.rpm and not has_arrived:
+            wait_s = self._memory.free_after_s(key.slot, now_s, used.requests - key.rpm + 1, 0)
+            raise self._limited("requests", "RPM", key.rpm, used.requests, 1, wait_s)
+        if key.tpm and num_tokens > key.tpm:
+            message = (
+                f"Request too large for '{key.name}' on tokens per min (TPM): Limit {key.tpm}, Requested {num_tokens}. "
+                "The prompt must be shorter"
+            )
+            raise RateLimited("tokens", message, None)
+        if key.tpm and used.tokens + max(1, num_tokens) > key.tpm:
+            wait_s = self._memory.free_after_s(key.slot, now_s, 0, used.tokens + max(1, num_tokens) - key.tpm)
+            raise self._limited("tokens", "TPM", key.tpm, used.tokens, num_tokens, wait_s)
+        return now_s
+
+    def _limited(self, what: str, short: str, limit: int, used: int, requested: int, wait_s: float) -> RateLimited:
+        message = (
+            f"Rate limit reached for '{self.key.name}' on {what} per min ({short}): Limit {limit}, Used {used}, "
+            f"Requested {requested}. Please try again in {_duration(wait_s)}"
+        )
+        return RateLimited(what, message, wait_s)
+
+    def headers(self, *, anthropic: bool = False) -> dict[str, str]:
+        """What a response says about the limits, under OpenAI's or Anthropic's names."""
+        if not self.is_limited:
+            return {}
+        now_s, key = self._clock(), self.key
+        found: dict[str, str] = {}
+        used = self._memory.used(key.slot, now_s)
+        for what, limit, num, free in (
+            ("requests", key.rpm, used.requests, (math.inf, 0.0)),
+            ("tokens", key.tpm, used.tokens, (0.0, math.inf)),
+        ):
+            if limit:
+                reset_s = self._memory.free_after_s(key.slot, now_s, *free) if num else 0.0
+                left = str(max(0, limit - num))
+                if anthropic:
+                    reset = (datetime.now(UTC) + timedelta(seconds=reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+                    values = {"limit": str(limit), "remaining": left, "reset": reset}
+                    found |= {f"anthropic-ratelimit-{what}-{name}": value for name, value in values.items()}
+                else:
+                    values = {"limit": str(limit), "remaining": left, "reset": _duration(reset_s)}
+                    found |= {f"x-ratelimit-{name}-{what}": value for name, value in values.items()}
+        return found
+
+
+class KeyAccounts:
+    """The accounts of a server's keys, in one of its gateways. `close` frees the memory."""
+
+    def __init__(self, keys: Keys | None, usage_fd: int = -1, part: int = 0) -> None:
+        """`usage_fd` as of `key_usage.create`, of which `part` is this process's; -1 for memory that it alone has."""
+        self.keys = keys
+        self._accounts: dict[str, Account] = {}
+        self._memory: UsageMemory | None = None
+        if keys is not None:
+            fd = key_usage.create() if usage_fd < 0 else usage_fd
+            try:
+                self._memory = UsageMemory(fd, part)
+            finally:
+                if usage_fd < 0:
+                    os.close(fd)
+
+    @classmethod
+    def inherited(cls, keys_fd: int, usage_fd: int, part: int) -> "KeyAccounts":
+        """Those of the keys in `keys_fd`, as of `Keys.share`; none if it is -1."""
+        return cls(Keys.inherited(keys_fd) if keys_fd >= 0 else None, usage_fd, part)
+
+    def of_scope(self, scope: str) -> Account | None:
+        """The account of the key with this scope; None without a key."""
+        if (found := self._accounts.get(scope)) is not None:
+            return found
+        key = None if self.keys is None else self.keys.of_scope(scope)
+        if key is None or self._memory is None:
+            return None
+        return self._accounts.setdefault(scope, Account(key, self._memory))
+
+    def replace(self, keys: Keys) -> None:
+        """Accept these keys from now on. Open requests keep their account."""
+        assert self.keys is not None
+        self.keys.replace(keys)
+        self._accounts.clear()
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
+ACCOUNT = web.RequestKey("account", Account)
+"""Of a request that counts against the limits of its key."""
+
+
+async def add_limit_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Say in a response what its key may still use."""
+    if isinstance(request, web.Request) and (account := request.get(ACCOUNT)) is not None:
+        response.headers.update(account.headers(anthropic=is_anthropic(request.rel_url.raw_path)))
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 250ms, 1.5s, 1m0s"""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{math.ceil(seconds * 10) / 10:g}s"
+    return f"{int(seconds) // 60}m{int(seconds) % 60}s"

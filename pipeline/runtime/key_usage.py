@@ -1,0 +1,128 @@
+"""What each API key has used: counters since the server's start, and the requests and tokens of the last minute.
+
+They are in shared memory that the supervisor owns, so they survive the death of a gateway: its successor goes on with
+the same numbers, and no counter goes back. Each gateway writes its own part only; the sum over all is what counts.
+
+    gateway.0 ──writes──► part 0 ┐
+    gateway.1 ──writes──► part 1 ┼──sum──► the supervisor's stats; each gateway, for its limits
+    a gateway that is gone: part 2 ┘
+
+    memory: for each part, whether it is used │ parts
+    part:   for each slot │ counters │ seconds: a ring, by the second's number
+    second: its number │ requests │ tokens
+
+Times are by time.monotonic(), which all processes of a host share. An entry of the ring is valid if it has the number
+of its second. A number is 8 bytes, aligned, so a reader never gets half of one.
+"""
+
+import mmap
+from typing import NamedTuple
+
+from pipeline.metrics.stats import KeyUsage
+from pipeline.runtime.api_keys import MAX_SLOTS
+from pipeline.shm import segment
+
+MAX_PARTS = 64
+"""Gateways that a server may have: the limit of gateway.replicas."""
+WINDOW_S = 60
+NUM_SECONDS = 64
+"""A power of two above `WINDOW_S`."""
+COUNTERS = KeyUsage.__struct_fields__[1:]
+NUM_COUNTERS = 8
+_SECOND = 3
+"""Numbers of a second, as those below: 8 bytes each."""
+_SLOT = NUM_COUNTERS + NUM_SECONDS * _SECOND
+_PART = MAX_SLOTS * _SLOT
+NUM_BYTES = 8 * (MAX_PARTS + MAX_PARTS * _PART)
+"""Of which only pages that were touched take memory: one or two for each slot and part that is used."""
+
+assert len(COUNTERS) <= NUM_COUNTERS
+
+
+class Used(NamedTuple):
+    """Of one key in the last `WINDOW_S` seconds, at all gateways."""
+
+    requests: int
+    tokens: int
+
+
+def create() -> int:
+    """The descriptor of new memory, in which all is 0. The caller owns it."""
+    return segment.create_sparse("key-usage", NUM_BYTES)
+
+
+class UsageMemory:
+    """The memory, for one gateway, which writes its `part`, or for a reader. `close` unmaps it."""
+
+    def __init__(self, fd: int, part: int | None = None) -> None:
+        """`fd` as of `create`."""
+        self._map = mmap.mmap(fd, NUM_BYTES)
+        self._view = memoryview(self._map).cast("q")
+        self._part = part
+        if part is not None:
+            self._view[part] = 1
+
+    def close(self) -> None:
+        self._view.release()
+        self._map.close()
+
+    def usage(self, slots: dict[str, int]) -> list[KeyUsage]:
+        """The counters of these names, which have these slots."""
+        view, found = self._view, []
+        for name, slot in slots.items():
+            starts = self._starts(slot)
+            parts = [view[start : start + len(COUNTERS)].tolist() for start in starts]
+            found.append(KeyUsage(name, *(map(sum, zip(*parts, strict=True)) if parts else ())))
+        return found
+
+    def count(self, slot: int, counter: int, num: int = 1) -> None:
+        """Add to a counter of this part: its index in `COUNTERS`."""
+        assert self._part is not None
+        self._view[_start(self._part, slot) + counter] += num
+
+    def add(self, slot: int, now_s: float, *, requests: int = 0, tokens: int = 0) -> None:
+        """Add to the current second of this part. `tokens` may be negative, if fewer were used than it seemed."""
+        assert self._part is not None
+        view, second = self._view, int(now_s)
+        start = _start(self._part, slot) + NUM_COUNTERS + second % NUM_SECONDS * _SECOND
+        if view[start] != second:
+            view[start + 1] = view[start + 2] = 0
+            view[start] = second
+        view[start + 1] += requests
+        view[start + 2] += tokens
+
+    def used(self, slot: int, now_s: float) -> Used:
+        """What was added at all gateways in the last minute."""
+        seconds = self._seconds(slot, now_s)
+        return Used(sum(one[1] for one in seconds), max(0, sum(one[2] for one in seconds)))
+
+    def free_after_s(self, slot: int, now_s: float, requests: float, tokens: float) -> float:
+        """How long until so many requests and tokens of the last minute are older than that; infinite numbers are
+        all of them."""
+        last = None
+        for second, num_requests, num_tokens in sorted(self._seconds(slot, now_s)):
+            if requests <= 0 and tokens <= 0:
+                break
+            requests -= num_requests
+            tokens -= num_tokens
+            last = second
+        return 0.0 if last is None else max(0.0, last + WINDOW_S - now_s)
+
+    def _seconds(self, slot: int, now_s: float) -> list[tuple[int, int, int]]:
+        """The seconds of the last minute in all parts: the number, requests and tokens of each."""
+        first = int(now_s) - WINDOW_S
+        found: list[tuple[int, int, int]] = []
+        for begin in self._starts(slot):
+            start = begin + NUM_COUNTERS
+            ring = self._view[start : start + NUM_SECONDS * _SECOND].tolist()
+            entries = zip(ring[::_SECOND], ring[1::_SECOND], ring[2::_SECOND], strict=True)
+            found += [entry for entry in entries if entry[0] > first]
+        return found
+
+    def _starts(self, slot: int) -> list[int]:
+        """Where this slot is in each part that is used."""
+        return [_start(part, slot) for part, is_used in enumerate(self._view[:MAX_PARTS].tolist()) if is_used]
+
+
+def _start(part: int, slot: int) -> int:
+    return MAX_PARTS + part * _PART + slot * _SLOT
