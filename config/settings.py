@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pipeline.config.sections.access_log import AccessLogSettings
 from pipeline.config.sections.base import MAX_BYTES, MAX_TOKENS, Frozen, Seconds
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.hosts import RaySettings, TransportSettings
@@ -23,6 +24,7 @@ from pipeline.config.sections.stages import (
 )
 
 __all__ = [
+    "AccessLogSettings",
     "ChatSettings",
     "DetokenizeSettings",
     "ExecuteSettings",
@@ -187,3 +189,4 @@ class Settings(Frozen, frozen=True):
     lora: LoraSettings = LoraSettings()
     ray: RaySettings = RaySettings()
     transport: TransportSettings = TransportSettings()
+    access_log: AccessLogSettings = AccessLogSettings()

@@ -28,6 +28,8 @@ LONG = (
     "tests/cli/test_check_model.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/test_check_model.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/stages/execute/test_smollm2.py::test_twenty_prompts_at_once_continue_like_the_reference",
+    # A server of its own: tests/e2e/http/test_auth.py has the same parts of one that runs already.
+    "tests/e2e/http/test_named_keys.py",
     # Deaths of a stage: tests/recovery has all of them in one process, tests/e2e/test_recovery.py one of each stage.
     "tests/e2e/client/test_llm.py::test_a_server_that_dies_ends_generate_with_an_error[gateway]",
     "tests/e2e/client/test_llm.py::test_a_server_that_dies_ends_generate_with_an_error[supervisor]",

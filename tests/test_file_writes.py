@@ -31,6 +31,7 @@ REASONS: dict[str, dict[str, str]] = {
     "Inside an `OpenFolder`, or relative to its descriptor.": {
         "pipeline/cli/cache/entries.py": "O_RDWR rmtree unlink*2",
         "pipeline/lora/adapter_file.py": "open replace unlink*2",
+        "pipeline/runtime/log_file.py": "O_CREAT O_WRONLY rename",
         "pipeline/supervisor/crash_reports.py": "mkdir rename rmtree*2",
         "stages/execute/cpu/panel_file.py": "O_RDWR O_TMPFILE link unlink",
         "stages/prepare/adapters.py": "unlink",

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from pipeline.config.sections.access_log import AccessLogSettings
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import LimitSettings
 from pipeline.deploy import exposition
@@ -26,18 +27,21 @@ from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
 from pipeline.http_server import body_reader, descriptors, expect
 from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.guard import OpenPaths
+from pipeline.http_server.guard import OpenPaths, current_scope
+from pipeline.http_server.key_accounts import ACCOUNT, KeyAccounts, add_limit_headers
 from pipeline.http_server.listener import BACKLOG, HttpListener
 from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.log_file import dropped_log
 from pipeline.runtime.logs import LogFormat
 from pipeline.runtime.tls import server_context
 
@@ -58,6 +62,7 @@ class IngressSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its address, and the rules of its listener. With replicas, `max_body_bytes` and `request_timeout_s` should be
     theirs."""
     limits: LimitSettings = LimitSettings()
+    access_log: AccessLogSettings = AccessLogSettings()
     wait_s: float = 30.0
     """Time that a new request waits for a replica."""
     resume_timeout_s: float = 60.0
@@ -84,7 +89,8 @@ class Ingress:
     """The server. `start`, then `drain` and `close`."""
 
     def __init__(self, replicas: ReplicaSet, settings: IngressSettings, keys: Keys | None = None) -> None:
-        """`keys` are those that clients need; the replicas must have the same ones."""
+        """`keys` are those that clients need; the replicas must have the same ones. Raises UserError if the file of the
+        access log can't be opened."""
         gateway = settings.gateway
         self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
         self._unread = UnreadReplies(lambda: max_unread_bytes(gateway.max_open_bytes), gateway.slow_client_timeout_s)
@@ -100,7 +106,9 @@ class Ingress:
         )
         self._replicas = replicas
         self._settings = settings
-        self._keys = keys
+        self._accounts = KeyAccounts(keys, counts_tokens=False)
+        self._access_log = AccessLog.of(settings.access_log, self._accounts.name_of)
+        self._dropped_log = dropped_log(log)
         self._cors = Cors(gateway)
         self._refusal_log = RefusalLog(log)
         self._listener: HttpListener | None = None
@@ -130,7 +138,13 @@ class Ingress:
         tls = server_context(gateway)
         scheme = "http" if tls is None else "https"
         rules = ListenerRules.main(
-            gateway, self._refusal_log, keys=self._keys, open_paths=OpenPaths(), cors=self._cors, scheme=scheme
+            gateway,
+            self._refusal_log,
+            keys=self._accounts.keys,
+            open_paths=OpenPaths(),
+            cors=self._cors,
+            scheme=scheme,
+            access_log=self._access_log,
         )
         host, port = gateway.host, gateway.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -159,6 +173,7 @@ class Ingress:
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         await add_headers(request, response)
+        await add_limit_headers(request, response)  # in place of those of a replica, which knows its own part
         self._cors.add_headers(request, response)
 
     async def _expect(self, request: web.Request) -> web.StreamResponse | None:
@@ -173,6 +188,8 @@ class Ingress:
         while True:
             await asyncio.sleep(INTERVAL_S)
             self._refusal_log.flush()
+            if self._access_log is not None:
+                self._access_log.writer.report(self._dropped_log)
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until the open responses are over."""
@@ -187,6 +204,13 @@ class Ingress:
         if self._listener is not None:
             await self._listener.cleanup()
         await self._replicas.close()
+        self._accounts.close()
+        if self._access_log is not None:
+            self._access_log.writer.close()
+
+    def use_keys(self, keys: Keys) -> None:
+        """Accept these keys from now on, in place of those that it has."""
+        self._accounts.use(keys)
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
@@ -194,7 +218,16 @@ class Ingress:
         if request.path in NOT_RELAYED:
             message = f"{request.path} changes one replica only: list adapters in lora.adapters instead"
             raise ApiError(HTTPStatus.NOT_IMPLEMENTED, message, code="not_relayed")
+        self._count(request)
         return await self.relay.handle(request)
+
+    def _count(self, request: web.Request) -> None:
+        """Count a request that may open one at a replica against its key's requests of a minute, for all replicas
+        together. Raises RateLimited. A replica counts tokens: it knows them."""
+        account = self._accounts.of_scope(current_scope())
+        if account is not None and request.method == "POST" and account.key.rpm:
+            request[ACCOUNT] = account
+            account.arrive()
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         infos = self._replicas.infos()

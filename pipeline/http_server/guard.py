@@ -53,13 +53,13 @@ def require_key(handle: Handle, keys: Keys, open_paths: Container[str]) -> Handl
             key = headers[0].strip() if len(headers) == 1 else None
         is_open = request.method in OPEN_METHODS and request.rel_url.raw_path in open_paths
         scope = keys.scope_of(key)
+        _scope.set(scope or NO_SCOPE)  # also of a refused request: the connection's last one may have had a key
         if scope is None and not is_open:
             return _refusal(
                 request,
                 unauthorized(bool(headers), "'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
                 {"WWW-Authenticate": "Bearer"},
             )
-        _scope.set(scope or NO_SCOPE)
         try:
             check_content_type(request)
         except ApiError as error:

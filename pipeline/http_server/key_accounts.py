@@ -133,9 +133,11 @@ class Account:
 class KeyAccounts:
     """The accounts of a server's keys, in one of its gateways. `close` frees the memory."""
 
-    def __init__(self, keys: Keys | None, usage_fd: int = -1, part: int = 0) -> None:
-        """`usage_fd` as of `key_usage.create`, of which `part` is this process's; -1 for memory that it alone has."""
+    def __init__(self, keys: Keys | None, usage_fd: int = -1, part: int = 0, *, counts_tokens: bool = True) -> None:
+        """`usage_fd` as of `key_usage.create`, of which `part` is this process's; -1 for memory that it alone has. If
+        it does not count tokens, they have no limit here."""
         self.keys = keys
+        self._counts_tokens = counts_tokens
         self._accounts: dict[str, Account] = {}
         self._memory: UsageMemory | None = None
         if keys is not None:
@@ -158,12 +160,19 @@ class KeyAccounts:
         key = None if self.keys is None else self.keys.of_scope(scope)
         if key is None or self._memory is None:
             return None
+        if not self._counts_tokens:
+            key = msgspec.structs.replace(key, tpm=0)
         return self._accounts.setdefault(scope, Account(key, self._memory))
 
-    def replace(self, keys: Keys) -> None:
+    def name_of(self, scope: str) -> str:
+        """The name of the key with this scope; empty without a key."""
+        key = None if self.keys is None else self.keys.of_scope(scope)
+        return "" if key is None else key.name
+
+    def use(self, keys: Keys) -> None:
         """Accept these keys from now on. Open requests keep their account."""
         assert self.keys is not None
-        self.keys.replace(keys)
+        self.keys.use(keys)
         self._accounts.clear()
 
     def close(self) -> None:

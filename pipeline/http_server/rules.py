@@ -13,6 +13,7 @@ listener has no keys, whether the server has some or not.
 from collections.abc import Container
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.expect import refuse_unknown
 from pipeline.http_server.guard import Handle, require_allowed_origin, require_key
@@ -32,8 +33,10 @@ class ListenerRules:
         keys: Keys | None = None,
         open_paths: Container[str] = (),
         cors: Cors | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         """`policy` is used if there are no `keys`. `cors` answers preflights."""
+        self._access_log = access_log
         self._policy = policy
         self.refusal_log = refusal_log
         self._keys = keys
@@ -50,15 +53,18 @@ class ListenerRules:
         open_paths: Container[str],
         cors: Cors,
         scheme: str = "http",
+        access_log: AccessLog | None = None,
     ) -> "ListenerRules":
         """Those of a listener for clients, whose own origin has `scheme`."""
         policy = OriginPolicy(settings, scheme)
-        return cls(policy, refusal_log, keys=keys, open_paths=open_paths, cors=cors)
+        return cls(policy, refusal_log, keys=keys, open_paths=open_paths, cors=cors, access_log=access_log)
 
     @classmethod
-    def admin(cls, settings: GatewaySettings, refusal_log: RefusalLog) -> "ListenerRules":
+    def admin(
+        cls, settings: GatewaySettings, refusal_log: RefusalLog, access_log: AccessLog | None = None
+    ) -> "ListenerRules":
         """Those of the admin listener, which has no keys."""
-        return cls(OriginPolicy(settings, is_admin=True), refusal_log)
+        return cls(OriginPolicy(settings, is_admin=True), refusal_log, access_log=access_log)
 
     def wrap(self, handle: Handle) -> Handle:
         """A handler that passes on to `handle` what satisfies the rules, and answers everything else."""
@@ -69,4 +75,5 @@ class ListenerRules:
             guarded, check = require_allowed_origin(handle, self._policy), self._policy.check
         if self._cors is not None:
             guarded = self._cors.wrap(guarded, check)
-        return self.refusal_log.wrap(guarded)
+        guarded = self.refusal_log.wrap(guarded)
+        return guarded if self._access_log is None else self._access_log.wrap(guarded)

@@ -91,6 +91,11 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
             "How often a request was preempted because open requests kept too many bytes.",
             sum(c.num_preemptions for c in gateways),
         ),
+        (
+            "pipeline_access_log_dropped_lines",
+            "Lines of the access log that were not written: the file was too slow, or could not be written.",
+            sum(c.num_log_lines_dropped for c in gateways),
+        ),
     ):
         yield counter(name, words, {}, value)
 

@@ -86,6 +86,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """How often a request was preempted for it."""
     num_overloaded_by_size: int = 0
     """Part of `num_overloaded`: too many prompt tokens or bytes were open, not too many requests."""
+    num_log_lines_dropped: int = 0
+    """Lines of the access log that were not written."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

@@ -67,7 +67,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keys:
-    """Digests of the keys that a server accepts, and what it knows of each. `replace` changes them."""
+    """Digests of the keys that a server accepts, and what it knows of each. `use` changes them."""
 
     def __init__(self, secret: bytes, digests: Iterable[bytes], keys: Iterable[ApiKey]) -> None:
         self._packed = _Packed(secret, list(digests), list(keys))
@@ -134,7 +134,7 @@ class Keys:
         packed = _unpacked(data)
         return cls(packed.secret, packed.digests, packed.keys)
 
-    def replace(self, keys: "Keys") -> None:
+    def use(self, keys: "Keys") -> None:
         """Accept these keys from now on, and no others."""
         self._use(keys._packed)
 

@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "lora": ("gateway",),
     "ray": LIVE,
     "transport": LIVE,
+    "access_log": ("gateway",),
 }
 """The stages that use a section."""
 KEYS: dict[str, tuple[str, ...]] = {

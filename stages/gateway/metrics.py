@@ -14,6 +14,8 @@ class GatewayMetrics:
         self.num_overloaded_by_size = 0
         self.num_timed_out = 0
         self.num_preemptions = 0
+        self.num_log_lines_dropped = 0
+        """Of the access log."""
         self._num_opened = 0
         self._num_rejected = 0
         self._num_finished = [0] * (max(Finish) + 1)
@@ -82,4 +84,5 @@ class GatewayMetrics:
             num_preempted=admission.num_preempted,
             num_preemptions=self.num_preemptions,
             num_overloaded_by_size=self.num_overloaded_by_size,
+            num_log_lines_dropped=self.num_log_lines_dropped,
         )

@@ -16,6 +16,7 @@ import uvloop
 
 from pipeline.client.connection.zmq_address import address_of
 from pipeline.http_server import descriptors
+from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.connections import HttpConnections, limit_of
 from pipeline.http_server.guard import OPEN_PATHS
 from pipeline.http_server.listener import HttpListener
@@ -25,6 +26,7 @@ from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.async_inbox import AsyncInbox
+from pipeline.runtime.log_file import dropped_log
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tls import server_context
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
@@ -107,6 +109,10 @@ class GatewayStage:
             adapters=self._adapters,
         )
         self._refusal_log = RefusalLog(stage.log)
+        self._access_log: AccessLog | None = None
+        if not stage.replay_context.is_replaying:
+            self._access_log = AccessLog.of(settings.access_log, self._requests.accounts.name_of)
+        self._dropped_log = dropped_log(stage.log)
         self._descriptor_watch = descriptors.DescriptorWatch(stage.log)
         self._is_stopped = False
         self._tasks: asyncio.TaskGroup
@@ -152,6 +158,8 @@ class GatewayStage:
                 await self._zmq_server.wait_closed()
             inbox.close()
             self._requests.accounts.close()
+            if self._access_log is not None:
+                self._access_log.writer.close()
 
     def _listeners(self) -> list[HttpListener]:
         """The HTTP listeners: the one for clients, and the admin listener if there is one."""
@@ -166,6 +174,7 @@ class GatewayStage:
             keys=self._keys,
             open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
             cors=self._api.cors,
+            access_log=self._access_log,
             scheme="http" if tls is None else "https",
         )
         sock = socket.socket(fileno=launch.listen_fd)
@@ -179,7 +188,7 @@ class GatewayStage:
         self._http.append(HttpListener(app, sock, rules, tls=tls, **shared))
         if has_admin:
             sock = socket.socket(fileno=launch.admin_fd)
-            rules = ListenerRules.admin(gateway, self._refusal_log)
+            rules = ListenerRules.admin(gateway, self._refusal_log, self._access_log)
             admin = self._api.admin_app()
             self._http.append(HttpListener(admin, sock, rules, **shared))
         return self._http
@@ -188,7 +197,7 @@ class GatewayStage:
         """The server's API keys have changed. Requests that are open go on, connections over ZeroMQ with a key that is
         none any more end."""
         if self._keys is not None:
-            self._requests.accounts.replace(Keys.inherited(self._stage.launch.keys_fd))
+            self._requests.accounts.use(Keys.inherited(self._stage.launch.keys_fd))
             if self._zmq_server is not None:
                 self._zmq_server.drop_unknown_keys()
 
@@ -214,6 +223,7 @@ class GatewayStage:
                 needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
                 addresses=self._zmq_addresses(),
                 gateway=replica,
+                access_log=self._access_log,
             )
             await self._zmq_server.start()
 
@@ -262,12 +272,7 @@ class GatewayStage:
             case m.LateStages():
                 self._requests.late_stages.update(message)
             case m.Ping(nonce):
-                self._readiness.pinged_s = time.monotonic()
-                self._requests.log_refused()
-                self._requests.count_usage()
-                self._refusal_log.flush()
-                self._descriptor_watch.check()
-                self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
+                self._pinged(nonce)
             case m.Start(facts):
                 self._take_requests(facts)
                 heap.freeze()
@@ -284,6 +289,18 @@ class GatewayStage:
                 self._is_stopped = True
             case _:
                 assert_never(message)
+
+    def _pinged(self, nonce: int) -> None:
+        """A heartbeat, once a second."""
+        self._readiness.pinged_s = time.monotonic()
+        self._requests.log_refused()
+        self._requests.count_usage()
+        self._refusal_log.flush()
+        if self._access_log is not None:
+            self._access_log.writer.report(self._dropped_log)
+            self._requests.metrics.num_log_lines_dropped = self._access_log.writer.num_dropped
+        self._descriptor_watch.check()
+        self._stage.supervisor.send(m.Pong(nonce, m.GatewayLoad(self._requests.num_open)))
 
     def _take_requests(self, facts: m.ExecuteFacts) -> None:
         """All stages run: requests are not refused any more."""

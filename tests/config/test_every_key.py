@@ -17,6 +17,7 @@ INGEST = "tests/stages/ingest/test_settings.py"
 SCHEDULE = "tests/stages/schedule/test_settings.py"
 SERVER = "tests/e2e/test_settings.py"
 AUTH = "tests/e2e/http/test_auth.py"
+ACCESS_LOG = "tests/stages/gateway/http/test_access_log.py"
 LIFE = "tests/e2e/test_life_and_death.py"
 REPLICAS = "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each"
 JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_have_the_request_id"
@@ -46,6 +47,10 @@ EFFECTS = {
     "keys": "tests/stages/gateway/http/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
+    "access_log.file": f"{ACCESS_LOG}::test_a_line_has_who_what_tokens_and_times",
+    "access_log.format": f"{ACCESS_LOG}::test_the_settings_choose_form_and_rotation",
+    "access_log.max_bytes": f"{ACCESS_LOG}::test_the_settings_choose_form_and_rotation",
+    "access_log.max_files": f"{ACCESS_LOG}::test_the_settings_choose_form_and_rotation",
     "gateway.replicas": REPLICAS,
     "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.port": f"{LIFE}::test_a_port_in_use_is_reported_before_anything_starts",

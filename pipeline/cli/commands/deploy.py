@@ -66,6 +66,7 @@ def _deploy(args: argparse.Namespace) -> int:
     ingress = IngressSettings(
         gateway=settings.gateway,
         limits=settings.limits,
+        access_log=settings.access_log,
         drain_timeout_s=settings.supervisor.drain_timeout_s,
         log_level=settings.log_level,
         log_format=settings.log_format,

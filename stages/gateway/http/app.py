@@ -16,7 +16,6 @@ from pipeline.http_server import body_reader, expect, request_ids, time_left
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
 from pipeline.http_server.cors import Cors
-from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
 from pipeline.http_server.key_accounts import ACCOUNT, Account, add_limit_headers
 from pipeline.http_server.ollama_errors import is_ollama
@@ -24,6 +23,7 @@ from pipeline.http_server.server_header import add_headers
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
+from pipeline.stages.gateway.access_details import set_opened
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
@@ -218,7 +218,7 @@ class Api:
         the client disconnects."""
         request = self._requests.open(parsed)
         del parsed  # so that the request alone decides how long its prompts are kept
-        http_request[REQUEST_ID] = request.id
+        set_opened(http_request, request)
         try:
             if request.parsed.stream:
                 return await response_writer.send_stream(

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.body_reader import Rest
-from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.http_server.guard import current_scope
+from pipeline.stages.gateway.access_details import set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
@@ -90,7 +90,7 @@ class ResponsesApi:
         request = self._requests.open(await self._read(http_request, parse))
         form, scope = request.parsed.response, request.parsed.scope
         assert form is not None
-        http_request[REQUEST_ID] = request.id
+        set_opened(http_request, request)
         log = EventLog() if form.background and request.parsed.stream else None
         if form.store:  # `open` has counted the conversation, which is kept until the response is stored
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))

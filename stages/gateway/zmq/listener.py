@@ -75,6 +75,8 @@ class Connection(asyncio.BufferedProtocol):
         self.is_welcome = False
         self.owner = ""
         """The scope of its API key, or its address before hello and on a server without keys."""
+        self.address = ""
+        """Of its client; empty at ipc://"""
         self.heard_s = 0.0
         """When its last message arrived."""
         self.transport: asyncio.Transport | None = None
@@ -87,6 +89,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.address = client_address(transport)
         self._owner.opened(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -19,11 +19,13 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.http_server.access_log import CLIENT_LEFT, AccessLog
 from pipeline.http_server.guard import unauthorized
 from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.stages.gateway.access_details import details_of
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
@@ -125,6 +127,7 @@ class ZmqServer:
         needs_key: bool = True,
         addresses: Sequence[str] = (),
         gateway: int = 0,
+        access_log: AccessLog | None = None,
     ) -> None:
         """Listen. With `keys` and `needs_key`, clients must send one of the keys. `addresses` are those of all the
         server's gateways, and `gateway` is the index of this one. Raises UserError if it can't listen on the
@@ -139,6 +142,7 @@ class ZmqServer:
         self.addresses = list(addresses) or [address]
         """Of all gateways. A client learns them when it connects."""
         self._gateway = gateway
+        self._access_log = access_log
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
@@ -266,6 +270,7 @@ class ZmqServer:
         request_id = message.request_id
         if request_id in peer.streams:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
+        begin_s = self._loop.time()
         account = self._requests.accounts.of_scope(peer.scope)
         try:
             self._readiness.require_ready()
@@ -278,16 +283,44 @@ class ZmqServer:
             if account is not None:
                 account.refused(error.status)
             self.post(peer, p.Failed(request_id, errors.on_the_wire(error)))
+            self._log_access(peer, begin_s, message.name or "", error)
             return
         stream = ZmqStream(request_id, message.credits, request, self._requests)
-        task = self._tasks.create_task(self._run(peer, stream))
+        task = self._tasks.create_task(self._run(peer, stream, begin_s))
         peer.streams[request_id] = stream, task
 
-    async def _run(self, peer: ClientPeer, stream: ZmqStream) -> None:
+    async def _run(self, peer: ClientPeer, stream: ZmqStream, begin_s: float) -> None:
         try:
             await stream.run(PeerChannel(self, peer))
         finally:
             peer.streams.pop(stream.request_id, None)
+            self._log_access(peer, begin_s, stream.request.id, stream.error, stream)
+
+    def _log_access(
+        self,
+        peer: ClientPeer,
+        begin_s: float,
+        request_id: str,
+        error: ApiError | None,
+        stream: ZmqStream | None = None,
+    ) -> None:
+        """A request is over, or was refused."""
+        if self._access_log is None:
+            return
+        fields = {} if stream is None else details_of(stream.request)
+        status = int(HTTPStatus.OK if stream is None or stream.has_ended else CLIENT_LEFT)
+        if error is not None:
+            status, fields["error"] = error.status, error.code or error.message
+        self._access_log.add(
+            peer.scope,
+            client=peer.connection.address,
+            method="ZMQ",
+            path="generate",
+            status=status,
+            request_id=request_id,
+            total_s=self._loop.time() - begin_s,
+            **fields,
+        )
 
     # -------------------------------------------------------------------------------------------------------- send
 

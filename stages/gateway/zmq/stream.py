@@ -46,7 +46,11 @@ class ZmqStream:
     def __init__(self, request_id: int, num_credits: int, request: Request, requests: RequestTable) -> None:
         self.request_id = request_id
         self._num_credits = min(num_credits, p.MAX_CREDITS)
-        self._request = request
+        self.request = request
+        self.error: ApiError | None = None
+        """Why it failed."""
+        self.has_ended = False
+        """Its end was sent, or why it failed."""
         self._requests = requests
         self._unfinished: list[UnsentOutput] = []
         """Sequences whose end has not been sent. With best_of, none until all have finished."""
@@ -62,40 +66,40 @@ class ZmqStream:
 
     def _take(self, sequences: list[SequenceOutput]) -> None:
         """Send these sequences."""
-        has_records = self._request.parsed.details.num_top is not None
+        has_records = self.request.parsed.details.num_top is not None
         self._unfinished = [UnsentOutput(index, sequence, has_records) for index, sequence in enumerate(sequences)]
 
     def _choose(self) -> None:
         """With best_of: choose the best sequences, unless that was done before."""
         if self._is_choosing:
             self._is_choosing = False
-            self._take(self._request.choices)
+            self._take(self.request.choices)
 
     def grant(self, num_deltas: int) -> None:
         self._num_credits = min(self._num_credits + num_deltas, p.MAX_CREDITS)
-        self._request.wake()
+        self.request.wake()
 
     def abort(self) -> None:
         """The client has aborted the request: send what there is, and the end."""
         self._is_aborted = True
-        self._request.wake()
+        self.request.wake()
 
     def fail(self, error: ApiError) -> None:
         """Fail it now, even if it only waits for the client's credit."""
         self._failure = self._failure or error
-        self._request.wake()
+        self.request.wake()
 
     def release(self) -> None:
         """The client has disconnected: abort what is open. `run` may be cancelled after that."""
-        self._requests.release(self._request)
+        self._requests.release(self.request)
 
     def wake(self) -> None:
         """The connection may take more."""
-        self._request.wake()
+        self.request.wake()
 
     async def run(self, channel: ClientChannel) -> None:
         """Write until the request has ended. If cancelled, no end is sent: the client has disconnected."""
-        request = self._request
+        request = self.request
         try:
             await request.until(
                 lambda: request.is_accepted or request.is_finished or self._is_aborted or self._failure is not None
@@ -108,7 +112,9 @@ class ZmqStream:
                 if request.parsed.embedding is None:
                     await self._send(channel, self._last)
             await self._send(channel, self._finished)
+            self.has_ended = True
         except ApiError as error:
+            self.error, self.has_ended = error, True
             self._send_due(channel)
             channel.post(p.Failed(self.request_id, on_the_wire(error)))
         finally:
@@ -121,14 +127,14 @@ class ZmqStream:
             if self._failure is not None:
                 raise self._failure
             if self._is_aborted:
-                self._requests.stop(self._request)
+                self._requests.stop(self.request)
             await self._change(is_due=True)
         self._stalled_s = None
 
     async def _write(self, channel: ClientChannel) -> None:
         """Send output as credits allow, until all has been sent or the client has aborted. Raises ApiError if the
         request fails."""
-        request = self._request
+        request = self.request
         while not self._is_aborted:
             if self._failure is not None:
                 raise self._failure
@@ -165,7 +171,7 @@ class ZmqStream:
         due_s = None if self._stalled_s is None else self._stalled_s + STALL_S
         try:
             async with asyncio.timeout_at(due_s):
-                await self._request.change()
+                await self.request.change()
         except TimeoutError:
             if due_s is not None and suspension.missed(due_s):
                 self._stalled_s = None  # it counts from now
@@ -180,15 +186,15 @@ class ZmqStream:
     @property
     def _num_known_prompt_records(self) -> int:
         """Prompt records that have arrived, if the client asked for them."""
-        (prompt_request,) = self._request.prompt_requests
-        return 0 if self._request.parsed.details.prompt_num_top is None else prompt_request.num_prompt_records
+        (prompt_request,) = self.request.prompt_requests
+        return 0 if self.request.parsed.details.prompt_num_top is None else prompt_request.num_prompt_records
 
     def _delta(self, outputs: list[p.Output]) -> p.Delta:
         """A delta of these outputs and the new prompt records."""
         begin, end = self._num_prompt_records, self._num_known_prompt_records
         if begin == end:
             return p.Delta(self.request_id, outputs)
-        (prompt_request,) = self._request.prompt_requests
+        (prompt_request,) = self.request.prompt_requests
         num_top = prompt_request.submit.options.num_prompt_logprobs
         width = logprob_bytes(num_top)
         records = bytes(prompt_request.prompt_records[begin * width : end * width])
@@ -200,16 +206,16 @@ class ZmqStream:
         return self._delta([one.output(is_last=True) for one in self._unfinished])
 
     def _accepted(self) -> p.Accepted:
-        (prompt_request,) = self._request.prompt_requests
+        (prompt_request,) = self.request.prompt_requests
         assert prompt_request.prompt_ids is not None
         ids = prompt_request.prompt_ids.astype("<i4").tobytes()
         return p.Accepted(
-            self.request_id, ids, prompt_request.submit.options.seed, self._request.id, prompt_request.pieces or []
+            self.request_id, ids, prompt_request.submit.options.seed, self.request.id, prompt_request.pieces or []
         )
 
     def _finished(self) -> p.Finished:
         """Raises ApiError if an embedding was requested, and there is none."""
-        request = self._request
+        request = self.request
         timings = json_of(request) if request.parsed.timings and not self._is_aborted else None
         embedding = request.parsed.embedding
         return p.Finished(

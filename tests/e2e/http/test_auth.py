@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipeline import Client, RequestError
+from pipeline.__main__ import main
 from pipeline.replay import format as f
 from tests.e2e.server import Server
 from tests.stages.gateway.http.test_guard import free_port
@@ -127,6 +128,45 @@ def test_the_admin_listener_answers_for_the_whole_server(locked: Locked) -> None
     assert [get(f"{locked.admin}{path}", KEY)[0] for path in ("/v1/models", "/load")] == [404, 404]
     assert [get(f"{locked.server.url}{path}", KEY)[0] for path in ("/health", "/metrics", "/load")] == [404, 404, 200]
     assert get(f"{locked.server.url}/health")[0] == 401
+
+
+def test_keys_are_read_again_and_what_they_use_is_counted(locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(name: str, *options: str) -> tuple[int, str]:
+        code = main([name, "--pid", str(locked.server.process.pid), *options])
+        out, err = capsys.readouterr()
+        return code, out or err
+
+    def usage() -> dict[str, int]:
+        code, out = command("usage", "--json")
+        assert code == 0
+        return {one["name"]: one["requests"] for one in json.loads(out)["keys"]}
+
+    before, kept = usage(), locked.keys_file.read_text()
+    tokenize = urllib.request.Request(
+        f"{locked.server.url}/tokenize",
+        b'{"prompt": "Hi"}',
+        {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(tokenize, timeout=30) as response:
+        assert response.status == 200
+    assert usage() == before | {"key-2": before["key-2"] + 1}
+    try:
+        locked.keys_file.write_text("two words")
+        code, text = command("reload")
+        assert code == 1 and "line 1: a key must have 1 to 512" in text
+        assert get(f"{locked.server.url}/v1/models", FILE_KEY)[0] == 200, "the keys stay"
+        locked.keys_file.write_text("sk-another-of-the-file-1234")
+        assert command("reload") == (0, "API keys: added key-3; removed key-1: used at once\n")
+        models = f"{locked.server.url}/v1/models"
+        # Each on a connection of its own, which either gateway may get.
+        assert {get(models, "sk-another-of-the-file-1234")[0] for _ in range(8)} == {200}
+        assert {get(models, FILE_KEY)[0] for _ in range(8)} == {401}
+        assert get(models, KEY)[0] == 200, "that of the environment is no more read, and stays"
+    finally:
+        locked.keys_file.write_text(kept)
+    assert command("reload") == (0, "API keys: added key-1; removed key-3: used at once\n")
+    metrics = get(f"{locked.admin}/metrics")[1]
+    assert 'pipeline_key_requests_total{key="key-1"}' in metrics and FILE_KEY not in metrics
 
 
 def texts_about(server: Server) -> dict[str, bytes]:

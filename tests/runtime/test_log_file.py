@@ -1,0 +1,125 @@
+"""The file of the access log: rotation, several processes, and a disk that is slow or full."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime import log_file
+from pipeline.runtime.log_file import PIECE_BYTES, LogWriter, RotatingFile
+
+PATIENCE_S = 30.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def write_many(path: Path, name: str, num: int) -> None:
+    file = RotatingFile(path, 4000, 50)
+    for i in range(num):
+        file.write(f"{name} {i}\n".encode() * 2)
+
+
+def lines_of(folder: Path) -> list[str]:
+    return [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+
+
+def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
+    file = RotatingFile(tmp_path / "log", 10, 2)
+    for i in range(6):
+        file.write(f"line {i}\n".encode())
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {
+        "log": "line 5\n",
+        "log.1": "line 4\n",
+        "log.2": "line 3\n",
+    }
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_several_processes_append_and_rotate_without_losing_a_line(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=write_many, args=(tmp_path / "log", name, 1000)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    assert sorted(lines_of(tmp_path)) == sorted(f"{name} {i}" for name in "abc" for i in range(1000) for _ in range(2))
+    assert len(list(tmp_path.iterdir())) > 3
+    assert all(one.stat().st_size <= 4100 for one in tmp_path.iterdir()), "all may write once more while one rotates"
+
+
+def test_a_file_that_was_moved_is_begun_again(tmp_path: Path) -> None:
+    """As logrotate does."""
+    file = RotatingFile(tmp_path / "log", 10**6, 2)
+    file.write(b"one\n")
+    (tmp_path / "log").rename(tmp_path / "log-2026")
+    file.write(b"two\n")
+    (tmp_path / "log").unlink()
+    file.write(b"three\n")
+    assert sorted(lines_of(tmp_path)) == ["one", "three"]
+
+
+def test_links_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", ".", "none/log"):
+        with pytest.raises(OSError):
+            RotatingFile(tmp_path / name, 10, 2)
+
+
+class StuckFile:
+    """A disk that takes nothing until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.written = b""
+        self.is_full = False
+
+    def write(self, data: bytes) -> None:
+        self.released.wait(PATIENCE_S)
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        assert len(data) <= PIECE_BYTES
+        self.written += data
+
+    def close(self) -> None:
+        pass
+
+
+def test_callers_never_wait_for_a_disk_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 200_000)
+    file = StuckFile()
+    writer = LogWriter(file)  # type: ignore[arg-type]
+    line = b"x" * 99 + b"\n"
+    for _ in range(3000):
+        writer.write(line)  # it would wait for ever
+    assert writer.num_dropped == 1000, "no more than MAX_WAITING_BYTES wait, also those that are being written"
+    file.released.set()
+    until(lambda: len(file.written) == 200_000)
+    writer.write(line)
+    writer.close()
+    assert file.written == line * 2001
+
+
+def test_lines_that_can_t_be_written_are_counted() -> None:
+    file = StuckFile()
+    file.released.set()
+    file.is_full = True
+    writer = LogWriter(file)  # type: ignore[arg-type]
+    for _ in range(5):
+        writer.write(b"a\n")
+    until(lambda: writer.num_dropped == 5)
+    file.is_full = False
+    writer.write(b"b\n")
+    writer.close()
+    assert file.written == b"b\n"
