@@ -1,17 +1,24 @@
 """Metrics of an ingress in Prometheus' text form: its own, then those of each replica with the label `replica`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipeline.deploy.relay import RelayCounts
 from pipeline.deploy.replicas import ReplicaInfo, RoutedReplicas
+from pipeline.metrics.stats import KeyUsage
 
 _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?(.*)")
 STATES = ("ok", "draining", "down")
 
 
-def own_metrics(counts: RelayCounts, routed: RoutedReplicas, infos: list[ReplicaInfo], num_open: int) -> str:
-    """The metrics of the ingress."""
+def own_metrics(
+    counts: RelayCounts,
+    routed: RoutedReplicas,
+    infos: list[ReplicaInfo],
+    num_open: int,
+    keys: Sequence[KeyUsage] = (),
+) -> str:
+    """The metrics of the ingress. `keys` are what it has counted of each API key."""
     router = routed.router.counts
     lines: list[str] = []
 
@@ -48,6 +55,10 @@ def own_metrics(counts: RelayCounts, routed: RoutedReplicas, infos: list[Replica
     metric("pipeline_replica_state", "gauge", "1 for the state that a replica is in.", states)
     failures = {f'{{replica="{name}"}}': float(num) for name, num in routed.num_failures.items()}
     metric("pipeline_replica_failures_total", "counter", "How often a request found a replica dead.", failures)
+    if keys:
+        limited = {f'{{key="{key.name}"}}': float(key.num_rate_limited) for key in keys}
+        words = "Requests of an API key that the ingress has answered with 429."
+        metric("pipeline_ingress_rate_limited_total", "counter", words, limited)
     return "\n".join(lines) + "\n"
 
 

@@ -227,7 +227,11 @@ class Ingress:
         account = self._accounts.of_scope(current_scope())
         if account is not None and request.method == "POST" and account.key.rpm:
             request[ACCOUNT] = account
-            account.arrive()
+            try:
+                account.arrive()
+            except ApiError as error:
+                account.refused(error.status)
+                raise
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         infos = self._replicas.infos()
@@ -246,7 +250,9 @@ class Ingress:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """The ingress's own metrics, and with `?replicas=1` those of all replicas too."""
         infos = self._replicas.infos()
-        text = exposition.own_metrics(self.relay.counts, self._replicas.routed, infos, self.relay.num_open)
+        text = exposition.own_metrics(
+            self.relay.counts, self._replicas.routed, infos, self.relay.num_open, self._accounts.usage()
+        )
         if request.query.get("replicas", "") not in ("", "0"):
             text += await self._metrics_of_replicas()
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.config.load import ConfigError
-from pipeline.config.settings import Settings
+from pipeline.config.settings import AccessLogSettings, Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray_start import until_running
 from pipeline.errors import UserError
@@ -208,4 +208,5 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         },
     )(IngressActor)
     # The ingress waits longer than a replica, whose error says why.
+    ingress = msgspec.structs.replace(ingress, access_log=AccessLogSettings())  # the replicas write it
     return front.bind(bound, msgspec.msgpack.encode(ingress), what.start_timeout_s + INGRESS_EXTRA_S, packed)

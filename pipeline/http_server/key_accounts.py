@@ -19,6 +19,7 @@ from aiohttp import web
 
 from pipeline.http_server.error_responses import is_anthropic
 from pipeline.http_server.errors import ApiError, ErrorBody, ErrorFields
+from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime import key_usage
 from pipeline.runtime.api_keys import ApiKey, Keys
 from pipeline.runtime.key_usage import COUNTERS, UsageMemory
@@ -163,6 +164,12 @@ class KeyAccounts:
         if not self._counts_tokens:
             key = msgspec.structs.replace(key, tpm=0)
         return self._accounts.setdefault(scope, Account(key, self._memory))
+
+    def usage(self) -> list[KeyUsage]:
+        """What each key has used, at this process alone if the memory is its own."""
+        if self.keys is None or self._memory is None:
+            return []
+        return self._memory.usage({one.name: one.slot for one in self.keys.all})
 
     def name_of(self, scope: str) -> str:
         """The name of the key with this scope; empty without a key."""

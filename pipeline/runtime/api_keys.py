@@ -104,6 +104,16 @@ class Keys:
             found[one.name] = one, found[one.name][1] | {digest}
         return found
 
+    def change_to(self, keys: "Keys") -> str:
+        """What differs between these keys and others, in words; empty if nothing does."""
+        before, after = self.described(), keys.described()
+        names = {
+            "added": [name for name in after if name not in before],
+            "changed": [name for name in after if name in before and before[name] != after[name]],
+            "removed": [name for name in before if name not in after],
+        }
+        return "; ".join(f"{what} {', '.join(found)}" for what, found in names.items() if found)
+
     def admits(self, key: str | None) -> bool:
         """Whether a client's key is one of these."""
         return self.scope_of(key) is not None

@@ -45,15 +45,7 @@ class SharedKeys:
 
     def change_to(self, keys: Keys | None) -> str:
         """What differs between the keys in use and others, in words; empty if nothing does."""
-        if self._keys is None or keys is None:
-            return ""
-        before, after = self._keys.described(), keys.described()
-        names = {
-            "added": [name for name in after if name not in before],
-            "changed": [name for name in after if name in before and before[name] != after[name]],
-            "removed": [name for name in before if name not in after],
-        }
-        return "; ".join(f"{what} {', '.join(found)}" for what, found in names.items() if found)
+        return "" if self._keys is None or keys is None else self._keys.change_to(keys)
 
     def use(self, keys: Keys) -> None:
         """Replace the keys that gateways read."""

@@ -23,7 +23,7 @@ def test_without_keys_it_listens_where_a_server_would_and_nowhere_else(
     how: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("pipeline.deploy.run.serve", lambda *args: served.append(args[-1]) or 0)
+    monkeypatch.setattr("pipeline.deploy.run.serve", lambda *args: served.append(args[2]) or 0)
     monkeypatch.setattr("pipeline.deploy.ray_serve.deploy", lambda *args: served.append(args[-1]) or 0)
     assert main(["deploy", *how, "--host", "0.0.0.0"]) == 2
     refusal = capsys.readouterr().err.split("error: ", 1)[1]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipeline.deploy.ingress import IngressSettings
     from pipeline.deploy.ray_serve import DeploySettings
     from pipeline.runtime.api_keys import Keys
+    from pipeline.runtime.key_book import KeyBook
 
 FAILED = 1
 SCALING = ("target_open_requests", "upscale_delay", "downscale_delay")
@@ -132,17 +133,19 @@ def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySett
     )
 
 
-def _keys(settings: Settings) -> "Keys | None":
-    """The API keys. Raises ConfigError if there are none and the ingress may not listen without, as a server."""
+def _keys(settings: Settings, book: "KeyBook | None" = None) -> "Keys | None":
+    """The API keys, which `book` can read again. Raises ConfigError if there are none and the ingress may not listen
+    without, as a server."""
     from pipeline.runtime.logs import open_log
     from pipeline.supervisor import bind_policy
 
-    return bind_policy.keys_of(settings, open_log("ingress", settings.log_level, settings.log_format))
+    return bind_policy.keys_of(settings, open_log("ingress", settings.log_level, settings.log_format), book=book)
 
 
 def _relay(args: argparse.Namespace, settings: Settings, ingress: "IngressSettings") -> int:
     from pipeline.deploy import run
     from pipeline.deploy.replicas import address_of
+    from pipeline.runtime.key_book import KeyBook
 
     given = [f"--{name.replace('_', '-')}" for name in RAY_ONLY if getattr(args, name) is not None]
     if given:
@@ -153,4 +156,10 @@ def _relay(args: argparse.Namespace, settings: Settings, ingress: "IngressSettin
     addresses = [address_of(url) for url in urls]
     if len(set(addresses)) < len(addresses):
         raise ConfigError(["--servers: a server is named twice"])
-    return run.serve(addresses, ingress, _keys(settings))
+    book = KeyBook()
+
+    def read_again() -> "Keys | None":
+        again = settings_of(args)
+        return book.read(again.gateway.api_keys_file, again.keys)[0]
+
+    return run.serve(addresses, ingress, _keys(settings, book), read_again)
