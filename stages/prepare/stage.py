@@ -34,7 +34,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = Silence()
 
-FORMAT = 20
+FORMAT = 21
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

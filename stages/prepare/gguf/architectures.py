@@ -4,15 +4,15 @@ Names of keys and tensors, and what llama.cpp's converter does to tensors, are t
 `conversion/` (formerly convert_hf_to_gguf.py) in https://github.com/ggml-org/llama.cpp.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model_folder import Architecture, Experts, LinearRope, ModelConfig, Rope, YarnRope
+from pipeline.runtime.model_folder import Architecture, Experts, ModelConfig, Rope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
-from pipeline.stages.prepare.gguf.metadata import Metadata
+from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
+from pipeline.stages.prepare.gguf.ropes import LINEAR, YARN, read_scaling
 from pipeline.stages.prepare.sources.source import ModelError
 
 Tensors = Mapping[str, Any]
@@ -27,37 +27,34 @@ class GgufKeys:
     metadata: Metadata
     architecture: str
     tensors: Tensors
+    num_layers: int
 
     def number(self, key: str, default: float | None = None) -> float | None:
         value = self.metadata.get(f"{self.architecture}.{key}", (int, float))
         return default if value is None else float(str(value)) if isinstance(value, int) else shortest(value)
 
     def count(self, key: str) -> int | None:
-        """The integer under a key; None if it is 0 or absent."""
-        return self.metadata.get(f"{self.architecture}.{key}", int) or None
-
-    def layers(self, key: str, num_layers: int) -> list[int] | None:
-        """The layers for which a list of booleans is true; None if it is absent. Raises ModelError unless it has one
-        for each layer."""
+        """The integer under a key, which a file may have once for each layer; None if it is 0 or absent."""
         name = f"{self.architecture}.{key}"
-        values = self.metadata.list_of(name, bool)
-        if values is None:
+        if self.metadata.get(name, (int, list)) is None:
             return None
-        if len(values) != num_layers:
+        return self.metadata.of_all_layers(name, self.num_layers) or None
+
+    def windowed_layers(self, every: int | None) -> list[int] | None:
+        """The layers with a window, as llama.cpp finds them (`load_swa_pattern`): the file lists them, or has n for all
+        but each n-th (0: all). Without that key, n is `every`, and None is returned if that is None. Raises ModelError
+        unless a list has a value for each layer."""
+        name = f"{self.architecture}.attention.sliding_window_pattern"
+        found = self.metadata.get(name, (int, list), every)
+        if not isinstance(found, list):
+            return None if found is None else [i for i in range(self.num_layers) if found < 1 or (i + 1) % found]
+        if len(found) != self.num_layers or not all(isinstance(value, int) for value in found):
             path = self.metadata.path
-            raise ModelError(f"{path}: {name} has {len(values)} values; the model has {num_layers} layers")
-        return [layer for layer, value in enumerate(values) if value]
+            raise ModelError(f"{path}: {name} has {len(found)} values; the model has {self.num_layers} layers")
+        return [layer for layer, value in enumerate(found) if value]
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal that rounds to a float32, which files have: the original value."""
-    import numpy as np
-
-    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
-        return float(str(np.float32(value)))
 
 
 def no_fields(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
@@ -86,17 +83,18 @@ class GgufArchitecture:
     """Whether `read` handles the sliding window."""
     reads_experts: bool = False
     """Whether `read` handles a mixture of experts."""
-    reads_yarn: bool = False
-    """Whether `read` handles YaRN."""
+    reads_scaling: bool = False
+    """Whether `read` handles the scaling of the rotary embedding."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in the file, if they differ from the usual ones, by their names in the model."""
 
 
-def windows(model: ModelConfig, keys: GgufKeys, every: int) -> dict[str, Any]:
-    """All layers but each `every`-th have the file's window."""
-    size = keys.count("attention.sliding_window")
-    layers = [i for i in range(model.num_layers) if (i + 1) % every]
-    if size is None or not layers:
+def windows(model: ModelConfig, keys: GgufKeys, every: int, default: int | None = None) -> dict[str, Any]:
+    """All layers but each `every`-th have the file's window, unless it names others. `default` is the window of files
+    that have no key for it."""
+    size = keys.metadata.get(f"{keys.architecture}.attention.sliding_window", int, default)
+    layers = keys.windowed_layers(every)
+    if not size or not layers:
         return {}
     return {"sliding_window": size, "sliding_layers": None if len(layers) == model.num_layers else layers}
 
@@ -139,18 +137,11 @@ def _llama(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 
 
 def _gpt_oss(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
-    size = keys.count("attention.sliding_window")
-    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
-    rope = None
-    if factor != 1.0:
-        original = keys.count("rope.scaling.original_context_length") or model.max_position
-        magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-        rope = YarnRope(factor=factor, original_max_position=original, magnitude=magnitude, truncate=False)
+    scaling = read_scaling(keys.metadata, keys.architecture, model.max_position, refused=(LINEAR,), truncate=False)
     return {
         "experts": experts_of(keys, model, normalized=True),
-        "sliding_window": size,
-        "sliding_layers": None if size is None else list(range(0, model.num_layers, 2)),
-        "rope_scaling": rope,
+        **windows(model, keys, 2),
+        "rope_scaling": scaling,
     }
 
 
@@ -161,7 +152,7 @@ def _gemma(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 def _gemma2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {
         **_gemma(keys, model),
-        **windows(model, keys, 2),
+        **windows(model, keys, 2, 4096),  # as in llama.cpp, whose first files have no key
         # Files have no scale of queries. The largest model has another one, as in llama.cpp.
         "query_scale": _gemma_scale(model, 46),
         "attention_softcap": keys.number("attn_logit_softcapping", 50.0),
@@ -170,14 +161,13 @@ def _gemma2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 
 
 def _gemma3(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
-    factor = keys.number("rope.scaling.factor", 1.0) or 1.0
     return {
         **_gemma(keys, model),
         **windows(model, keys, 6),
         "query_scale": _gemma_scale(model, 62),
         "logit_softcap": keys.number("final_logit_softcapping"),
         "rope_theta": keys.number("rope.freq_base", 1e6),
-        "rope_scaling": LinearRope(factor) if factor != 1 else None,
+        "rope_scaling": read_scaling(keys.metadata, keys.architecture, model.max_position, refused=(YARN,)),
         "sliding_rope": Rope(keys.number("rope.freq_base_swa", 1e4) or 1e4),
     }
 
@@ -188,6 +178,8 @@ def _gemma_scale(model: ModelConfig, largest: int) -> float:
 
 
 def _granite(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    what = "a model without rotary embedding"
+    keys.metadata.refuse_unless(f"{keys.architecture}.rope.scaling.finetuned", True, what)
     return {
         "embedding_scale": keys.number("embedding_scale", 1.0),
         "residual_multiplier": keys.number("residual_scale", 1.0),
@@ -216,10 +208,10 @@ def _cohere2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 def _exaone4(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     """Files name the layers with a window. Those without the list have three in four in the largest model, as in
     llama.cpp. If there are windows, the other layers have no rotary embedding."""
-    layers = keys.layers("attention.sliding_window_pattern", model.num_layers)
     size, is_largest = keys.count("attention.sliding_window"), model.num_layers == 64
-    if layers is None and is_largest:
-        size, layers = size or 4096, [i for i in range(model.num_layers) if (i + 1) % 4]
+    layers = keys.windowed_layers(4 if is_largest else None)
+    if is_largest:
+        size = size or 4096
     if layers is None:
         what = "a sliding window in layers that the file doesn't name"
         keys.metadata.refuse_unless(f"{keys.architecture}.attention.sliding_window", 0, what)
@@ -257,7 +249,10 @@ def _bloom(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 
 def _mpt(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     keys.metadata.refuse_unless("mpt.attention.clamp_kqv", 0.0, "clipping queries, keys and values")
-    return {"alibi_slopes": mpt_slopes(model.num_heads, int(keys.number("attention.max_alibi_bias", 8.0) or 8))}
+    largest = keys.number("attention.max_alibi_bias", 8.0)
+    if largest is None or largest < 1 or largest != int(largest):
+        keys.metadata.refuse_unless("mpt.attention.max_alibi_bias", 8.0, "attention without ALiBi, or with this one,")
+    return {"alibi_slopes": mpt_slopes(model.num_heads, int(largest or 8))}
 
 
 GEMMA = {"activation": "gelu_tanh"}
@@ -282,6 +277,7 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         always={**GEMMA, **POST, "qk_norm": True},
         read=_gemma3,
         reads_windows=True,
+        reads_scaling=True,
     ),
     "phi2": GgufArchitecture(
         models="Phi-2",
@@ -390,7 +386,7 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         read=_gpt_oss,
         reads_windows=True,
         reads_experts=True,
-        reads_yarn=True,
+        reads_scaling=True,
         names={"post_attention_layernorm": "post_attention_norm"},
     ),
     "mpt": GgufArchitecture(

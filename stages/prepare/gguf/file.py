@@ -106,6 +106,11 @@ class GgufFile:
         except _Fault as fault:
             raise self._unreadable(fault) from fault
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all keys, in the file's order."""
+        return list(self._values)
+
     def get(self, key: str) -> Any:
         """The value of a key: a number, bool, str, or a list of these. None if the file lacks the key.
 

@@ -22,21 +22,35 @@ DEFAULT_IDS: dict[str, dict[str, int]] = {
 vocabularies it takes 11, which is Falcon's end of text and a comma in most others: here they have no default."""
 
 
+def shortest(value: float) -> float:
+    """The shortest decimal that rounds to a float32, which files have: the original value."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused later
+        return float(str(np.float32(value)))
+
+
 class Metadata:
     """A GGUF file's keys, read with errors that name file and key."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
         self._file = file
+        self._asked: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The value of a key, `default` if the file lacks it. Raises ModelError if it has another type."""
+        self._asked.add(key)
         value = self._file.get(key)
         if value is None:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise ModelError(f"{self.path}: {key} is {shown(value)}, not of type {kind}")
         return value
+
+    def rest(self) -> list[str]:
+        """The file's keys that nothing has asked for, in its order."""
+        return [key for key in self._file.names if key not in self._asked]
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
         value = self.get(key, kind)

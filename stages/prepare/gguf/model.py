@@ -19,16 +19,18 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime import generation_config
-from pipeline.runtime.model_folder import CONVERTED, Layout, Llama3Rope, LongRope, ModelConfig, Piece
+from pipeline.runtime.model_folder import CONVERTED, NOTES, Layout, Llama3Rope, LongRope, ModelConfig, Piece
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
 from pipeline.stages.prepare.gguf import tokenizer
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys, shortest
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
-from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata
+from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import read_parts
+from pipeline.stages.prepare.gguf.ropes import read_scaling
+from pipeline.stages.prepare.gguf.unused_keys import refuse_changes, unused
 from pipeline.stages.prepare.gguf.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
@@ -135,6 +137,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         config = _with_rope_scaling(config, rope_frequencies, path)
     if any(factors is not None for factors in long_factors):
         config = _with_longrope(config, metadata, *long_factors)
+    refuse_changes(metadata, _architecture(metadata)[0], config)
 
     names = {name: gguf_name(name, _names(architecture, config)) for name in expected_shapes(config)}
     shapes = _checked_shapes(path, tensors, config, names)
@@ -157,6 +160,8 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     if converted := summary((tensors[names[name]].kind, target.format) for name, target in matrices.items()):
         (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
     generation_config.save(_sampling(metadata), folder)
+    if notes := unused(metadata, _architecture(metadata)[0]):
+        (folder / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
     config.save(folder)
 
 
@@ -183,14 +188,6 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     keys = keys_of(name, architecture.eps)
     if not architecture.reads_experts:
         metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
-    scaling = metadata.get(f"{name}.rope.scaling.type", str, "none")
-    factor = metadata.get(f"{name}.rope.scaling.factor", float, 1.0)
-    is_read = (name == "gemma3" and scaling == "linear") or (architecture.reads_yarn and scaling == "yarn")
-    if scaling not in ("none", "linear", "longrope", *(["yarn"] if architecture.reads_yarn else [])) or (
-        factor != 1.0 and not is_read
-    ):
-        raise ModelError(f"{path}: {name}.rope.scaling.type is {shown(scaling)}: this rope scaling is not supported")
-    metadata.refuse_unless(f"{name}.rope.scale_linear", 1.0, "linear rope scaling")
     num_layers, hidden = (metadata.need(keys[field], int) for field in ("num_layers", "hidden_size"))
     heads = metadata.of_all_layers(keys["num_heads"], num_layers)
     head_dim = metadata.get(keys["head_dim"], int)
@@ -204,10 +201,13 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         metadata.refuse_unless(keys["sliding_window"], 0, "a sliding window in layers that the file doesn't name")
     sliding_window = metadata.get(keys["sliding_window"], int) or None
     vocab_size = tensors["token_embd.weight"].shape[0]
+    max_position = metadata.need(keys["max_position"], int)
+    scaling = None if architecture.reads_scaling else read_scaling(metadata, name, max_position)
     stacked = "blk.0.attn_qkv.weight" in tensors
     fields: dict[str, Any] = {
         # Stored as float32.
         "rope_theta": shortest(metadata.get(keys["rope_theta"], float, 10000.0)),
+        "rope_scaling": scaling,
         "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
         "sliding_window": sliding_window if architecture.has_windows else None,
         "qkv_bias": f"blk.0.attn_{'qkv' if stacked else 'q'}.bias" in tensors,
@@ -227,7 +227,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         num_kv_heads=metadata.of_all_layers(keys["num_kv_heads"], num_layers, heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_position=metadata.need(keys["max_position"], int),
+        max_position=max_position,
         rms_norm_eps=shortest(metadata.need(keys["rms_norm_eps"], float)),
         tie_embeddings="output.weight" not in tensors,
         eos_ids=[],  # of the vocabulary, which is read later
@@ -237,9 +237,11 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         **fields,
     )
     check_shape(config, path, keys)
-    read = architecture.read(GgufKeys(metadata, name, tensors), config)
+    read = architecture.read(GgufKeys(metadata, name, tensors, num_layers), config)
     config = msgspec.structs.replace(config, **read)
     check_shape(config, path, keys)
+    if config.rotary_dim == 0:  # nothing is rotated
+        config = msgspec.structs.replace(config, rope_scaling=None)
     pieces = qkv_slices(config, "self_attn.qkv_proj") if stacked else {}
     if config.gated and "blk.0.ffn_gate.weight" not in tensors:
         pieces |= gate_up_slices(config, STACKED)
@@ -279,6 +281,8 @@ def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> M
     factor = float(factors.max())
     if np.allclose(factors, 1.0):
         return config
+    if config.rope_scaling is not None:
+        raise ModelError(f"{path}: {ROPE_FREQUENCIES} beside another rope scaling is not supported")
     rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     if not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
         raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling, the only supported one")
@@ -290,6 +294,8 @@ def _with_longrope(
 ) -> ModelConfig:
     """The config with LongRoPE, whose factors are tensors. Raises ModelError unless the file has all that it needs."""
     name = metadata.need("general.architecture", str)
+    if config.rope_scaling is not None:
+        raise ModelError(f"{metadata.path}: {LONG_FACTORS[0]} beside another rope scaling is not supported")
     dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
     factors = []
     for tensor_name, tensor in zip(LONG_FACTORS, (long, short), strict=True):

@@ -201,7 +201,7 @@ def test_rope_scaling_is_recovered_from_llama_3s_frequency_divisors(tmp_path: Pa
     ("metadata", "words"),
     [
         ({"qwen2.attention.sliding_window": 13}, r"qwen2\.attention\.sliding_window is 13: a sliding window in layers"),
-        ({"qwen2.rope.scaling.type": "yarn"}, r"qwen2\.rope\.scaling\.type is 'yarn'"),
+        ({"qwen2.rope.scaling.type": "su"}, r"qwen2\.rope\.scaling\.type is 'su'"),
         ({"qwen2.expert_count": 4}, r"qwen2\.expert_count is 4: a mixture of experts"),
         ({"qwen2.attention.head_count_kv": 3}, r"qwen2\.attention\.head_count_kv is 3; .* qwen2\.attention\.head_c"),
     ],

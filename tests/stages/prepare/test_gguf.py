@@ -131,10 +131,10 @@ def test_another_rope_scaling_is_rejected(tmp_path: Path, model: LlamaForCausalL
     ("metadata", "words"),
     [
         ({"llama.expert_count": 8}, r"llama\.expert_used_count is 0; it must be an integer from 1 to 8"),
-        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type is 'yarn'"),
+        ({"llama.rope.scaling.type": "dynamic"}, r"llama\.rope\.scaling\.type is 'dynamic'"),
         ({"llama.attention.value_length": 8}, r"value_length is 8"),
         ({"llama.attention.sliding_window": "x"}, r"sliding_window is 'x', not of type"),
-        ({"llama.rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear is 2\.0: linear rope scaling is not supported"),
+        ({"llama.rope.scale_linear": -2.0}, r"llama\.rope\.scale_linear is -2; it must be a positive number"),
         ({"llama.attention.head_count": 0}, r"embedding_length is 64; .* llama\.attention\.head_count = 0"),
         ({"llama.attention.head_count": 5}, r"embedding_length is 64; .* llama\.attention\.head_count = 5"),
         (

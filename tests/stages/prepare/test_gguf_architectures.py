@@ -125,6 +125,23 @@ CASES = {
         {"attention.sliding_window": 21, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         norms_plus_one,
     ),
+    "gemma3, other windows": Case(
+        "gemma3",
+        A.GEMMA3,
+        {"attention.sliding_window": 21, "attention.sliding_window_pattern": [False, True, True, False, False, True]},
+        norms_plus_one,
+    ),
+    "gemma3, each second layer": Case(
+        "gemma3", A.GEMMA3, {"attention.sliding_window": 21, "attention.sliding_window_pattern": 2}, norms_plus_one
+    ),
+    "llama, yarn": Case(
+        "llama, yarn",
+        A.LLAMA,
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+        permuted,
+    ),
+    "llama, linear rope": Case("llama, linear rope", A.LLAMA, {"rope.scaling.factor": 3.0}, permuted),
+    "llama, linear rope by its old key": Case("llama, linear rope", A.LLAMA, {"rope.scale_linear": 3.0}, permuted),
     "phi2": Case("phi", A.PHI2),
     "phi3": Case("phi3", A.PHI3, {"attention.sliding_window": 21}),
     "phi3, longrope": Case(
@@ -205,6 +222,10 @@ GGUF_ONLY = {
         "gpt_oss", {**VARIANTS["gpt_oss"].changes, "swiglu_limit": 7.0}
     ),
     "starcoder2, no window": tiny_architectures.Variant("starcoder2"),
+    "llama, yarn": tiny_architectures.Variant("llama", {"rope_parameters": tiny_architectures.YARN}),
+    "llama, linear rope": tiny_architectures.Variant(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}
+    ),
 }
 
 
@@ -314,6 +335,9 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
         layers = {"gemma2": 3, "gemma3": 6}[name[:6]]
         changes = {key: value for key, value in variant.changes.items() if key != "layer_types"}
         sizes = {**variant.sizes, "num_hidden_layers": layers, "query_pre_attn_scalar": variant.sizes["head_dim"]}
+        if (pattern := case.metadata.get("attention.sliding_window_pattern")) is not None:
+            has_window = pattern if isinstance(pattern, list) else [i % pattern < pattern - 1 for i in range(layers)]
+            changes["layer_types"] = [("sliding" if yes else "full") + "_attention" for yes in has_window]
         variant = tiny_architectures.Variant(variant.kind, changes, sizes)
     model = tiny_architectures.make(variant)
     with torch.no_grad():
@@ -359,7 +383,7 @@ def read_windows(num_layers: int, keys: Mapping[str, Any]) -> ModelConfig:
     """What a file of EXAONE 4 with these keys says of windows."""
     values = {f"exaone4.attention.{key}": value for key, value in keys.items()}
     file: Any = SimpleNamespace(path=Path("x.gguf"), get=values.get)
-    found = GgufKeys(Metadata(file), "exaone4", {})
+    found = GgufKeys(Metadata(file), "exaone4", {}, num_layers)
     model = execute_checkpoints.config_of(num_layers=num_layers)
     return msgspec.structs.replace(model, **GGUF_ARCHITECTURES["exaone4"].read(found, model))
 
