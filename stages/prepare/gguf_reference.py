@@ -7,11 +7,13 @@ compare with, and the difference is an error that names both values.
 """
 
 import math
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
 import torch
 
@@ -36,6 +38,19 @@ NOT_COMPUTED = {"name", "eos_ids", "bos_id", "add_bos", "weight_files", "layout"
 NOT_COMPUTED |= {"special_tokens", "split_special_tokens", "vocab_size", "norm_offset"}
 """Fields of ModelConfig that logits do not depend on, that tensors have to fit, or that are in the file's tensors."""
 WINDOW = {"sliding_window", "sliding_layers"}
+FUSED = "mlp.experts.gate_up_proj"
+"""One tensor in transformers, and two in the file."""
+ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+"""Matrices that prepare stores in float32."""
+UNREAD = {
+    "qwen2moe": {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
+    "qwen3": {"attention.key_length": "head_dim"},
+}
+"""Keys of sizes that transformers has defaults for instead, and their names in its config. Tensors have to fit them."""
 TOLERANCE = 1e-6
 """Relative, of numbers: files have them in float32."""
 
@@ -45,10 +60,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def require_readable(path: Path) -> Path:
-    """The file. Raises ModelError if transformers reads only a part of its model."""
-    if len(paths := parts_of(path)) > 1:
-        raise ModelError(f"{path} is one of {len(paths)} parts, and transformers reads one file{ELSEWHERE}")
-    _, tensors = read_parts(paths)
+    """The file, the first one if it is one of several parts. Raises ModelError if transformers reads only a part of its
+    model."""
+    path = parts_of(path)[0]
+    _, tensors = read_parts(parts_of(path))
     ignored = (name for name in tensors if name.startswith(ROPE) and name != ROPE_FREQUENCIES)
     if (name := next(ignored, None)) is not None:
         raise ModelError(f"{path}: transformers ignores the tensor {shown(name)}{ELSEWHERE}")
@@ -59,7 +74,7 @@ def require_same_reading(path: Path, ours: ModelConfig, num_tokens: int) -> None
     """Raises ModelError if transformers reads another model of the file than prepare did, `ours`. A window longer than
     `num_tokens` does not count."""
     ignored = NOT_COMPUTED | (WINDOW if (ours.sliding_window or 0) >= num_tokens else set())
-    _, tensors = read_parts([path])
+    _, tensors = read_parts(parts_of(path))
     ignored |= {"rope_scaling"} if ROPE_FREQUENCIES in tensors else set()
     config = _config(path)
     try:
@@ -81,12 +96,12 @@ def load(path: Path, dtype: torch.dtype) -> Any:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = _config(path)
-    _, tensors = read_parts([path])
+    _, tensors = read_parts(parts_of(path))
     divisors = tensors.pop(ROPE_FREQUENCIES, None)  # prepare has checked its type and shape
     try:
         how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
-        with redirect_stderr(StringIO()):  # its progress bar
+        with redirect_stderr(StringIO()), _as_one_file(path):  # its progress bar
             state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
         left = model.load_state_dict(state, strict=False)
         model.tie_weights()
@@ -102,25 +117,59 @@ def load(path: Path, dtype: torch.dtype) -> Any:
             f"{path}: transformers finds no weights for {shown(missing[0])} and makes up {len(missing)} tensors"
             f"{ELSEWHERE}"
         )
-    if num_ignored := len(tensors) - len(state) + len(left.unexpected_keys):
+    num_read = sum(2 if name.endswith(FUSED) else 1 for name in state)
+    if num_ignored := len(tensors) - num_read + len(left.unexpected_keys):
         raise ModelError(f"{path}: transformers ignores {num_ignored} of its {len(tensors)} tensors{ELSEWHERE}")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not name.endswith(ROUTERS):
                 parameter.copy_(parameter.bfloat16())
     return model.to(dtype).eval()
 
 
 def _config(path: Path) -> Any:
-    """The file's config in transformers. Raises ModelError."""
+    """The file's config in transformers, with the sizes that transformers doesn't read. Raises ModelError."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        with _as_one_file(path):
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except Exception as error:  # transformers documents no exceptions
         raise _cannot_load(path, error) from error
+    metadata, _ = read_parts(parts_of(path))
+    architecture = metadata.need("general.architecture", str)
+    for key, name in UNREAD.get(architecture, {}).items():
+        if (size := metadata.get(f"{architecture}.{key}", int)) is not None:
+            setattr(config, name, size)
+    return config
+
+
+@contextmanager
+def _as_one_file(path: Path) -> Iterator[None]:
+    """Let transformers, which reads one file, read all parts of a model as one."""
+    if len(paths := parts_of(path)) == 1:
+        yield
+        return
+    reader = gguf.GGUFReader
+
+    def read_all(_: Any) -> "_Parts":
+        return _Parts([reader(part) for part in paths])
+
+    gguf.GGUFReader = read_all  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
+
+
+class _Parts:
+    """What transformers uses of a reader: the keys of the first part, and the tensors of all."""
+
+    def __init__(self, readers: "list[gguf.GGUFReader]") -> None:
+        self.fields = readers[0].fields
+        self.tensors = [tensor for reader in readers for tensor in reader.tensors]
 
 
 def _cannot_load(path: Path, error: Exception) -> ModelError:

@@ -21,8 +21,10 @@ from pipeline.stages.prepare import gguf_reference, random_checkpoint
 from pipeline.stages.prepare.gguf import model as gguf_model
 from pipeline.stages.prepare.reference import Reference
 from pipeline.stages.prepare.sources.source import ModelError
+from tests.stages.execute import tiny_architectures
 from tests.stages.execute.checkpoints import config_of
-from tests.stages.prepare import checkpoints, forms
+from tests.stages.execute.tiny_architectures import VARIANTS
+from tests.stages.prepare import checkpoints, forms, test_gguf_architectures
 
 pytestmark = pytest.mark.usefixtures("check_model_state")
 
@@ -343,6 +345,32 @@ def test_a_gguf_file_is_compared_with_what_transformers_reads_of_it(
     assert "tiny.gguf: transformers reads the file otherwise: rope_theta 5000.0 (here 9000.0); check the" in err
 
 
+def test_the_parts_of_a_gguf_file_are_compared_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf_file(tmp_path, tensors_per_file=5)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    reader = gguf.GGUFReader
+    for part in (parts[0], parts[-1]):
+        where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+        code, out, err = check(str(part), *where, capsys=capsys)
+        assert (code, len(results(out))) == (0, 5), out + err
+        assert "compared with what transformers reads of the same file" in out
+    assert gguf.GGUFReader is reader
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "qwen3moe"])
+def test_experts_of_a_gguf_file_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    case = test_gguf_architectures.CASES[name]
+    path = test_gguf_architectures.save(tmp_path / "tiny.gguf", tiny_architectures.make(VARIANTS[case.variant]), case)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert (code, len(results(out))) == (0, 5), out + err
+    (made,) = (tmp_path / "cache").glob("model-*/model.json")
+    made.write_text(re.sub(r'"num_per_token": ?3', '"num_per_token": 2', made.read_text()))
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert code == 1 and "transformers reads the file otherwise: experts" in err
+
+
 def test_the_frequencies_of_llama_3_are_those_of_its_gguf_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -371,7 +399,6 @@ def test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"tensors_per_file": 5}, "is one of 5 parts, and transformers reads one file; check the model's folder"),
         (
             {"extra_tensors": {"rope_factors_long.weight": np.ones(8, np.float32)}},
             "transformers ignores the tensor 'rope_factors_long.weight'; check the model's folder",
