@@ -46,6 +46,14 @@ class _File(msgspec.Struct):
 
 KEYS = _File.__struct_fields__
 """The keys that are used."""
+SILENT = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "do_sample"),
+    *("_from_model_config", "use_cache", "cache_implementation", "cache_config", "return_dict_in_generate"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_legacy_cache"),
+)
+"""Keys that are used elsewhere, that docs/http.md says are ignored, or that change no text."""
+NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
+"""Values with which a parameter of transformers does nothing."""
 
 
 def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
@@ -71,6 +79,17 @@ def save(values: dict[str, Any], folder: Path) -> None:
     """Write the parameters among these values, if there are any. `load` checks them."""
     if given := {key: values[key] for key in KEYS if values.get(key) is not None}:
         (folder / FILE).write_bytes(msgspec.json.encode(given))
+
+
+def unused(values: dict[str, Any]) -> list[str]:
+    """A line about the keys of a model's file that transformers' `generate` uses, and this server doesn't."""
+    names = [
+        key for key, value in values.items() if key not in (*KEYS, *SILENT) and (value is True or value not in NEUTRAL)
+    ]
+    if not names:
+        return []
+    shown = ", ".join(ascii(name[:40]) for name in names[:10]) + (" and others" if len(names) > 10 else "")
+    return [f"{FILE}: {shown} {'is' if len(names) == 1 else 'are'} not used"]
 
 
 def _in_folder(folder: str) -> Path:

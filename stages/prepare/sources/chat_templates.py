@@ -38,10 +38,13 @@ def templates_of(source: Path, tokenizer_config: dict[str, Any]) -> Templates:
         for kind, names in files.items()
         if (path := next((path for name in names if (path := find(source, name))), None)) is not None
     }
+    unnamed = _others_beside(source)
     if DEFAULT in found:
-        return Templates(found, _differing(source, found[DEFAULT], TEMPLATE))
+        is_additional = find(source, DEFAULT_TEMPLATE) is not None
+        where = DEFAULT_TEMPLATE if is_additional else TEMPLATE
+        return Templates(found, unnamed + _differing(source, found, where, tokenizer_config))
     where, named = TOKENIZER, _named(tokenizer_config.get(KEY), source / TOKENIZER)
-    notes: list[str] = []
+    notes = unnamed
     if not named and (others := _of_processor(source)):
         where, named = others
         notes.append(f"the chat template is that of {where}, because the tokenizer has none")
@@ -52,7 +55,7 @@ def templates_of(source: Path, tokenizer_config: dict[str, Any]) -> Templates:
         )
     found = {**{kind: named[kind] for kind in (DEFAULT, TOOL_USE) if kind in named}, **found}
     if where == TOKENIZER and DEFAULT in found:
-        notes += _differing(source, found[DEFAULT], TOKENIZER)
+        notes += _differing(source, found, TOKENIZER, tokenizer_config)
     return Templates(found, notes)
 
 
@@ -106,10 +109,35 @@ def _of_processor(source: Path) -> tuple[str, dict[str, str]] | None:
     return None
 
 
-def _differing(source: Path, default: str, where: str) -> list[str]:
-    """A line if the processor has another template than the tokenizer."""
-    with suppress(ModelError):  # the file isn't needed
-        found = _of_processor(source)
-        if found is not None and found[1].get(DEFAULT, default) != default:
-            return [f"the chat template is that of {where}; the one in {found[0]} differs and is not used"]
-    return []
+def _differing(source: Path, found: dict[str, str], where: str, tokenizer_config: dict[str, Any]) -> list[str]:
+    """Lines about other templates than those that count, `found` with the default of the file `where`: in a file that
+    comes after it, or of the processor. Such files aren't needed, so they may be invalid."""
+    order = (DEFAULT_TEMPLATE, TEMPLATE, TOKENIZER)
+    others: list[tuple[str, dict[str, str]]] = []
+    for name in order[order.index(where) + 1 :]:
+        with suppress(ModelError):
+            if name == TOKENIZER:
+                others.append((name, _named(tokenizer_config.get(KEY), source / name)))
+            elif (path := find(source, name)) is not None:
+                others.append((name, {DEFAULT: text_of(path)}))
+    with suppress(ModelError):
+        if (of_processor := _of_processor(source)) is not None:
+            others.append(of_processor)
+    lines = []
+    for name, templates in others:
+        if templates.get(DEFAULT, found[DEFAULT]) != found[DEFAULT]:
+            lines.append(f"the chat template is that of {where}; the one in {name} differs and is not used")
+        if TOOL_USE in templates and templates[TOOL_USE] != found.get(TOOL_USE):
+            lines.append(f"the chat template for tools in {name} is not used, because that of {where} counts")
+    return lines
+
+
+def _others_beside(source: Path) -> list[str]:
+    """A line about named templates in files that no chat can have."""
+    folder = (source / DEFAULT_TEMPLATE).parent
+    try:
+        names = sorted(path.stem for path in folder.iterdir() if path.suffix == ".jinja")
+    except OSError:  # there is none
+        return []
+    unused = [name for name in names if name not in (DEFAULT, TOOL_USE)]
+    return [f"{folder.name}: the chat templates named {shown(unused)} are not used"] if unused else []

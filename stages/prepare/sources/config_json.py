@@ -145,6 +145,20 @@ class ConfigReader:
         return int(value)
 
 
+def reply_ends(eos_ids: list[int], generation: dict[str, Any]) -> list[str]:
+    """A line if replies also end at ids that generation_config.json doesn't name, where transformers takes only those.
+    `eos_ids` are those of all files."""
+    value = generation.get("eos_token_id")
+    named = value if isinstance(value, list) else [] if value is None else [value]
+    others = [i for i in eos_ids if i not in named]
+    if not named or not others:
+        return []
+    return [
+        f"replies also end at the ids {shown(others)} of config.json or the tokenizer, which eos_token_id of "
+        "generation_config.json does not name"
+    ]
+
+
 def _token_ids(key: str, where: dict[str, Any], vocab_size: int, path: Path) -> list[int]:
     """The ids of a key whose value is an id, a list of ids, or null. Raises ModelError if it is anything else."""
     value = where.get(key)

@@ -13,7 +13,7 @@ from pipeline.runtime.model_folder import NOTES
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources import chat_templates
-from pipeline.stages.prepare.sources.config_json import ConfigReader
+from pipeline.stages.prepare.sources.config_json import ConfigReader, reply_ends
 from pipeline.stages.prepare.sources.layout import (
     INDEX,
     NAMED_TEMPLATES,
@@ -109,7 +109,8 @@ def convert(
     templates = chat_templates.templates_of(source, tokenizer_config)
     named = ", ".join(map(shown, overrides or {}))
     notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
-    notes += [*written.notes, *templates.notes]
+    notes += [*written.notes, *templates.notes, *generation_config.unused(generation)]
+    notes += reply_ends(model.eos_ids, generation)
     scheme = None
     if is_quantized(config):
         # Imported here: most models are not quantized.

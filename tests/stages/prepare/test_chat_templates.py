@@ -110,6 +110,33 @@ def test_a_template_that_only_the_processor_has_is_used(source: Path, name: str)
     assert written(prepare(settings_of(source))) == {"chat_template.jinja": "of the tokenizer"}, "it isn't needed"
 
 
+def test_each_template_that_does_not_count_is_named(source: Path) -> None:
+    """Three files and a processor's may have templates; transformers takes the first."""
+
+    def lines() -> list[str]:
+        return [note for note in notes_of(prepare(settings_of(source))) if "template" in note]
+
+    write(source, "tokenizer_config.json", {"chat_template": "of the tokenizer"})
+    write(source, "chat_template.jinja", "of the file")
+    differs = "the chat template is that of {}; the one in {} differs and is not used"
+    assert lines() == [differs.format("chat_template.jinja", "tokenizer_config.json")]
+    write(source, "additional_chat_templates/default.jinja", "additional")
+    write(source, "additional_chat_templates/rag.jinja", "additional")
+    default = "additional_chat_templates/default.jinja"
+    assert lines() == [
+        "additional_chat_templates: the chat templates named ['rag'] are not used",
+        differs.format(default, "chat_template.jinja"),
+        differs.format(default, "tokenizer_config.json"),
+    ]
+    write(source, "tokenizer_config.json", {"chat_template": {"default": "additional", "tool_use": "x"}})
+    write(source, "chat_template.jinja", "additional")
+    assert lines()[1:] == [
+        f"the chat template for tools in tokenizer_config.json is not used, because that of {default} counts"
+    ]
+    write(source, "tokenizer_config.json", {"chat_template": 7})
+    assert len(lines()) == 1, "it isn't needed"
+
+
 @pytest.mark.parametrize("value", [7, ["{{ one }}"], [{"name": "default"}], {"default": 3}, [[]], True])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
 def test_templates_of_other_kinds_are_refused_by_file(source: Path, name: str, value: Any) -> None:

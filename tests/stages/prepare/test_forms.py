@@ -253,6 +253,23 @@ def test_keys_of_the_config_may_be_overridden(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(overridden), logits_of(same))
 
 
+def test_what_generation_config_says_and_the_server_does_not_do_is_named(tmp_path: Path) -> None:
+    source = forms.write(tmp_path / "tiny", "llama")
+    path = source / "generation_config.json"
+    plain = {"eos_token_id": [2, 5], "temperature": 0.7, "do_sample": True, "repetition_penalty": 1.1, "num_beams": 1}
+    path.write_text(json.dumps(plain))
+    assert notes_of(prepared(source)) == []
+    unused = {"suppress_tokens": [7], "early_stopping": True, "stop_strings": ["END"], "min_length": 0, "new": "x"}
+    path.write_text(json.dumps({**plain, **unused, "eos_token_id": 5}))
+    folder = prepared(source)
+    assert notes_of(folder) == [
+        "generation_config.json: 'suppress_tokens', 'early_stopping', 'stop_strings', 'new' are not used",
+        "replies also end at the ids [2] of config.json or the tokenizer, which eos_token_id of generation_config.json "
+        "does not name",
+    ]
+    assert ModelConfig.load(folder).eos_ids == [2, 5]
+
+
 def test_overrides_of_a_text_config_are_merged(tmp_path: Path) -> None:
     source = forms.write(tmp_path / "tiny", "mistral3")
     overrides = json.dumps({"text_config": {"sliding_window": 8}})
