@@ -187,17 +187,22 @@ def with_masks(value: Any, pattern: re.Pattern[str]) -> Any:
             return {with_masks(key, pattern): with_masks(each, pattern) for key, each in value.items()}
         case list():
             if texts := _texts_of_parts(value):
-                return [part | {"text": text} for part, text in zip(value, _masked_parts(texts, pattern), strict=True)]
+                masked = _masked_parts(texts, pattern)
+                return [part | {_text_key(part): text} for part, text in zip(value, masked, strict=True)]
             return [with_masks(each, pattern) for each in value]
     return value
 
 
 def _texts_of_parts(value: list[Any]) -> list[str]:
     """The texts of a content's parts, which a template may write without anything between; empty for other lists."""
-    if not all(isinstance(part, dict) and part.keys() == {"type", "text"} for part in value):
+    if not all(isinstance(part, dict) and part.keys() == {"type", _text_key(part)} for part in value):
         return []
-    texts = [part["text"] for part in value]
+    texts = [part[_text_key(part)] for part in value]
     return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _text_key(part: dict[str, Any]) -> str:
+    return "thinking" if "thinking" in part else "text"
 
 
 def _masked_parts(texts: list[str], pattern: re.Pattern[str]) -> list[str]:

@@ -5,7 +5,7 @@ vLLM. Pure.
     tool_calls        [{id, type, function: {name, arguments}}], with arguments as an object, {} if the text is not
                       one; or as text for templates that expect it
     tool_call_id      of a tool's message
-    reasoning         as `reasoning`, `reasoning_content` and `thinking`
+    reasoning         as `reasoning`, `reasoning_content` and `thinking`; for some templates, as a part of the content
 """
 
 import re
@@ -182,6 +182,10 @@ def _content(message: ChatMessage, traits: TemplateTraits) -> Any:
     content is None for templates that test for it, and empty otherwise."""
     if traits.empty_parts and message.role == "assistant" and not message.content and not message.tool_calls:
         return [{"type": "text", "text": ""}]
+    if traits.thinking_parts and message.role == "assistant" and message.reasoning:
+        texts = [message.content or ""] if message.parts is None else message.parts
+        parts = [{"type": "text", "text": text} for text in texts]
+        return [{"type": "thinking", "thinking": message.reasoning}, *parts]
     if message.content is None:
         if traits.none:
             return None

@@ -5,6 +5,7 @@ None, or an empty text; arguments of a tool call are an object, or JSON text. Mo
 servers inspect the template. vLLM calls the first two "string" and "openai".
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -21,7 +22,8 @@ class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
     takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
     role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text.
-    `empty_parts`: it gets an empty reply as an empty part; see refused_forms.py."""
+    `empty_parts`: it gets an empty reply as an empty part; see refused_forms.py. `thinking_parts`: it reads the
+    reasoning of a message from a part of its content."""
 
     parts: bool = False
     text_too: bool = False
@@ -29,6 +31,7 @@ class TemplateTraits:
     developer: bool = False
     json_arguments: bool = False
     empty_parts: bool = False
+    thinking_parts: bool = False
 
 
 class ValueKind(Enum):
@@ -47,11 +50,12 @@ def inspect_template(environment: jinja2.Environment, source: str) -> TemplateTr
         node.name == "length" and names.kind(node.node) is ValueKind.CONTENT for node in tree.find_all(nodes.Filter)
     )
     return TemplateTraits(
-        parts=any(map(names.goes_through_parts, tree.find_all(nodes.For))),
+        parts=any(names.reads_of_parts(loop, ("type", "text")) for loop in tree.find_all(nodes.For)),
         text_too=any(test.name == "string" for test in tests),
         none=not is_measured and (any(test.name == "none" for test in tests) or names.compared_with_none()),
         developer="developer" in consts,
         json_arguments=_adds_arguments(tree),
+        thinking_parts=any(names.reads_of_parts(loop, ("thinking",)) for loop in tree.find_all(nodes.For)),
     )
 
 
@@ -100,16 +104,15 @@ class _Names:
                 return self.kind(node.left) or self.kind(node.right)
         return None
 
-    def goes_through_parts(self, loop: nodes.For) -> bool:
-        """Whether a loop is over the parts of a content. Other lists, such as tool calls, have neither type nor
-        text."""
+    def reads_of_parts(self, loop: nodes.For, fields: Collection[str]) -> bool:
+        """Whether a loop is over the parts of a content and reads one of these fields. Other lists, such as tool calls,
+        have neither type nor text."""
         if self.kind(loop.iter) is not ValueKind.CONTENT or not isinstance(loop.target, nodes.Name):
             return False
         item = loop.target.name
         asked: list[Any] = [*loop.find_all(nodes.Getattr), *loop.find_all(nodes.Getitem)]
         return any(
-            isinstance(node.node, nodes.Name) and node.node.name == item and _named(node) in ("type", "text")
-            for node in asked
+            isinstance(node.node, nodes.Name) and node.node.name == item and _named(node) in fields for node in asked
         )
 
     def compared_with_none(self) -> bool:

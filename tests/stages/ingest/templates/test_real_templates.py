@@ -63,6 +63,10 @@ TAKE_PARTS = {
 """Templates that iterate over content parts; for the others, transformers gets text."""
 
 
+TAKE_THINKING = {"ministral3"}
+"""Templates that get reasoning as a part of the content."""
+
+
 REFUSING = {"gemma2", "hermes3.tool_use", "kimi-k2-thinking", "seed-oss"}
 """Templates that do not accept every chat below. Kimi K2 Thinking's calls a method that the sandbox forbids."""
 
@@ -77,9 +81,21 @@ def joined(messages: Chat) -> Chat:
     return [message | {"content": text(message["content"])} for message in messages]
 
 
+def with_thinking(messages: Chat) -> Chat:
+    def parts(message: dict[str, Any]) -> Any:
+        reasoning, content = message.get("reasoning_content"), message["content"]
+        if not reasoning:
+            return content
+        text = {"type": "text", "text": content or ""}
+        return [{"type": "thinking", "thinking": reasoning}, *(content if isinstance(content, list) else [text])]
+
+    return [message | {"content": parts(message)} for message in messages]
+
+
 def same(name: str, messages: Chat, **options: Any) -> None:
     source = SOURCES[name]
     for_them = messages if name in TAKE_PARTS else joined(messages)
+    for_them = with_thinking(for_them) if name in TAKE_THINKING else for_them
     try:
         expected = by_transformers(source, for_them, with_json=name in TAKE_JSON, **options)
     except Exception:  # noqa: BLE001 - whatever transformers raises
@@ -109,6 +125,17 @@ def test_a_tool_call_without_content_is_rendered_as_by_transformers(name: str) -
         )
     else:
         same(name, chat, add_generation_prompt=True, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("name", TAKE_THINKING)
+def test_reasoning_is_a_part_of_the_content_for_templates_that_read_it_there(name: str) -> None:
+    reply = {"role": "assistant", "content": "4", "reasoning_content": "It is easy."}
+    for changes in ({}, {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": None}):
+        chat: Chat = [{"role": "user", "content": "2 + 2"}, reply | changes, {"role": "user", "content": "really?"}]
+        same(name, chat, add_generation_prompt=True)
+        assert "[THINK]It is easy.[/THINK]" in render(SOURCES[name], prompt(chat, add_generation_prompt=True))
+    same(name, [ASKED[0], ASKED[1] | {"reasoning_content": "I ask."}, ASKED[2]], add_generation_prompt=True)
+    same(name, [ASKED[0], reply], add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize("ending", ["Once upon", "Once upon a \n ", "a\nb"])
