@@ -49,7 +49,8 @@ def is_same_reply(ours: Reply, theirs: Reply) -> bool:
     of the token that ends a reply."""
     if (ours.text, ours.ends) != (theirs.text, theirs.ends):
         return False
-    pairs = iter(zip(ours.ids, ours.logprobs or [None] * len(ours.ids), strict=True))
+    logprobs: list[float | None] = [*ours.logprobs] or [None] * len(ours.ids)
+    pairs = iter(zip(ours.ids, logprobs, strict=True))
     for token_id, logprob in zip(theirs.ids, theirs.logprobs, strict=True):
         ours_of = next((found for one, found in pairs if one == token_id), math.inf)
         if ours_of is not None and abs(ours_of - logprob) > MAX_LOGPROB_ERROR:

@@ -6,15 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import msgspec
+from gguf import GGMLQuantizationType as Kind
 
 from pipeline.stages.prepare.gguf.special_tokens import CONTROL, END_TEXTS, NORMAL, ROLES, UNKNOWN, USER_DEFINED
 from tools.tokenizer_vectors.vocabularies import Keys, vocabularies
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "tests" / "data" / "templates"
-Kind = gguf.GGMLQuantizationType
 
 CONTENT = "{{ messages[0]['content'] }}"
 """A template that writes a text as it is: its special tokens are the client's."""

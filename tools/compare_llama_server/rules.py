@@ -206,7 +206,7 @@ def _has_call(case: Case) -> bool:
 def _ends_by_format(case: Case) -> bool:
     if not (_is_reply(case) and isinstance(case.theirs, Reply)):
         return False
-    return case.ours.ends and case.ours.ids == case.theirs.ids[: len(case.ours.ids)]
+    return bool(case.ours.ends and case.ours.ids == case.theirs.ids[: len(case.ours.ids)])
 
 
 RULES: tuple[Rule, ...] = (

@@ -104,10 +104,10 @@ class Pipeline:
         else:  # the template must be `forms.CONTENT`
             message = {"role": "user", "content": text}
             body = {"messages": [message], "add_special_tokens": ends, "add_generation_prompt": False}
-        return _field(self._api.post("/tokenize", body), "tokens")
+        return _ids(self._api.post("/tokenize", body))
 
     def detokenize(self, ids: Sequence[int]) -> str | Refused:
-        return _field(self._api.post("/detokenize", {"tokens": ids}), "prompt")
+        return _text(self._api.post("/detokenize", {"tokens": ids}), "prompt")
 
     def render(self, body: Mapping[str, Any]) -> Rendered | Refused:
         found = self._api.post("/v1/chat/completions/render", body)
@@ -138,14 +138,14 @@ class LlamaServer:
 
     def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | Refused:
         body = {"content": text, "add_special": ends, "parse_special": special}
-        return _field(self._api.post("/tokenize", body), "tokens")
+        return _ids(self._api.post("/tokenize", body))
 
     def detokenize(self, ids: Sequence[int]) -> str | Refused:
-        return _field(self._api.post("/detokenize", {"tokens": ids}), "content")
+        return _text(self._api.post("/detokenize", {"tokens": ids}), "content")
 
     def render(self, body: Mapping[str, Any]) -> Rendered | Refused:
         """Its chats become ids as all prompts do."""
-        text = _field(self._api.post("/apply-template", body), "prompt")
+        text = _text(self._api.post("/apply-template", body), "prompt")
         if isinstance(text, Refused):
             return text
         ids = self.tokenize(text, special=True, ends=True)
@@ -169,8 +169,12 @@ class LlamaServer:
         return _reply(choice, text, [token["id"] for token in tokens], [token["logprob"] for token in tokens])
 
 
-def _field(found: Any, name: str) -> Any:
-    return found if isinstance(found, Refused) else found[name]
+def _text(found: Any, name: str) -> str | Refused:
+    return found if isinstance(found, Refused) else str(found[name])
+
+
+def _ids(found: Any) -> list[int] | Refused:
+    return found if isinstance(found, Refused) else list(found["tokens"])
 
 
 def _reply(choice: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float]) -> Reply:
