@@ -64,6 +64,9 @@ NUM_KEPT = 4
 WORD_CHARS = 40
 """The cost of tokenizing a short word, in characters of a long text."""
 
+ALLOWED_IDS_PER_CHAR = 64
+"""The same for allowed ids, of which there may be as many as the vocabulary has, for each of many prompts."""
+
 
 class RequestRefused(Exception):
     """The request can't be served. Carries the failure for the client."""
@@ -225,7 +228,8 @@ class PromptProcessor:
         forbidden = {run[0] for run in options.bad_words_ids if len(run) == 1}
         if options.min_tokens > 0:
             forbidden.update(self._eos_ids, options.stop_token_ids)
-        if forbidden.issuperset(np.frombuffer(options.allowed_ids, np.int32).tolist()):
+        allowed = np.frombuffer(options.allowed_ids, np.int32)
+        if np.isin(allowed, np.fromiter(forbidden, np.int64, len(forbidden))).all():
             message = (
                 "'allowed_token_ids' leaves no first token: 'bad_words', or 'min_tokens' with the stop tokens, "
                 "excludes all of them"
@@ -409,7 +413,9 @@ def cost_chars(submit: Submit) -> int:
     prompt = submit.prompt
     size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
     words = submit.options.bad_words
-    return size + len(submit.options.prediction) + sum(map(len, words)) + WORD_CHARS * len(words)
+    num_allowed = len(submit.options.allowed_ids) // 4
+    size += len(submit.options.prediction) + num_allowed // ALLOWED_IDS_PER_CHAR
+    return size + sum(map(len, words)) + WORD_CHARS * len(words)
 
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:

@@ -158,8 +158,8 @@ class Cache:
 
 
 def _has_only_files(folder: Path) -> bool:
-    """Whether a folder, which another user may have made, has nothing that is neither a file nor a folder: whoever
-    opens a FIFO would wait for ever. Raises OSError."""
+    """Whether a folder, which another user may have made, has nothing that is neither a file nor a folder: opening a
+    FIFO would take for ever. Raises OSError."""
     modes = [path.stat().st_mode for path in folder.iterdir() if path.exists()]
     return all(stat.S_ISREG(mode) or stat.S_ISDIR(mode) for mode in modes)
 

@@ -12,7 +12,13 @@ import pytest
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor, RequestRefused, num_chars
+from pipeline.stages.ingest.prompt_processor import (
+    EncodedPrompt,
+    PromptProcessor,
+    RequestRefused,
+    cost_chars,
+    num_chars,
+)
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import replays_alike
@@ -229,3 +235,11 @@ def test_each_text_of_a_message_counts_in_what_the_prompt_costs(field: str) -> N
     full = msgspec.structs.replace(plain, **{field: values})
     costs = [num_chars(m.ChatPrompt([message])) for message in (plain, full)]
     assert costs[1] - costs[0] > 990 * (len(values) if field == "tool_calls" else 1)
+
+
+def test_allowed_ids_count_in_what_a_prompt_costs() -> None:
+    """A request may have thousands of prompts, and as many ids as the vocabulary with each."""
+    plain = tiny.submit("a")
+    options = msgspec.structs.replace(plain.options, allowed_ids=bytes(4 * 150_000))
+    costs = [cost_chars(one) for one in (plain, msgspec.structs.replace(plain, options=options))]
+    assert costs[1] - costs[0] > 2000
