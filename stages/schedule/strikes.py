@@ -27,8 +27,9 @@ class Strikes:
     @property
     def _num(self) -> dict[int, int]:
         if self._of is None:
-            entries = list(_ENTRY.iter_unpack(self._place.observe(bytes(self._memory))))
-            self._of = {request_id: num for request_id, num in entries if num}
+            entries = list(_ENTRY.iter_unpack(self._memory))
+            used = b"".join(_ENTRY.pack(*entry) for entry in entries if entry[1])
+            self._of = dict(_ENTRY.iter_unpack(self._place.observe(used)))
             self._entries = {request_id: place for place, (request_id, num) in enumerate(entries) if num}
             self._free = [place for place, (_, num) in enumerate(entries) if not num][::-1]
         return self._of
