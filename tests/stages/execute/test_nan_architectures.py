@@ -4,6 +4,7 @@ it: experts that compute tokens of several rows together, windows, ALiBi, norms,
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def bad() -> list[Request]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_that_is_not_finite_changes_no_other(tmp_path: Path, name: str, kernels: str) -> None:
     folder = folder_of(tmp_path, name)
+    how: Any
     with emulation(kernels) as how:
         execute = ExecuteSettings(dtype="bfloat16", kernels=how, kv_cache_bytes=2 * 1024**2, num_threads=2)
         schedule = ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=96)
