@@ -15,7 +15,9 @@ from pipeline.text.formats.lark import LarkBuilder
 from pipeline.text.formats.schema_types import DEFINITIONS, STRING_ONLY, Types, TypeTable, resolved
 
 OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
-OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "$ref"})
+OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern"})
+MAX_REFS = 16
+"""References in a row that are followed"""
 MAX_KEY_CHARS = 1024
 """The longest name of a parameter that parsers read."""
 MAX_COUNTED_CHARS = 2**31
@@ -33,7 +35,7 @@ ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*[\^$]")
 class Parameter(msgspec.Struct, frozen=True):
     name: str
     schema: Any
-    """Decoded; a reference is resolved."""
+    """Decoded; a reference is resolved, unless something beside it restricts the value, too."""
     text: str
     """The schema as text, with the definitions that it refers to"""
     is_required: bool
@@ -68,7 +70,7 @@ def parameters(schema: str) -> list[Parameter] | None:
     if not properties and "additionalProperties" not in root:
         return None  # any arguments
     definitions = _Definitions(schema, root)
-    all_required = frozenset(required)
+    all_required = frozenset(required) | {name for name, one in properties.items() if _is_flagged(one)}
     num_left = max(len(schema), MAX_WRITTEN_CHARS)
     found = []
     for name, raw in msgspec.json.decode(raws.get("properties", Raw(b"{}")), type=dict[str, Raw]).items():
@@ -79,6 +81,11 @@ def parameters(schema: str) -> list[Parameter] | None:
             return None
         found.append(one)
     return found
+
+
+def _is_flagged(schema: Any) -> bool:
+    """Whether a property has draft 3's `required: true`."""
+    return isinstance(schema, dict) and schema.get("required") is True
 
 
 class _Definitions:
@@ -95,13 +102,20 @@ class _Definitions:
 
 def _parameter(name: str, text: str, definitions: _Definitions, is_required: bool) -> Parameter | None:
     """A part of a schema; None if it can't stand alone."""
-    schema = msgspec.json.decode(text)
-    if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str):
-        schema = resolved(ref, definitions.root)
+    schema = _target(msgspec.json.decode(text), definitions.root)
     written = _with(text, definitions)
     if written is None or schema is None:
         return None
     return Parameter(name, schema, written, is_required, definitions.types.types_of(schema))
+
+
+def _target(schema: Any, root: Any) -> Any:
+    """The schema that references lead to, as far as nothing beside them restricts the value; None if there is none."""
+    for _ in range(MAX_REFS):
+        if not isinstance(schema, dict) or (KEYWORDS & schema.keys()) - set(DEFINITIONS) != {"$ref"}:
+            break
+        schema = resolved(schema["$ref"], root) if isinstance(schema["$ref"], str) else None
+    return schema
 
 
 def text_body(schema: Any) -> str | None:

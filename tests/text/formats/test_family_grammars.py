@@ -161,6 +161,47 @@ def test_texts_without_quotes_obey_their_schemas() -> None:
             assert not vocabulary.takes(grammar, wrong)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/text", "maxLength": 2},
+        {"$ref": "#/$defs/text", "pattern": "^[a-c]{2}$"},
+        {"$ref": "#/$defs/text", "enum": ["ab"]},
+        {"$ref": "#/$defs/chain"},
+        {"$ref": "#/$defs/chain", "description": "It is one of two."},
+        {"$ref": "#/$defs/short"},
+        {"type": "integer", "required": True, "maximum": 9},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("tools", ["glm45", "qwen3_coder", "seed_oss", "gemma4", "functiongemma"])
+def test_all_that_references_lead_to_is_enforced(tools: str, schema: dict[str, Any]) -> None:
+    """Also what is beside a reference, and behind several."""
+    definitions = {
+        "text": {"type": "string"},
+        "few": {"type": "string", "enum": ["ab", "c"]},
+        "chain": {"$ref": "#/$defs/few"},
+        "short": {"$ref": "#/$defs/text", "maxLength": 2},
+    }
+    parameters = {"type": "object", "properties": {"t": schema}, "required": ["t"], "additionalProperties": False}
+    parameters |= {"$defs": definitions}
+    if "required" in schema:  # as draft 3 has it
+        del parameters["required"]
+    sent = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    form = formats(tools, added=FULL.added)
+    grammar = form.calls("required", "", sent, parallel=False).lark()
+    num = 0
+    for seed in range(8):
+        reply = read(form.parser("required", {"f": json.dumps(parameters)}), [walk(grammar, seed, 200, FULL)])
+        if reply.num_ended == len(reply.calls):
+            num += 1
+            arguments = json.loads(reply.calls[0][1])
+            assert list(arguments) == ["t"]
+            checked = schema | {"$defs": definitions}
+            jsonschema.validate(arguments["t"], {key: value for key, value in checked.items() if key != "required"})
+    assert num
+
+
 # ------------------------------------------------------------------------------------------------------- reasoning
 
 
