@@ -10,6 +10,7 @@ ends, takes all memory or crashes the library just fails, and the others continu
 import contextlib
 import gc
 import os
+import re
 import selectors
 import signal
 import socket
@@ -44,6 +45,11 @@ limit, or the seconds. If it gets no more until its last deadline, its answer sa
 
 MAX_EXTENDED_S = 5.0
 """Maximum duration of a check with such extensions."""
+
+_REF_ERROR = re.compile(
+    "Resource ('.*') is not present in a registry|Pointer ('.*') does not exist|Anchor ('.*') does not exist"
+)
+"""The library's words about a reference that leads nowhere"""
 
 MARGIN = 0.1
 """Fraction of the time limit that is reserved for returning the answer."""
@@ -205,6 +211,8 @@ def _client_error(error: str) -> str:
         return f"its keywords {keys} are not supported"
     if "oneOf constraints are not supported" in words:
         return 'its keyword "oneOf" is supported only where no value can match two of the schemas: use "anyOf"'
+    if (found := _REF_ERROR.search(words)) is not None:
+        return f'its keyword "$ref" names {found[1] or found[2] or found[3]}, which is no part of the schema itself'
     if "look-around" in words:
         return f'a pattern, such as one of its keyword "pattern", can\'t be used: {words}'
     if "'multipleOf' has too many digits" in words:

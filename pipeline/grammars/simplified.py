@@ -6,8 +6,10 @@ that restrict nothing are removed here. Those that other keywords can express ar
 library refuses them by name.
 """
 
+import re
 from collections.abc import Mapping, Set
 from typing import Any
+from urllib.parse import quote
 
 from pipeline.grammars.exact_json import Written, encoded
 from pipeline.grammars.exclusive import Looks, with_any_of
@@ -49,6 +51,10 @@ EQUAL_PATTERNS = {
 """Patterns of well-known libraries with look-around → the same without. The first is zod's of an email address."""
 
 
+NOT_IN_FRAGMENTS = re.compile(r"[^\w!#$%&'()*+,\-./:;=?@~]|%(?![0-9a-fA-F]{2})", re.ASCII)
+"""Characters that a URI's fragment spells with %"""
+
+
 def simplified(schema: Any) -> Any:
     """A decoded schema (`exact_json.decoded`) that accepts the same values, except that some bounds of numbers are
     tighter (`numbers`). Raises UnsupportedSchema if it has a number that can't be enforced."""
@@ -76,6 +82,7 @@ class _Simplifier:
             return [self.schema(part) for part in schema]
         if not isinstance(schema, dict):
             return None if isinstance(schema, float) and abs(schema) == float("inf") else schema
+        schema = with_required_names(schema)
         made = {key: self._keyword(key, value) for key, value in schema.items() if key not in VALUES}
         made = with_enforced_bounds(_counted(made))
         made = self._without_anchors(made)
@@ -96,6 +103,8 @@ class _Simplifier:
             return value
         if key in OF_NAMES and isinstance(value, dict):
             return {name: self.schema(part) for name, part in value.items()}
+        if key == "$ref" and isinstance(value, str):
+            return _escaped(value)
         if key == "pattern":
             return EQUAL_PATTERNS.get(value, value) if isinstance(value, str) else value
         if key in KEYWORDS and isinstance(value, Written):
@@ -151,6 +160,32 @@ class _Simplifier:
         if self._num_repeated <= MAX_REPEATED_CHARS:
             self._num_repeated += sum(map(len, names)) + len(names) * (len(encoded(schema)) + 4)
         return self._num_repeated <= MAX_REPEATED_CHARS
+
+
+def with_required_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """`required: true` in properties, which draft 3 has and Jackson writes, as `required` with their names."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list):
+        return schema
+    flags = {
+        name: part["required"]
+        for name, part in named.items()
+        if isinstance(part, dict) and isinstance(part.get("required"), bool)
+    }
+    if not flags:
+        return schema
+    others = {name: _without(part, "required") if name in flags else part for name, part in named.items()}
+    known = {name for name in required if isinstance(name, str)}
+    return schema | {
+        "properties": others,
+        "required": [*required, *(name for name, flag in flags.items() if flag and name not in known)],
+    }
+
+
+def _escaped(ref: str) -> str:
+    """A reference to a part of the document as a URI: names of types may have characters that it can't, as in
+    `Record<string,number>` and `Größe`, and some libraries write them as they are."""
+    return NOT_IN_FRAGMENTS.sub(lambda found: quote(found[0], safe=""), ref) if ref.startswith("#") else ref
 
 
 def restricts_nothing(schema: Any) -> bool:

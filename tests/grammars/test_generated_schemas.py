@@ -75,6 +75,28 @@ ENFORCED = {
     "map[int]string": (GO_MAP, '{"7":"a"}', '{"a":"a"}'),
     "interface{}": ('{"type": "object", "properties": {"a": true}, "required": ["a"]}', '{"a":[1]}', "{}"),
     "maxLength of int64": ('{"type": "string", "maxLength": 9223372036854775807}', '"a"', "1"),
+    # Names of types that URIs can't have, as typescript-json-schema, Springfox and people write them
+    **{
+        f"definitions of {name}": (
+            json.dumps({"$ref": f"#/definitions/{name}", "definitions": {name: {"type": "integer"}}}),
+            "1",
+            '"a"',
+        )
+        for name in ("Record<string,number>", "List«A»", "Größe", "价格", "a b", "A|B", "A[]", "100%", 'a"b')
+    },
+    # Jackson's module for draft 3
+    "required: true": (
+        '{"type": "object", "properties": {"a": {"type": "string", "required": true}, "b": {"type": "object", '
+        '"required": true, "properties": {"c": {"type": "integer", "required": true}, "d": {"required": false}}}}}',
+        '{"a":"x","b":{"c":1}}',
+        '{"a":"x"}',
+    ),
+    "required: true, within": (
+        '{"type": "object", "required": ["b"], "properties": {"a": {"type": "string", "required": false}, "b": '
+        '{"type": "object", "required": true, "properties": {"c": {"type": "integer", "required": true}}}}}',
+        '{"b":{"c":1}}',
+        '{"b":{}}',
+    ),
     # TypeBox
     "Type.Record": ('{"type": "object", "patternProperties": {"^(.*)$": {"type": "integer"}}}', '{"a":1}', '{"a":"b"}'),
     "Type.Recursive": (
@@ -138,6 +160,9 @@ REFUSED = {
         BARE_UNION.replace('"$defs": {', '"$defs": {"A": {"$ref": "#/$defs/A"}, "X": {').replace("/B", "/X") + "}",
         "oneOf",
     ),
+    "Jackson's references": ('{"$ref": "urn:jsonschema:com:x:Bean"}', "\"$ref\" names 'urn:jsonschema:com:x:Bean'"),
+    "a reference to nothing": ('{"$ref": "#/$defs/a", "$defs": {}}', "\"$ref\" names '/$defs/a'"),
+    "an anchor of nothing": ('{"$ref": "#a", "$defs": {}}', "\"$ref\" names 'a'"),
     "Type.Date": ('{"type": "Date"}', "Date"),
     "dynamic references": ('{"$dynamicAnchor": "a", "items": {"$dynamicRef": "#a"}}', "$dynamic"),
     "look-ahead": ('{"type": "string", "pattern": "^(?!a)"}', '"pattern"'),
