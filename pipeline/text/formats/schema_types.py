@@ -2,12 +2,14 @@
 that only the schema tells the text "5" from the number 5."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+from msgspec import Raw
 
 DEFINITIONS = ("$defs", "definitions")
 """The keywords of a schema that references lead to"""
@@ -19,6 +21,10 @@ OTHER = "other"
 _BITS = {name: 1 << place for place, name in enumerate((*sorted(JSON_TYPES), OTHER))}
 _TYPE_BITS = _BITS | {"number": _BITS["number"] | _BITS["integer"]}
 _ANY = (1 << len(_BITS)) - 1
+
+_TYPES_BY_START = {'"': "string", "[": "array", "{": "object", "t": "boolean", "f": "boolean", "n": "null"}
+"""By the first character of a value's JSON; others begin a number."""
+_FRACTION = frozenset(".eE")
 
 ALTERNATIVES = ("anyOf", "oneOf")
 _LEADING = frozenset({"$ref", "allOf", *ALTERNATIVES})
@@ -235,13 +241,18 @@ def as_json(text: str, types: Types) -> str:
         return quoted(text)
     bare = PYTHON_WORDS.get(text.strip(), text.strip())
     try:
-        value = msgspec.json.decode(bare)
+        msgspec.json.decode(bare, type=Raw)  # only its syntax: a number may be larger than any float
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return quoted(text)
-    kind = _type_of(value)
+    kind = _TYPES_BY_START.get(bare[0]) or ("integer" if _FRACTION.isdisjoint(bare) else "number")
     if types is None or kind in types or (kind == "integer" and "number" in types):
         return bare
-    return bare if kind == "number" and "integer" in types and float(value).is_integer() else quoted(text)
+    return bare if kind == "number" and "integer" in types and _is_whole(float(bare)) else quoted(text)
+
+
+def _is_whole(value: float) -> bool:
+    """Whether a number has no fraction. One that is too large for a float has none."""
+    return math.isinf(value) or value.is_integer()
 
 
 def quoted(text: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.text.formats.schema_types import OTHER, property_types, types_of
+from pipeline.text.formats.schema_types import OTHER, Types, as_json, property_types, types_of
 
 INTEGER = {"type": "integer"}
 TEXT = {"type": "string"}
@@ -42,6 +42,26 @@ TEXT = {"type": "string"}
 )
 def test_types(schema: Any, definitions: Any, types: set[str] | None) -> None:
     assert types_of(schema, {"$defs": definitions}) == types
+
+
+LARGE = ("7e818", "-1E+400", "9" * 400, "0." + "1" * 30, "1e-999")
+
+
+@pytest.mark.parametrize("text", LARGE)
+@pytest.mark.parametrize("types", [None, frozenset({"number"}), frozenset({"number", "null"})])
+def test_a_number_stays_that_number(text: str, types: Types) -> None:
+    """Also one that no float can be."""
+    assert as_json(text, types) == text
+    assert as_json(f"[{text}]", None) == f"[{text}]"
+    assert as_json(text, frozenset({"string"})) == as_json(text, frozenset({"boolean"})) == f'"{text}"'
+
+
+@pytest.mark.parametrize(
+    ("text", "is_integer"),
+    [("5", True), ("5.0", True), ("1e3", True), ("1e400", True), ("5.5", False), ("05", False)],
+)
+def test_which_numbers_are_integers(text: str, is_integer: bool) -> None:
+    assert as_json(text, frozenset({"integer"})) == (text if is_integer else f'"{text}"')
 
 
 def test_definitions_may_be_deep() -> None:

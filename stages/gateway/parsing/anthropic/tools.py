@@ -119,13 +119,14 @@ def _checked_names(tools: Sequence[b.ToolParam], caps: Caps) -> set[str]:
 
 def object_text(raw: Raw, param: str) -> str:
     """The JSON text of a field that must be an object, as the client wrote it. Raises ApiError."""
-    _decoded(raw, param)
+    _decoded(raw, param, Raw)  # a number may be larger than any float
     return bytes(raw).decode()
 
 
-def _decoded(raw: Raw, param: str) -> dict[str, Any]:
+def _decoded(raw: Raw, param: str, values: Any = Any) -> dict[str, Any]:
+    """`values`: the type of the object's values."""
     try:
-        found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        found: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, values])
     except msgspec.ValidationError as error:
         raise invalid(param, f"'{param}' must be an object", "invalid_type") from error
     except (msgspec.DecodeError, UnicodeError) as error:

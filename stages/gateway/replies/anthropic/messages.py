@@ -1,7 +1,7 @@
 """Response bodies of the Messages API, and what they share with its stream events. Pure."""
 
 import time
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec import Raw
@@ -137,7 +137,7 @@ def _content(events: list[Event], reader: MessageReader) -> list[ContentBlock]:
 def object_or_empty(arguments: str) -> Raw:
     """The arguments as the model wrote them, if they are a JSON object."""
     try:
-        msgspec.json.decode(arguments, type=dict[str, Any])
+        msgspec.json.decode(arguments, type=dict[str, Raw])  # a number may be larger than any float
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return NO_INPUT
     return Raw(arguments.encode())

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing.anthropic.tools import object_text
 from pipeline.stages.gateway.replies.anthropic.types import STOP_REASONS
 from tests.stages.gateway.gate import MODEL, Gate, read_until
 
@@ -163,6 +165,13 @@ def test_thinking_is_left_out_on_request(gate: Gate) -> None:
         body, text = {"thinking": thinking}, "<think>\nHm\n</think>\n\nHello"
         assert whole(gate, body, text)["content"] == [{"type": "text", "text": "Hello"}]
         assert joined(stream(gate, body, text))["content"] == [{"type": "text", "text": "Hello"}]
+
+
+def test_a_number_that_no_float_can_be_is_an_input(gate: Gate) -> None:
+    arguments = '{"n": 7e818, "m": [1e400]}'
+    text = f'<tool_call>\n{{"name": "find", "arguments": {arguments}}}\n</tool_call>'
+    assert whole(gate, TOOLS, text)["content"][0]["input"] == {"n": float("inf"), "m": [float("inf")]}
+    assert object_text(msgspec.Raw(arguments.encode()), "input") == arguments, "in the next turn"
 
 
 def test_a_call_that_is_cut_off_has_no_input(gate: Gate) -> None:
