@@ -54,6 +54,15 @@ def test_a_custom_tool_may_be_required() -> None:
     assert made.options.grammar is not None and made.reply is not None and made.reply.custom == ["apply_patch"]
 
 
+def test_the_type_says_which_of_the_two_a_tool_is() -> None:
+    """The other field is ignored, as other unknown ones."""
+    both = FIND | {"custom": {"name": "say"}}, PATCH | {"function": {"name": "do"}}
+    made = parsed(tools=[*both], tool_choice=allowed(NAMED, CUSTOM))
+    (found,) = made.prompts
+    assert isinstance(found, m.ChatPrompt) and names(found) == ["find", "apply_patch"]
+    assert made.reply is not None and made.reply.custom == ["apply_patch"]
+
+
 def test_an_escaped_type_is_the_same_type() -> None:
     body = json.dumps({"model": "tiny", "messages": [USER], "tools": [PATCH]}).replace('"custom"', '"c\\u0075stom"')
     made = parse_chat(body.encode(), RequestLimits("tiny", 64, max_prompt_tokens=1000, formats=HERMES))
@@ -69,7 +78,8 @@ def test_the_model_gets_the_tools_that_are_allowed(mode: str) -> None:
     ):
         found = prompt(tools=[NOW, FIND, PATCH], tool_choice=allowed(*each, mode=mode))
         assert (names(found), found.tool_choice) == (expected, mode)
-    assert names(prompt(tools=[NOW, FIND], tool_choice=allowed())) == []
+    for given in ({"tools": [NOW, FIND]}, {"tools": []}, {}):
+        assert prompt(**given, tool_choice=allowed()).tools == "", "as without tools"
 
 
 def test_history_has_their_calls() -> None:

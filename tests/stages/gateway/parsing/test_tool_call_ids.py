@@ -56,6 +56,8 @@ def with_id(key: str, value: Any, rest: dict[str, Any]) -> dict[str, Any]:
         ([["?", "?"], "?", "user"], [["call00000", "call00001"], "call00000"]),
         ([["?", "a"], "a", "?"], [["call00000", "a"], "a", "call00000"]),
         ([["?"]], [["call00000"]]),
+        ([["a", "b"], "a", "user", ["?"], "?"], [["a", "b"], "a", ["call00000"], "call00000"]),
+        ([["a", "b"], "x", "b", "user", ["?"], "?"], [["a", "b"], "x", "b", ["call00000"], "call00000"]),
     ],
 )
 def test_results_without_an_id_answer_the_calls_in_their_order(
