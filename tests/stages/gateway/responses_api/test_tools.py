@@ -230,6 +230,7 @@ def test_reading_a_long_input_takes_memory_for_the_text_only(piece: str) -> None
 def test_names_in_namespaces_are_those_of_functions() -> None:
     assert chat_name("find", "crm") == chat_name("find", "crm__") == "crm__find"
     assert chat_name("_search", "mcp__mail") == "mcp__mail_search"
+    assert chat_name("a" * 59, "crm") == f"crm__{'a' * 59}", "as long as a function's name may be"
     long = [chat_name(f"{'a' * 60}{one}", "crm") for one in "bc"]
     assert len(set(long)) == 2 and {len(one) for one in long} == {64}
 
