@@ -214,6 +214,12 @@ def test_every_cut_of_a_custom_tool_s_arguments_has_the_input_so_far() -> None:
     assert [input_of(text) for text in ("", "{}", '{"patch": "a"}', '["a"]')] == ["", "{}", '{"patch": "a"}', '["a"]']
 
 
+def test_the_input_may_follow_other_arguments() -> None:
+    assert input_of('{"reason": "input", "input": "a\\"b"}') == 'a"b'
+    assert input_of('{"input": "a", "input": "b"}') == "b"
+    assert input_of('{"input": 5}') == '{"input": 5}'
+
+
 @pytest.mark.parametrize("piece", ["a", "\\n", "é"])
 def test_reading_a_long_input_takes_memory_for_the_text_only(piece: str) -> None:
     """Also if the reply ends within it."""
