@@ -1,6 +1,12 @@
 """The errors of a client of a running server."""
 
 
+def is_busy(code: str | None, retry_after_s: int | None) -> bool:
+    """Whether the same request may succeed later. A prompt that is larger than its key's tokens of a minute never
+    does, and then the server does not say when."""
+    return code in ("overloaded", "starting") or (code == "rate_limit_exceeded" and retry_after_s is not None)
+
+
 class RequestError(Exception):
     """The server refused a request, or failed to finish it."""
 
@@ -20,7 +26,7 @@ class RequestError(Exception):
         """The field that caused it."""
         self.code = code
         self.retry_after_s = retry_after_s
-        """At status 503: retry after this many seconds."""
+        """At status 429 and 503: retry after this many seconds."""
 
     def __str__(self) -> str:
         return f"{self.message} (status {self.status})"

@@ -270,12 +270,13 @@ async def test_a_server_that_does_not_end_fails_its_requests(
     await client.close()
 
 
-async def test_a_repeated_request_waits_for_room(gateway: FakeGateway, client: AsyncClient) -> None:
+@pytest.mark.parametrize("code", ["overloaded", "rate_limit_exceeded"])
+async def test_a_repeated_request_waits_for_room(gateway: FakeGateway, client: AsyncClient, code: str) -> None:
     stream = client.generate("Hi")
     await begun(gateway, stream, p.Output(0, "a", ids(1), 0, 0))
-    full = p.Failed(1, p.Failure(503, "full", None, "overloaded", 1))
+    full = p.Failed(1, p.Failure(503, "full", None, code, 1))
     again = await gateway.receive(p.Generate)
-    await gateway.send(replace(full, failure=replace(full.failure, retry_after_s=None)))
+    await gateway.send(replace(full, failure=replace(full.failure, retry_after_s=0)))
     assert replace(await gateway.receive(p.Generate), timeout_s=None) == again
     await gateway.send(full)
     await until(lambda: client._session._waiting)

@@ -11,7 +11,7 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.connection.slots import Slots
 from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import OutputDelta
-from pipeline.client.errors import ConnectionLost, RequestError, RequestTooLarge
+from pipeline.client.errors import ConnectionLost, RequestError, RequestTooLarge, is_busy
 from pipeline.client.inputs.prompts import CheckedPrompt
 from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.client.inputs.sampling_params import SamplingParams
@@ -19,8 +19,6 @@ from pipeline.client.logprobs import Logprob, num_logprobs
 from pipeline.client.outputs import CompletionOutput, OutputKind, RequestOutput
 from pipeline.errors import PromptError, ServerFailed, UserError
 
-BUSY_CODES = ("overloaded", "starting")
-"""Error codes after which the same request is sent again."""
 TIMED_OUT = "timeout"
 """The error code of a request that timed out without output."""
 BUSY_FIRST_S, BUSY_MAX_S = 0.02, 1.0
@@ -174,7 +172,7 @@ class OpenRequest:
             except RequestError as error:
                 if error.code == TIMED_OUT:
                     raise _Aborted from error
-                if error.code not in BUSY_CODES or loop.time() + pause_s > end:
+                if not is_busy(error.code, error.retry_after_s) or loop.time() + pause_s > end:
                     raise
                 if error.retry_after_s is not None:
                     pause_s = min(error.retry_after_s, BUSY_MAX_S)

@@ -23,7 +23,7 @@ from pipeline.client.connection.connection import FINAL_STATUS, Connection
 from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import error_of
 from pipeline.client.connection.zmq_address import others_of
-from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError, RequestTooLarge
+from pipeline.client.errors import ConnectionLost, ForeignServer, RequestError, RequestTooLarge, is_busy
 
 ATTEMPT_FIRST_S, ATTEMPT_MAX_S = 2.0, 30.0
 """The first and the longest time for an answer to `hello`. A new attempt uses a new socket."""
@@ -33,8 +33,6 @@ ENDING_CODES = ("draining", "shutting_down", "failed", "stage_died")
 """Codes of `failed` from a server that ends."""
 ENDING_S = 5.0
 """After `stage_died`, the connection ends within this time if the server does. Else only the request has failed."""
-FULL_CODES = ("overloaded", "starting")
-"""Codes of `failed` after which a repeated request is sent once more."""
 
 
 class Session:
@@ -272,7 +270,7 @@ class Session:
                 wait_s = self._reconnect_timeout_s if failure.code != "stage_died" else ENDING_S
                 self._wait(stream, error_of(failure), min(wait_s, self._reconnect_timeout_s))
             return True
-        if stream.is_repeated and failure.code in FULL_CODES and now_s < self._reconnect_end_s:
+        if stream.is_repeated and is_busy(failure.code, failure.retry_after_s) and now_s < self._reconnect_end_s:
             if not stream.settle():
                 pause_s = min(failure.retry_after_s or PAUSE_FIRST_S, PAUSE_MAX_S) * random.uniform(0.5, 1.0)
                 handle = self._loop.call_later(pause_s, self._repeat_waiting, stream.request_id)

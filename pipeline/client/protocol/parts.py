@@ -24,14 +24,14 @@ class WireMessage(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"
 class Failure(msgspec.Struct, array_like=True, frozen=True):
     """An error, with the fields of OpenAI's errors."""
 
-    status: Annotated[int, Meta(description="The corresponding HTTP status: 400, 401, 404, 408, 500, 503 or 504.")]
+    status: Annotated[int, Meta(description="The corresponding HTTP status: 400, 401, 404, 408, 429, 500, 503 or 504.")]
     message: Annotated[str, Meta(description="A message for humans: the error, and which values are valid.")]
     param: Annotated[
         str | None, Meta(description="The invalid field, such as `temperature` or `messages[0].role`.")
     ] = None
     code: Annotated[str | None, Meta(description="A code for programs, such as `context_length_exceeded`.")] = None
     retry_after_s: Annotated[
-        int | None, Meta(description="At status 503: the server's estimate of when to try again, in seconds.")
+        int | None, Meta(description="At status 429 and 503: the server's estimate of when to try again, in seconds.")
     ] = None
 
 
