@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -56,8 +56,14 @@ class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The code, or the message if it has none, of an error; also of one in a stream."""
 
 
-DETAILS = web.RequestKey("access_details", Callable[[], dict[str, Any]])
-"""Of an opened request: returns the fields that only its route knows."""
+class Details(NamedTuple):
+    """Of an opened request."""
+
+    fields: Callable[[], dict[str, Any]]
+    """Returns the fields of `Entry` that only its route knows."""
+
+
+DETAILS = web.RequestKey("access_details", Details)
 
 
 class AccessLog:
@@ -108,7 +114,7 @@ class AccessLog:
         if request_id is None and response is not None:
             request_id = response.headers.get(ANTHROPIC_ID_HEADER)
         details = request.get(DETAILS)
-        fields = {} if details is None else details()
+        fields = {} if details is None else details.fields()
         if error is not None:
             fields["error"] = error.code or error.message
         self.add(

@@ -85,9 +85,9 @@ class Account:
     def _check(self, num_tokens: int, *, has_arrived: bool = False) -> float:
         """Returns the time. Raises RateLimited."""
         key, now_s = self.key, self._clock()
-        used = self._memory.used(key.slot, now_s)
+        used = self._memory.window(key.slot, now_s)
         if key.rpm and used.requests >= key.rpm and not has_arrived:
-            wait_s = self._memory.free_after_s(key.slot, now_s, used.requests - key.rpm + 1, 0)
+            wait_s = used.free_after_s(used.requests - key.rpm + 1, 0)
             raise self._limited("requests", "RPM", key.rpm, used.requests, 1, wait_s)
         if key.tpm and num_tokens > key.tpm:
             message = (
@@ -96,7 +96,7 @@ class Account:
             )
             raise RateLimited("tokens", message, None)
         if key.tpm and used.tokens + max(1, num_tokens) > key.tpm:
-            wait_s = self._memory.free_after_s(key.slot, now_s, 0, used.tokens + max(1, num_tokens) - key.tpm)
+            wait_s = used.free_after_s(0, used.tokens + max(1, num_tokens) - key.tpm)
             raise self._limited("tokens", "TPM", key.tpm, used.tokens, num_tokens, wait_s)
         return now_s
 
@@ -113,13 +113,13 @@ class Account:
             return {}
         now_s, key = self._clock(), self.key
         found: dict[str, str] = {}
-        used = self._memory.used(key.slot, now_s)
+        used = self._memory.window(key.slot, now_s)
         for what, limit, num, free in (
             ("requests", key.rpm, used.requests, (math.inf, 0.0)),
             ("tokens", key.tpm, used.tokens, (0.0, math.inf)),
         ):
             if limit:
-                reset_s = self._memory.free_after_s(key.slot, now_s, *free) if num else 0.0
+                reset_s = used.free_after_s(*free) if num else 0.0
                 left = str(max(0, limit - num))
                 if anthropic:
                     reset = (datetime.now(UTC) + timedelta(seconds=reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")

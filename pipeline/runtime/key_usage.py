@@ -16,7 +16,6 @@ of its second. A number is 8 bytes, aligned, so a reader never gets half of one.
 """
 
 import mmap
-from typing import NamedTuple
 
 from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime.api_keys import MAX_SLOTS
@@ -39,11 +38,25 @@ NUM_BYTES = 8 * (MAX_PARTS + MAX_PARTS * _PART)
 assert len(COUNTERS) <= NUM_COUNTERS
 
 
-class Used(NamedTuple):
-    """Of one key in the last `WINDOW_S` seconds, at all gateways."""
+class Window:
+    """What one key has used in the last `WINDOW_S` seconds, at all gateways."""
 
-    requests: int
-    tokens: int
+    def __init__(self, seconds: list[tuple[int, int, int]], now_s: float) -> None:
+        """`seconds` are the number, requests and tokens of each second in which there are some."""
+        self._seconds, self._now_s = seconds, now_s
+        self.requests = sum(one[1] for one in seconds)
+        self.tokens = max(0, sum(one[2] for one in seconds))
+
+    def free_after_s(self, requests: float, tokens: float) -> float:
+        """How long until so many requests and tokens are older than the window; infinite numbers are all of them."""
+        last = None
+        for second, num_requests, num_tokens in sorted(self._seconds):
+            if requests <= 0 and tokens <= 0:
+                break
+            requests -= num_requests
+            tokens -= num_tokens
+            last = second
+        return 0.0 if last is None else max(0.0, last + WINDOW_S - self._now_s)
 
 
 def create() -> int:
@@ -68,11 +81,12 @@ class UsageMemory:
 
     def usage(self, slots: dict[str, int]) -> list[KeyUsage]:
         """The counters of these names, which have these slots."""
-        view, found = self._view, []
+        view, parts, num = self._view, self._parts(), len(COUNTERS)
+        found = []
         for name, slot in slots.items():
-            starts = self._starts(slot)
-            parts = [view[start : start + len(COUNTERS)].tolist() for start in starts]
-            found.append(KeyUsage(name, *(map(sum, zip(*parts, strict=True)) if parts else ())))
+            starts = [_start(part, slot) for part in parts]
+            of_parts = [view[start : start + num].tolist() for start in starts]
+            found.append(KeyUsage(name, *(map(sum, zip(*of_parts, strict=True)) if of_parts else ())))
         return found
 
     def count(self, slot: int, counter: int, num: int = 1) -> None:
@@ -91,37 +105,20 @@ class UsageMemory:
         view[start + 1] += requests
         view[start + 2] += tokens
 
-    def used(self, slot: int, now_s: float) -> Used:
+    def window(self, slot: int, now_s: float) -> "Window":
         """What was added at all gateways in the last minute."""
-        seconds = self._seconds(slot, now_s)
-        return Used(sum(one[1] for one in seconds), max(0, sum(one[2] for one in seconds)))
-
-    def free_after_s(self, slot: int, now_s: float, requests: float, tokens: float) -> float:
-        """How long until so many requests and tokens of the last minute are older than that; infinite numbers are
-        all of them."""
-        last = None
-        for second, num_requests, num_tokens in sorted(self._seconds(slot, now_s)):
-            if requests <= 0 and tokens <= 0:
-                break
-            requests -= num_requests
-            tokens -= num_tokens
-            last = second
-        return 0.0 if last is None else max(0.0, last + WINDOW_S - now_s)
-
-    def _seconds(self, slot: int, now_s: float) -> list[tuple[int, int, int]]:
-        """The seconds of the last minute in all parts: the number, requests and tokens of each."""
         first = int(now_s) - WINDOW_S
         found: list[tuple[int, int, int]] = []
-        for begin in self._starts(slot):
-            start = begin + NUM_COUNTERS
+        for part in self._parts():
+            start = _start(part, slot) + NUM_COUNTERS
             ring = self._view[start : start + NUM_SECONDS * _SECOND].tolist()
             entries = zip(ring[::_SECOND], ring[1::_SECOND], ring[2::_SECOND], strict=True)
             found += [entry for entry in entries if entry[0] > first]
-        return found
+        return Window(found, now_s)
 
-    def _starts(self, slot: int) -> list[int]:
-        """Where this slot is in each part that is used."""
-        return [_start(part, slot) for part, is_used in enumerate(self._view[:MAX_PARTS].tolist()) if is_used]
+    def _parts(self) -> list[int]:
+        """Those that are used."""
+        return [part for part, is_used in enumerate(self._view[:MAX_PARTS].tolist()) if is_used]
 
 
 def _start(part: int, slot: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.http_server.access_log import DETAILS
+from pipeline.http_server.access_log import DETAILS, Details
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.stages.gateway.request import Request
 
@@ -13,7 +13,7 @@ from pipeline.stages.gateway.request import Request
 def set_opened(http_request: web.Request, request: Request) -> None:
     """An HTTP request has opened this one in the table."""
     http_request[REQUEST_ID] = request.id
-    http_request[DETAILS] = partial(details_of, request)
+    http_request[DETAILS] = Details(partial(details_of, request))
 
 
 def details_of(request: Request) -> dict[str, Any]:

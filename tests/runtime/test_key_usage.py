@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime import key_usage
-from pipeline.runtime.key_usage import WINDOW_S, UsageMemory, Used
+from pipeline.runtime.key_usage import WINDOW_S, UsageMemory
 
 
 @pytest.fixture
@@ -17,6 +17,11 @@ def fd() -> Iterator[int]:
     fd = key_usage.create()
     yield fd
     os.close(fd)
+
+
+def used(memory: UsageMemory, slot: int, now_s: float) -> tuple[int, int]:
+    window = memory.window(slot, now_s)
+    return window.requests, window.tokens
 
 
 def test_the_successor_of_a_gateway_goes_on_with_its_counters(fd: int) -> None:
@@ -40,7 +45,7 @@ def test_only_what_was_touched_takes_memory(fd: int) -> None:
     memory = UsageMemory(fd, 0)
     for slot in range(100):
         memory.count(slot, 0)
-        memory.used(slot, 5.0)
+        memory.window(slot, 5.0)
     memory.usage({str(slot): slot for slot in range(100)})
     assert os.fstat(fd).st_blocks * 512 < 100 * 4096
 
@@ -49,19 +54,20 @@ def test_all_gateways_share_one_window(fd: int) -> None:
     one, other = UsageMemory(fd, 0), UsageMemory(fd, 1)
     one.add(0, 100.5, requests=2, tokens=50)
     other.add(0, 101.0, requests=1, tokens=-5)
-    assert one.used(0, 101.0) == other.used(0, 159.9) == Used(3, 45)
-    assert one.used(0, 160.0) == Used(1, 0), "fewer than none are none"
-    assert one.used(0, 161.0) == Used(0, 0)
+    assert used(one, 0, 101.0) == used(other, 0, 159.9) == (3, 45)
+    assert used(one, 0, 160.0) == (1, 0), "fewer than none are none"
+    assert used(one, 0, 161.0) == (0, 0)
 
 
 def test_how_long_to_wait(fd: int) -> None:
     memory = UsageMemory(fd, 0)
     for second in (10, 20, 30):
         memory.add(0, second, requests=1, tokens=100)
-    assert memory.free_after_s(0, 40.5, 1, 0) == 29.5
-    assert memory.free_after_s(0, 40.5, 0, 101) == 39.5
-    assert memory.free_after_s(0, 40.5, float("inf"), 0) == 49.5
-    assert memory.free_after_s(0, 95.0, 1, 0) == 0
+    window = memory.window(0, 40.5)
+    assert window.free_after_s(1, 0) == 29.5
+    assert window.free_after_s(0, 101) == 39.5
+    assert window.free_after_s(float("inf"), 0) == 49.5
+    assert memory.window(0, 95.0).free_after_s(1, 0) == 0
 
 
 @given(
@@ -83,11 +89,10 @@ def test_the_window_is_the_sum_of_the_last_minute(
         now_s += pause
         first = int(now_s) - WINDOW_S
         expected = [entry for entry in log if entry[0] > first]
-        used = parts[0].used(5, now_s)
-        assert used == Used(sum(one[1] for one in expected), sum(one[2] for one in expected))
-        wait_s = parts[1].free_after_s(5, now_s, min(wanted, used.requests), 0)
-        left = parts[2].used(5, now_s + wait_s).requests
-        assert left <= used.requests - min(wanted, used.requests)
+        num, tokens = used(parts[0], 5, now_s)
+        assert (num, tokens) == (sum(one[1] for one in expected), sum(one[2] for one in expected))
+        wait_s = parts[1].window(5, now_s).free_after_s(min(wanted, num), 0)
+        assert used(parts[2], 5, now_s + wait_s)[0] <= num - min(wanted, num)
         assert 0 <= wait_s <= WINDOW_S
     finally:
         os.close(fd)
