@@ -25,6 +25,10 @@ from pipeline.runtime.api_keys import ApiKey, Keys
 from pipeline.runtime.key_usage import COUNTERS, UsageMemory
 
 REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, RATE_LIMITED, OVERLOADED, INVALID = range(len(COUNTERS))
+_REFUSALS: dict[int, int] = {
+    HTTPStatus.TOO_MANY_REQUESTS: RATE_LIMITED,
+    HTTPStatus.SERVICE_UNAVAILABLE: OVERLOADED,
+}
 CODE = "rate_limit_exceeded"
 
 
@@ -63,14 +67,23 @@ class Account:
             now_s = self._check(0)
             self._memory.add(self.key.slot, now_s, requests=1)
 
-    def take_tokens(self, num: int) -> None:
-        """Count the tokens of a request that is being opened. Raises RateLimited if they are too many now."""
-        if self.key.tpm:
-            self._memory.add(self.key.slot, self._check(num, has_arrived=True), tokens=num)
+    def take_tokens(self, num: int) -> float:
+        """Count an estimate of the prompt tokens of a request that is being opened. Returns when, for `correct_tokens`.
+        Raises RateLimited if they are too many now."""
+        if not self.key.tpm:
+            return 0.0
+        now_s = self._check(num, has_arrived=True)
+        self._memory.add(self.key.slot, now_s, tokens=num)
+        return now_s
+
+    def correct_tokens(self, taken_s: float, num_more: int) -> None:
+        """The prompt tokens are known: there are more than the estimate, or fewer."""
+        if self.key.tpm and num_more:
+            self._memory.correct(self.key.slot, taken_s, num_more)
 
     def add_tokens(self, num: int) -> None:
-        """Count more tokens, or fewer, of an open request."""
-        if self.key.tpm and num:
+        """Count output of an open request."""
+        if self.key.tpm:
             self._memory.add(self.key.slot, self._clock(), tokens=num)
 
     def count(self, counter: int, num: int = 1) -> None:
@@ -79,8 +92,7 @@ class Account:
 
     def refused(self, status: int) -> None:
         """Count a request that got an error before it was opened."""
-        of_status = {HTTPStatus.TOO_MANY_REQUESTS: RATE_LIMITED, HTTPStatus.SERVICE_UNAVAILABLE: OVERLOADED}
-        self.count(of_status.get(HTTPStatus(status), INVALID))
+        self.count(_REFUSALS.get(status, INVALID))
 
     def _check(self, num_tokens: int, *, has_arrived: bool = False) -> float:
         """Returns the time. Raises RateLimited."""

@@ -45,7 +45,7 @@ class Window:
         """`seconds` are the number, requests and tokens of each second in which there are some."""
         self._seconds, self._now_s = seconds, now_s
         self.requests = sum(one[1] for one in seconds)
-        self.tokens = max(0, sum(one[2] for one in seconds))
+        self.tokens = sum(one[2] for one in seconds)
 
     def free_after_s(self, requests: float, tokens: float) -> float:
         """How long until so many requests and tokens are older than the window; infinite numbers are all of them."""
@@ -94,8 +94,17 @@ class UsageMemory:
         assert self._part is not None
         self._view[_start(self._part, slot) + counter] += num
 
+    def correct(self, slot: int, at_s: float, tokens: int) -> None:
+        """Add tokens to the second in which an estimate of them was added: negative ones, if it was too high. Nothing
+        happens if that second is not remembered any more."""
+        assert self._part is not None
+        second = int(at_s)
+        start = _start(self._part, slot) + NUM_COUNTERS + second % NUM_SECONDS * _SECOND
+        if self._view[start] == second:
+            self._view[start + 2] += tokens
+
     def add(self, slot: int, now_s: float, *, requests: int = 0, tokens: int = 0) -> None:
-        """Add to the current second of this part. `tokens` may be negative, if fewer were used than it seemed."""
+        """Add to the current second of this part."""
         assert self._part is not None
         view, second = self._view, int(now_s)
         start = _start(self._part, slot) + NUM_COUNTERS + second % NUM_SECONDS * _SECOND

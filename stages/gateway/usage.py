@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 class RequestUsage:
     """Of one request for output."""
 
-    __slots__ = ("_estimate", "_in_window", "_num_cached", "_num_output", "_num_prompt", "account")
+    __slots__ = ("_in_window", "_num_cached", "_num_output", "_num_prompt", "_taken_s", "account")
 
     def __init__(self, account: Account, estimate: int) -> None:
         """Opens it, with about `estimate` prompt tokens. Raises RateLimited."""
-        account.take_tokens(estimate)
+        self._taken_s = account.take_tokens(estimate)
         account.count(REQUESTS)
         self.account = account
-        self._estimate = self._in_window = estimate
+        self._in_window = estimate
+        """Prompt tokens that count in the minute: an estimate until all are known."""
         self._num_prompt = self._num_cached = self._num_output = 0
 
     def update(self, request: "Request", *, is_last: bool = False) -> None:
@@ -40,8 +41,8 @@ class RequestUsage:
             self._num_cached = cached
         if output > self._num_output:  # output that a preemption dropped is generated again
             account.count(OUTPUT_TOKENS, output - self._num_output)
+            account.add_tokens(output - self._num_output)
             self._num_output = output
-        is_known = is_last or request.is_accepted
-        in_window = (self._num_prompt if is_known else self._estimate) + self._num_output
-        account.add_tokens(in_window - self._in_window)
-        self._in_window = in_window
+        if (is_last or request.is_accepted) and self._num_prompt != self._in_window:
+            account.correct_tokens(self._taken_s, self._num_prompt - self._in_window)
+            self._in_window = self._num_prompt

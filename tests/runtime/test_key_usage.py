@@ -53,9 +53,9 @@ def test_only_what_was_touched_takes_memory(fd: int) -> None:
 def test_all_gateways_share_one_window(fd: int) -> None:
     one, other = UsageMemory(fd, 0), UsageMemory(fd, 1)
     one.add(0, 100.5, requests=2, tokens=50)
-    other.add(0, 101.0, requests=1, tokens=-5)
-    assert used(one, 0, 101.0) == used(other, 0, 159.9) == (3, 45)
-    assert used(one, 0, 160.0) == (1, 0), "fewer than none are none"
+    other.add(0, 101.0, requests=1, tokens=5)
+    assert used(one, 0, 101.0) == used(other, 0, 159.9) == (3, 55)
+    assert used(one, 0, 160.0) == (1, 5)
     assert used(one, 0, 161.0) == (0, 0)
 
 
@@ -96,3 +96,15 @@ def test_the_window_is_the_sum_of_the_last_minute(
         assert 0 <= wait_s <= WINDOW_S
     finally:
         os.close(fd)
+
+
+def test_a_correction_leaves_the_window_with_its_estimate(fd: int) -> None:
+    """Else a much too high estimate would be room for other requests a minute later."""
+    memory = UsageMemory(fd, 0)
+    memory.add(0, 100.0, tokens=1000)
+    memory.add(0, 103.0, tokens=50)
+    memory.correct(0, 100.9, -990)
+    assert used(memory, 0, 103.0) == (0, 60)
+    assert used(memory, 0, 161.0) == (0, 50)
+    memory.correct(0, 100.0 - key_usage.NUM_SECONDS, -990)
+    assert used(memory, 0, 103.0) == (0, 60), "of a second that is not remembered any more"

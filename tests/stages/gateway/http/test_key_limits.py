@@ -135,7 +135,7 @@ def test_a_minute_has_tpm_tokens(clock: Clock) -> None:
     with memory() as shared:
         account = Account(ApiKey("alice", 0, tpm=100), shared, clock)
         account.arrive()
-        account.take_tokens(60)
+        taken_s = account.take_tokens(60)
         with pytest.raises(RateLimited, match=r"on tokens per min \(TPM\): Limit 100, Used 60, Requested 41"):
             account.take_tokens(41)
         account.take_tokens(40)
@@ -144,7 +144,8 @@ def test_a_minute_has_tpm_tokens(clock: Clock) -> None:
         with pytest.raises(RateLimited, match=r"Request too large for 'alice'.* Limit 100, Requested 101") as e:
             account.take_tokens(101)
         assert e.value.headers == {}, "no wait helps"
-        account.add_tokens(-15)  # the prompt was shorter than its estimate
+        clock.now_s += 2
+        account.correct_tokens(taken_s, -15)  # the prompt was shorter than its estimate
         assert account.headers(anthropic=True) | {"anthropic-ratelimit-tokens-reset": ""} == {
             "anthropic-ratelimit-tokens-limit": "100",
             "anthropic-ratelimit-tokens-remaining": "15",
