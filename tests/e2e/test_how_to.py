@@ -1,0 +1,76 @@
+"""docs/how-to.md: its commands work as written, on a server with the default model."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import __main__ as cli
+from pipeline.config.load import load
+from tests.e2e.server import Server
+
+TEXT = (Path(__file__).parents[2] / "docs" / "how-to.md").read_text("utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.+?)\n```", TEXT, re.DOTALL)
+COMMANDS = [
+    command
+    for language, block in BLOCKS
+    if language == "sh"
+    for command in re.findall(r"^(?:curl|pipeline) (?:'[^']*'|[^'\n])*", block, re.MULTILINE)
+]
+STARTS = ("pipeline serve",)
+CHANGES = ("pipeline reload", "pipeline restart")
+"""What replaces processes or settings of a running server, which other tests use too: tests/e2e/test_settings.py and
+tests/e2e/test_recovery.py run these commands."""
+LOOKS = [one for one in COMMANDS if not one.startswith((*STARTS, *CHANGES))]
+OF_A_SERVER = ("ps", "top", "bench", "usage")
+
+
+@pytest.mark.parametrize("command", LOOKS, ids=[" ".join(one.split()[:4])[:40] for one in LOOKS])
+def test_a_command_works_as_written(server: Server, tmp_path: Path, command: str) -> None:
+    port = server.url.rpartition(":")[2]
+    command = command.partition("  #")[0].replace("http://127.0.0.1:8000", server.url)
+    if command.startswith("pipeline "):
+        name = command.split()[1]
+        command = f"{sys.executable} -m {command}" + (f" --port {port}" if name in OF_A_SERVER else "")
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"COLUMNS": "80"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if command.startswith("curl") and "/metrics" not in command:
+        answer = json.loads(done.stdout)
+        assert "error" not in answer, answer
+        if "tool_choice" in command:
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
+        if "json_schema" in command:
+            assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "country"}
+
+
+def test_the_page_has_commands_of_each_kind() -> None:
+    assert len([one for one in LOOKS if one.startswith("curl")]) >= 6
+    assert len([one for one in COMMANDS if one.startswith(STARTS)]) >= 10
+    assert len(LOOKS) >= 12
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith((*STARTS, *CHANGES))])
+def test_settings_and_options_of_a_command_are_valid(command: str) -> None:
+    args = cli._parser().parse_args(command.partition("  #")[0].replace("'", "").split()[1:])
+    if command.startswith("pipeline serve"):
+        load(args.config, args.set or [])
+
+
+@pytest.mark.parametrize("block", [block for language, block in BLOCKS if language == "python"])
+def test_python_is_valid(block: str) -> None:
+    ast.parse(block)
