@@ -1,0 +1,30 @@
+"""docs/troubleshooting.md quotes messages that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUOTED = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"))
+FOLDERS = ("pipeline", "stages", "kernels", "shm", "config")
+
+
+def _sources() -> str:
+    """All Python sources and the Makefile, with texts joined that stand in several parts."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+    text = "\n".join(path.read_text("utf-8") for path in [*files, ROOT / "Makefile"])
+    return re.sub(r"\"\s*\n\s*f?\"", "", text)
+
+
+SOURCES = _sources()
+
+
+@pytest.mark.parametrize("message", QUOTED, ids=[one[:40] for one in QUOTED])
+def test_a_quoted_message_is_one_of_the_products(message: str) -> None:
+    for part in re.split(r"…|execute\.0|\n\s*|Address already in use", message):
+        assert len(part.strip(" :;()")) < 2 or part.strip() in SOURCES, part
+
+
+def test_there_are_messages() -> None:
+    assert len(QUOTED) >= 15
