@@ -72,6 +72,8 @@ class Connection(asyncio.BufferedProtocol):
         """Reading is paused until it gets budget, or its next turn."""
         self.paused_s = 0.0
         """Since when."""
+        self.is_held = False
+        """Its last message is still being parsed: nothing more of it is handled."""
         self.is_welcome = False
         self.owner = ""
         """The scope of its API key, or its address before hello and on a server without keys."""
@@ -225,6 +227,10 @@ class ZmtpListener:
         for _ in range(RECEIVE_BOUND):
             if connection.is_ending or connection.transport is None:
                 return
+            if connection.is_held:
+                if connection.decoder.is_inside:  # else the client may leave
+                    self._pause(connection)
+                return
             if self._is_turn_over:
                 break
             try:
@@ -240,10 +246,22 @@ class ZmtpListener:
                 if not self._admit(connection, event.num_bytes):
                     return
                 continue
-            self._free_budget(connection)
             self._handle(connection, event)
+            if not connection.is_held:
+                self._free_budget(connection)
         self._pause(connection)
         self._wait_for_turn(connection)
+
+    def hold(self, connection: Connection) -> None:
+        """Handle no more of a connection whose message is being parsed. The message keeps its room."""
+        connection.is_held = True
+
+    def go_on(self, connection: Connection) -> None:
+        """The message has been parsed."""
+        connection.is_held = False
+        self._free_budget(connection)
+        if not connection.is_ending and connection.transport is not None:
+            self._wait_for_turn(connection)
 
     @property
     def _is_turn_over(self) -> bool:

@@ -12,24 +12,28 @@ client that violates the protocol gets one error and loses its connection; other
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.http_server.access_log import CLIENT_LEFT, AccessLog
+from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.guard import unauthorized
+from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.access_details import details_of
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
@@ -60,6 +64,8 @@ LINE_S = 1.0
 LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
 
+T = TypeVar("T")
+
 
 class ClientPeer:
     """A client."""
@@ -76,6 +82,8 @@ class ClientPeer:
         self.pending_bytes = 0
         self.full_s: float | None = None
         """When the connection became full."""
+        self.parsing: asyncio.Task[None] | None = None
+        """Its large message."""
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = RETRY_S
 
@@ -163,6 +171,9 @@ class ZmqServer:
         )
         self._sweeper: asyncio.TimerHandle | None = None
         """Set while there are connections."""
+        self._large_lock = LargeBodyLock()
+        self._thread = WorkPool("parse-zmq")
+        """The lock bounds what waits for it."""
         self._pending_bytes = 0
         """Of all peers."""
         self._num_ended: Counter[str] = Counter()
@@ -182,10 +193,66 @@ class ZmqServer:
     def _receive(self, connection: Connection, data: bytes | bytearray) -> None:
         peer = self._peers[connection]
         peer.heard_s = self._loop.time()
+        if len(data) > LARGE_BYTES and peer.is_welcome:
+            self._socket.hold(connection)
+            peer.parsing = self._tasks.create_task(self._receive_large(peer, data))
+            return
         try:
             self._handle(peer, self._decode(data))
         except ApiError as error:
             self._drop(peer, error)
+
+    async def _receive_large(self, peer: ClientPeer, data: bytes | bytearray) -> None:
+        """Parse a large message in a thread, in a turn that is fair to keys, as large bodies over HTTP are."""
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(TURN_TIMEOUT_S):
+                    turn = await stack.enter_async_context(self._large_lock.hold(len(data), peer.scope))
+                parsed = await self._in_thread(lambda: turn.run(lambda: self._parsed(peer, data)))
+            if self._peers.get(peer.connection) is peer:
+                message, request = parsed
+                if isinstance(message, p.Generate):
+                    self._generate(peer, message, lambda: request)
+                else:
+                    self._handle(peer, message)
+        except TimeoutError:
+            self._drop(peer, overloaded(f"other large messages were parsed for {TURN_TIMEOUT_S:g} s", by_size=True))
+        except ApiError as error:
+            self._drop(peer, error)
+        except Exception:  # a fault of ours ends this connection, as in the loop, and not the gateway
+            self._log.exception("failed to read a message")
+            self._drop(peer, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error"))
+        finally:
+            peer.parsing = None
+            self._socket.go_on(peer.connection)
+
+    def _parsed(
+        self, peer: ClientPeer, data: bytes | bytearray
+    ) -> tuple[p.ClientMessage, ParsedRequest | ApiError | None]:
+        """A message, and the request that it asks for or why there is none. Raises ApiError if the client violates the
+        protocol."""
+        message = self._decode(data)
+        if not isinstance(message, p.Generate):
+            return message, None
+        try:
+            self._readiness.require_ready()
+            return message, parse_generate(message, self._limits_of(peer))
+        except ApiError as error:
+            return message, error.with_traceback(None)  # else it would keep the message
+
+    def _limits_of(self, peer: ClientPeer) -> RequestLimits:
+        """Those of the client's key, which may use some models only."""
+        account = self._requests.accounts.of_scope(peer.scope)
+        return self._limits if account is None else self._limits.for_key(account.key.models)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Returns only when the thread has ended its work, also if the client has left: the next message waits."""
+        task = asyncio.ensure_future(self._thread.run(work))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if not task.done():
+                await asyncio.wait([task])
 
     def _decode(self, data: bytes | bytearray) -> p.ClientMessage:
         try:
@@ -212,7 +279,7 @@ class ZmqServer:
             case p.Hello():
                 self._welcome(peer, message)
             case p.Generate():
-                self._generate(peer, message)
+                self._generate(peer, message, lambda: parse_generate(message, self._limits_of(peer)))
             case p.Credit(request_id, num_deltas):
                 if request_id in peer.streams:
                     peer.streams[request_id][0].grant(num_deltas)
@@ -266,7 +333,10 @@ class ZmqServer:
             ),
         )
 
-    def _generate(self, peer: ClientPeer, message: p.Generate) -> None:
+    def _generate(
+        self, peer: ClientPeer, message: p.Generate, parse: Callable[[], ParsedRequest | ApiError | None]
+    ) -> None:
+        """`parse` returns the message's request, or why there is none, or raises that."""
         request_id = message.request_id
         if request_id in peer.streams:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
@@ -276,8 +346,10 @@ class ZmqServer:
             self._readiness.require_ready()
             if account is not None:
                 account.arrive()
-            limits = self._limits if account is None else self._limits.for_key(account.key.models)
-            parsed = parse_generate(message, limits)
+            parsed = parse()
+            if isinstance(parsed, ApiError):
+                raise parsed
+            assert parsed is not None
             request = self._requests.open(msgspec.structs.replace(parsed, scope=peer.scope))
         except ApiError as error:
             if account is not None:
@@ -440,6 +512,8 @@ class ZmqServer:
         self._count_pending(peer, -peer.pending_bytes)
         if peer.retry is not None:
             peer.retry.cancel()
+        if peer.parsing is not None:
+            peer.parsing.cancel()
         for stream, task in peer.streams.values():
             stream.release()
             task.cancel()
@@ -475,7 +549,7 @@ class ZmqServer:
                 self._disconnect(peer)
         elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
             self._disconnect(peer)
-        elif connection.is_waiting:
+        elif connection.is_waiting or peer.parsing is not None:
             peer.heard_s = now_s  # it has input that was not read yet
         elif connection.begun_s is None:
             if now_s - peer.heard_s > SILENCE_S:
@@ -490,6 +564,8 @@ class ZmqServer:
     def fail_all(self, error: ApiError) -> None:
         """Fail every request, including those whose clients have granted no credit."""
         for peer in self._peers.values():
+            if peer.parsing is not None:
+                peer.parsing.cancel()
             for stream, _ in peer.streams.values():
                 stream.fail(error)
 
