@@ -7,7 +7,8 @@
 listener.py         accepts connections; can't be made without rules
 rules.py            the rules of one listener
 connections.py      ends idle connections if there are many
-receive_turns.py    connections that send much take turns
+arrivals.py         accepts connections, which begin and make TLS handshakes in turns
+receive_turns.py    every read of a connection takes a turn
 guard.py            API keys, and the paths that need none
 origins.py          `Host`, `Origin` and the content type
 cors.py             cross-origin resource sharing

@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.receive_turns import ReceiveTurns

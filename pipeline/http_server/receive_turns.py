@@ -2,8 +2,9 @@
 
     read ──► wait: not read ──more arrives──► its turn ──► read again
 
-Without that, the loop reads 256 KiB of every connection that has sent something, and handles it, before it does anything
-else: a thousand connections that send at the same moment would stop all others, however fair the work behind is.
+Without that, the loop reads 256 KiB of every connection that has sent something, and handles it, before it does
+anything else: a thousand connections that send at the same moment would stop all others, however fair the work behind
+is.
 
 The loop does not watch a connection that waits. An epoll of their own tells which of them can be read, so silent ones
 cost nothing.

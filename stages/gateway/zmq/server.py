@@ -219,7 +219,7 @@ class ZmqServer:
             self._drop(peer, overloaded(f"other large messages were parsed for {TURN_TIMEOUT_S:g} s", by_size=True))
         except ApiError as error:
             self._drop(peer, error)
-        except Exception:  # a fault of ours ends this connection, as in the loop, and not the gateway
+        except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
             self._log.exception("failed to read a message")
             self._drop(peer, ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error"))
         finally:

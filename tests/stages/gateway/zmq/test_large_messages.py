@@ -1,5 +1,5 @@
-"""Large messages are parsed in a thread, one at a time: the loop serves others meanwhile. Each client's messages stay in
-order."""
+"""Large messages are parsed in a thread, one at a time: the loop serves others meanwhile. The messages of a client stay
+in order."""
 
 import threading
 import time
