@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.receive_turns import ReceiveTurns
@@ -136,7 +136,8 @@ class Arrivals:
     async def _begin(self, connection: socket.socket) -> None:
         handshake = None if self._tls is None else Handshake(self._make, self._connections, self._tls, self._timeout_s)
         try:
-            await self._loop.connect_accepted_socket(lambda: handshake or self._make(), connection)
+            protocol: Any = handshake or self._make()
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
         except OSError:  # the client has left
             connection.close()
             return
@@ -258,9 +259,9 @@ class Handshake(asyncio.BufferedProtocol):
     def _feed_early(self) -> None:
         early = memoryview(self._early)[: self._num_early]
         while early and self._inner is not None and self._transport is not None:
-            buffer = self._inner.get_buffer(len(early))
+            buffer = memoryview(self._inner.get_buffer(len(early)))
             num = min(len(early), len(buffer))
-            buffer[:num] = early[:num]  # type: ignore[index]
+            buffer[:num] = early[:num]
             early = early[num:]
             self._inner.buffer_updated(num)
         self._early = bytearray()

@@ -230,7 +230,8 @@ def test_without_descriptors_new_connections_are_closed_and_the_loop_does_not_sp
     async def test() -> None:
         monkeypatch.setattr(arrivals.os, "close", close)  # type: ignore[attr-defined]
         full = Full(socket.create_server(("127.0.0.1", 0)))
-        accepting = Arrivals(full, lambda: None, HttpConnections(), tls=None, timeout_s=1.0)  # type: ignore[arg-type]
+        listening: Any = full
+        accepting = Arrivals(listening, lambda: pytest.fail(), HttpConnections(), tls=None, timeout_s=1.0)
         with socket.create_connection(full.getsockname(), timeout=PATIENCE_S) as one:
             one.setblocking(False)
             assert await asyncio.get_running_loop().sock_recv(one, 1) == b""

@@ -13,6 +13,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
@@ -27,7 +28,7 @@ class Parser:
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
         self.num_begun = 0
-        self._parse = server_module.parse_generate
+        self._parse = parse_generate
 
     def __call__(self, message: p.Generate, *args: Any) -> Any:
         if isinstance(message.prompt, p.TextPrompt) and len(message.prompt.text) > LARGE_BYTES:
