@@ -208,7 +208,8 @@ class ZmqServer:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(TURN_TIMEOUT_S):
                     turn = await stack.enter_async_context(self._large_lock.hold(len(data), peer.scope))
-                parsed = await self._in_thread(lambda: turn.run(lambda: self._parsed(peer, data)))
+                limits = self._limits_of(peer)
+                parsed = await self._in_thread(lambda: turn.run(lambda: self._parsed(data, limits)))
             if self._peers.get(peer.connection) is peer:
                 message, request = parsed
                 if isinstance(message, p.Generate):
@@ -227,7 +228,7 @@ class ZmqServer:
             self._socket.go_on(peer.connection)
 
     def _parsed(
-        self, peer: ClientPeer, data: bytes | bytearray
+        self, data: bytes | bytearray, limits: RequestLimits
     ) -> tuple[p.ClientMessage, ParsedRequest | ApiError | None]:
         """A message, and the request that it asks for or why there is none. Raises ApiError if the client violates the
         protocol."""
@@ -236,7 +237,7 @@ class ZmqServer:
             return message, None
         try:
             self._readiness.require_ready()
-            return message, parse_generate(message, self._limits_of(peer))
+            return message, parse_generate(message, limits)
         except ApiError as error:
             return message, error.with_traceback(None)  # else it would keep the message
 
