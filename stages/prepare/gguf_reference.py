@@ -157,11 +157,11 @@ def _as_one_file(path: Path) -> Iterator[None]:
     def read_all(_: Any) -> "_Parts":
         return _Parts([reader(part) for part in paths])
 
-    gguf.GGUFReader = read_all  # type: ignore[misc, assignment]
+    gguf.GGUFReader = read_all
     try:
         yield
     finally:
-        gguf.GGUFReader = reader  # type: ignore[misc]
+        gguf.GGUFReader = reader
 
 
 class _Parts:

@@ -3,7 +3,8 @@
 tokenizer.json has most of them, but not their names. And some are only in the files beside it:
 
     tokenizer_config.json    names, as `eos_token`; `added_tokens_decoder`; `extra_special_tokens`, a list or an object
-                             of names; `additional_special_tokens`, its older name
+                             of names; `additional_special_tokens`, its older name; `model_specific_special_tokens`,
+                             names that count if no others do
     special_tokens_map.json  names and lists that replace those, in folders without `added_tokens_decoder`
     added_tokens.json        ids of tokens, in such folders
 
@@ -24,6 +25,7 @@ from pipeline.stages.prepare.sources.tokenizer_class import CLASSES
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA, ADDITIONAL, DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
+SPECIFIC, TYPE = "model_specific_special_tokens", "AddedToken"
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 MAX_NAMES = 1024
@@ -58,6 +60,10 @@ def read(
     if isinstance(found.get(EXTRA), dict):
         own |= found.pop(EXTRA)
     where = source / CONFIG
+    specific = found.pop(SPECIFIC, None)
+    if not isinstance(specific, dict | None):
+        raise ModelError(f"{where}: {SPECIFIC} is {shown(specific)}; it must be an object of named tokens")
+    own = own or dict(specific or {})
     decoder: dict[int, AddedToken] = {}
     if DECODER in found:
         entries = found[DECODER]
@@ -77,7 +83,7 @@ def read(
     defaults = CLASSES[tokenizer_class].names if tokenizer_class in CLASSES else {}
     given = {**defaults, **{name: found[name] for name in NAMES if name in found}}
     named = {name: _token(given[name], where, name) for name in NAMES if given.get(name) not in (None, "")}
-    auto = {key: value for key, value in found.items() if _is_own_name(key) and isinstance(value, str | dict) and value}
+    auto = {key: value for key, value in found.items() if _is_own_name(key) and _is_token(value)}
     named |= {name: _token(value, where, name) for name, value in {**auto, **own}.items()}
     if len(named) > MAX_NAMES:
         raise ModelError(f"{where}: {len(named)} special tokens have names; at most {MAX_NAMES} are supported")
@@ -101,7 +107,7 @@ def _merge(found: dict[str, Any], own: dict[str, Any], special: Mapping[str, Any
         elif key == EXTRA and isinstance(value, dict):
             own |= value
         elif value is None or isinstance(value, str | list | dict):
-            found[key] = value
+            found[key] = {**value, "__type": TYPE} if isinstance(value, dict) else value
         else:
             raise ModelError(f"{where}: {shown(key)} is {shown(value)}; it must be a token or a list of tokens")
 
@@ -117,6 +123,12 @@ def _special(token: Any) -> Any:
 def _is_own_name(key: str) -> bool:
     """Whether it is the name of a token that only some models have, as `image_token`."""
     return key.endswith("_token") and key not in NAMES
+
+
+def _is_token(value: Any) -> bool:
+    """Whether transformers takes the value of a token's own name for a token: an object only if it says that it is one,
+    as all those of special_tokens_map.json are."""
+    return (isinstance(value, str) and value != "") or (isinstance(value, dict) and value.get("__type") == TYPE)
 
 
 def _is_id(key: str) -> bool:
@@ -142,7 +154,7 @@ def _token(value: Any, where: Path, key: str) -> AddedToken:
             return AddedToken(value, special=True)
         case {"content": str() as content, **flags_of} if content:
             flags = {name: flags_of.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
-            is_typed = flags_of.get("__type") == "AddedToken" and key == EXTRA
+            is_typed = flags_of.get("__type") == TYPE and key == EXTRA
             special = flags_of.get("special") is True if key == DECODER or is_typed else True
             normalized = flags_of.get("normalized")
             normalized = normalized if isinstance(normalized, bool) else flags_of.get("special") is not True

@@ -122,8 +122,8 @@ def test_a_granite_without_rotary_embedding_is_refused(tmp_path: Path) -> None:
 def test_numbers_of_experts_may_be_given_for_each_layer(tmp_path: Path) -> None:
     """As in llama.cpp, which reads them so (`get_key_or_arr`)."""
     model = tiny_architectures.make(VARIANTS["qwen3_moe"])
-    whole = {**EXPERTS, "expert_feed_forward_length": 32}
-    lists = {**whole, "expert_used_count": [3, 3, 3], "expert_feed_forward_length": [32, 32, 32]}
+    whole: dict[str, Any] = {**EXPERTS, "expert_feed_forward_length": 32}
+    lists: dict[str, Any] = {**whole, "expert_used_count": [3, 3, 3], "expert_feed_forward_length": [32, 32, 32]}
     configs = [
         ModelConfig.load(prepared(save(tmp_path / f"{i}.gguf", model, Case("", A.QWEN3MOE, keys, pre="qwen2"))))
         for i, keys in enumerate((whole, lists))

@@ -106,6 +106,27 @@ CASES = {
     "own names and named ones": Case(
         config={**NAMES, "b_token": "<b>", "extra_special_tokens": {"image_token": "<img>", "a_token": "<a>"}}
     ),
+    "an own name as an object of no type": Case(config={**NAMES, "image_token": token("<img>"), "b_token": "<b>"}),
+    "model_specific_special_tokens": Case(
+        config={
+            **NAMES,
+            "model_specific_special_tokens": {"image_token": "<img>", "a_token": {**TYPED, **token("<a>")}},
+        }
+    ),
+    "model_specific_special_tokens and own names": Case(
+        config={**NAMES, "model_specific_special_tokens": {"image_token": "<img>"}, "b_token": "<b>"}
+    ),
+    "model_specific_special_tokens and names in the map": Case(
+        config={**NAMES, "model_specific_special_tokens": {"image_token": "<img>", "b_token": "<b>"}},
+        map={"extra_special_tokens": {"image_token": "<a>"}},
+    ),
+    "model_specific_special_tokens and names by extra_special_tokens": Case(
+        config={
+            **NAMES,
+            "model_specific_special_tokens": {"image_token": "<img>"},
+            "extra_special_tokens": {"b_token": "<b>"},
+        }
+    ),
     "an own name that the vocabulary has": Case(config={**NAMES, "image_token": "fox"}),
     "special_tokens_map": Case(map={"bos_token": token("<s>"), "eos_token": token("<|im_end|>"), "pad_token": "</s>"}),
     "special_tokens_map wins": Case(config=NAMES, map={"bos_token": "</s>", "eos_token": token("<|im_end|>")}),
@@ -262,6 +283,10 @@ def test_a_token_without_a_row_in_the_model_ends_nothing(tmp_path: Path) -> None
         ({"eos_token": 7}, "eos_token is 7; it must be a token's text"),
         ({"extra_special_tokens": "<a>"}, "extra_special_tokens is '<a>'; it must be a list"),
         ({"extra_special_tokens": [None]}, "extra_special_tokens is None"),
+        (
+            {"model_specific_special_tokens": ["<a>"]},
+            r"model_specific_special_tokens is \['<a>'\]; it must be an object",
+        ),
         ({"added_tokens_decoder": {"9" * 5000: "a"}}, "added_tokens_decoder is"),
         ({f"x{i}_token": "<s>" for i in range(2000)}, "2000 special tokens have names; at most 1024"),
     ],
