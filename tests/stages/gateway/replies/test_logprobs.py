@@ -78,6 +78,20 @@ class TestChats:
         assert (one["token"], one["bytes"]) == ("token_id:0", [0xC3, 0xA9])
         assert one["top_logprobs"][0]["token"] == "token_id:7"
 
+    @pytest.mark.parametrize("given", [[7], [7, 0]])
+    def test_the_sampled_token_stands_before_the_ids_that_the_client_names(self, gate: Gate, given: list[int]) -> None:
+        """Once, also if the client names it."""
+        body = CHAT | {"logprobs": True, "logprob_token_ids": given, "return_tokens_as_token_ids": True}
+        response = gate.post(body)
+        top = [(7, -9.0), (0, -0.5)][: len(given)]
+        pieces = [b"a", *(b"b", b"a")[: len(given)]]
+        gate.delta(gate.begin(), "a", records=records(-0.5, top=top), pieces=pieces, finish=m.Finish.STOP)
+        (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
+        assert [(other["token"], other["logprob"]) for other in one["top_logprobs"]] == [
+            ("token_id:0", -0.5),
+            ("token_id:7", -9.0),
+        ]
+
     def test_no_logprobs_are_requested_or_returned_by_default(self, gate: Gate) -> None:
         response = gate.post(CHAT)
         submit = gate.serve()
