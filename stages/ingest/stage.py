@@ -172,9 +172,10 @@ class IngestStage:
 
     def _hold_others(self) -> None:
         """While there are suspects, threads begin nothing else. Call it when that may have changed, so that a suspect
-        has its turn."""
+        has its turn. In a replay they may still be behind what had begun, which is waited for."""
+        holds = self._waiting.holds and not self._stage.replay_context.is_replaying
         for threads in (self._long, self._very_long):
-            threads.hold(self._waiting.holds)
+            threads.hold(holds)
         if self._may_work_alone:
             self._work_soon()
 
