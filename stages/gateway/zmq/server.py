@@ -348,19 +348,23 @@ class ZmqServer:
             if account is not None:
                 account.arrive()
             parsed = parse()
-            if isinstance(parsed, ApiError):
-                raise parsed
             assert parsed is not None
+            if isinstance(parsed, ApiError):  # not raised: its traceback would keep this frame and the message
+                self._refused(peer, message, begin_s, parsed)
+                return
             request = self._requests.open(msgspec.structs.replace(parsed, scope=peer.scope))
         except ApiError as error:
-            if account is not None:
-                account.refused(error.status)
-            self.post(peer, p.Failed(request_id, errors.on_the_wire(error)))
-            self._log_access(peer, begin_s, message.name or "", error)
+            self._refused(peer, message, begin_s, error)
             return
         stream = ZmqStream(request_id, message.credits, request, self._requests)
         task = self._tasks.create_task(self._run(peer, stream, begin_s))
         peer.streams[request_id] = stream, task
+
+    def _refused(self, peer: ClientPeer, message: p.Generate, begin_s: float, error: ApiError) -> None:
+        if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
+            account.refused(error.status)
+        self.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))
+        self._log_access(peer, begin_s, message.name or "", error)
 
     async def _run(self, peer: ClientPeer, stream: ZmqStream, begin_s: float) -> None:
         try:
