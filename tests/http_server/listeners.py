@@ -106,7 +106,7 @@ async def relayed(replica: FakeReplica, patch: pytest.MonkeyPatch, keys: Keys | 
         options = [part for one in tables for part in ("--set", one)]
         args = parser.parse_args(["deploy", "--servers", f"http://{replica.name}", "--port", "0", *options])
         assert args.run(args) == 0
-    addresses, settings, given = found[0]
+    addresses, settings, given, _ = found[0]
     assert (given is None) == (keys is None)
     return await _started(FixedReplicas(addresses, probe_s=0.05), settings, given)
 
