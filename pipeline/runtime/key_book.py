@@ -48,11 +48,6 @@ class KeyBook:
         self._of_pipes: dict[str, _Digests] = {}
         """Of files that can be read once only, by path."""
 
-    @property
-    def names(self) -> dict[str, int]:
-        """The slots of all names that the server has had."""
-        return self._slots
-
     def take_environment(self, environ: Mapping[str, str]) -> None:
         """Raises ConfigError."""
         if SERVER_VARIABLE in environ:
@@ -62,7 +57,7 @@ class KeyBook:
         """The keys of `[[keys]]`, of a file (empty: none) and of the environment, and warnings. None if none of them is
         set. Raises ConfigError; its message never contains a key. Then nothing has changed."""
         warnings: list[str] = []
-        found: dict[bytes, ApiKey | None] = {}
+        found: dict[bytes, ApiKey] = {}
         sources: list[_Digests] = []
         slots = dict(self._slots)
         for place, one in enumerate(tables):
@@ -72,7 +67,7 @@ class KeyBook:
                 sources.append(self._read_file(one.file, f"keys[{place}].file", warnings))
                 digests += sources[-1].digests
             for digest in digests:
-                if (other := found.setdefault(digest, key)) is not None and other.name != one.name:
+                if (other := found.setdefault(digest, key)).name != one.name:
                     raise ConfigError([f"keys[{place}]: {one.name!r} has the same key as {other.name!r}"])
         plain = [self._read_file(path, FILE_KEY, warnings)] if path else []
         plain += [self._of_environment] if self._of_environment is not None else []
@@ -97,7 +92,7 @@ class KeyBook:
                 "`openssl rand -hex 32` generates a better one"
             )
         self._unnamed, self._slots, self._has_read = names, slots, True
-        return Keys(self._secret, found, (key for key in found.values() if key is not None)), warnings
+        return Keys(self._secret, found, found.values()), warnings
 
     def _read_file(self, path: str, setting: str, warnings: list[str]) -> "_Digests":
         """Those of a file that `setting` names. Raises ConfigError."""
