@@ -1,19 +1,36 @@
 """What the access log says of an opened request."""
 
+import time
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
-from pipeline.http_server.access_log import DETAILS, Details
+from pipeline.http_server.access_log import DETAILS, AccessLog, Details
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.stages.gateway.request import Request
 
 
-def set_opened(http_request: web.Request, request: Request) -> None:
-    """An HTTP request has opened this one in the table."""
+def set_opened(http_request: web.Request, request: Request, *, in_background: bool = False) -> None:
+    """An HTTP request has opened this one in the table. One in the background has a line of its own."""
     http_request[REQUEST_ID] = request.id
-    http_request[DETAILS] = Details(partial(details_of, request))
+    if not in_background:
+        http_request[DETAILS] = Details(partial(details_of, request))
+
+
+def log_background(log: AccessLog, request: Request, client: str) -> None:
+    """A request in the background is over, which a client at this address has started."""
+    log.add(
+        request.parsed.scope,
+        client=client,
+        method="BACKGROUND",
+        path="/v1/responses",
+        status=HTTPStatus.OK if request.failure is None else request.failure.status,
+        request_id=request.id,
+        total_s=time.monotonic() - request.received_s,
+        **details_of(request),
+    )
 
 
 def details_of(request: Request) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class GatewayStage:
         self._access_log: AccessLog | None = None
         if not stage.replay_context.is_replaying:
             self._access_log = AccessLog.of(settings.access_log, self._requests.accounts.name_of)
+            self._api.responses.access_log = self._access_log
         self._dropped_log = dropped_log(stage.log)
         self._descriptor_watch = descriptors.DescriptorWatch(stage.log)
         self._is_stopped = False

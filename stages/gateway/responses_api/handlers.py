@@ -11,9 +11,11 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.body_reader import Rest
 from pipeline.http_server.guard import current_scope
-from pipeline.stages.gateway.access_details import set_opened
+from pipeline.runtime.client_address import client_address
+from pipeline.stages.gateway.access_details import log_background, set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
@@ -55,6 +57,7 @@ class ResponsesApi:
         self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self._max_stored = settings.max_stored_responses
+        self.access_log: AccessLog | None = None
         self._why_off = ""
         self.rescaled(settings.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,12 +93,12 @@ class ResponsesApi:
         request = self._requests.open(await self._read(http_request, parse))
         form, scope = request.parsed.response, request.parsed.scope
         assert form is not None
-        set_opened(http_request, request)
+        set_opened(http_request, request, in_background=form.background)
         log = EventLog() if form.background and request.parsed.stream else None
         if form.store:  # `open` has counted the conversation, which is kept until the response is stored
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
         if form.background:
-            queued = self._start(request, items, log)
+            queued = self._start(request, items, log, client_address(http_request.transport))
             return _json(queued) if log is None else await self._send_log(http_request, log, 0, request.id)
         try:
             if request.parsed.stream:
@@ -169,14 +172,17 @@ class ResponsesApi:
 
     # ---------------------------------------------------------------------------------------------------- background
 
-    def _start(self, request: Request, items: list[SizedItem], log: EventLog | None) -> ResponseObject:
-        """Run a request in the background, with its events in `log` if it is streamed. Returns its response now."""
+    def _start(self, request: Request, items: list[SizedItem], log: EventLog | None, client: str) -> ResponseObject:
+        """Run a request in the background, with its events in `log` if it is streamed. Returns its response now.
+        `client` is the address that it came from."""
         response = reply.response_of(request, "queued", [])
         self._store.put(StoredResponse(request.parsed.scope, response, items, request, log))
         run = self._run(request) if log is None else self._run_stream(request, log)
         task = asyncio.get_running_loop().create_task(run, name=request.id)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if (access_log := self.access_log) is not None:
+            task.add_done_callback(lambda _: log_background(access_log, request, client))
         return response
 
     async def _run(self, request: Request) -> None:

@@ -129,6 +129,26 @@ def test_requests_over_zeromq_have_lines(tmp_path: Path) -> None:
         assert found[2]["request_id"].endswith("mine")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_background_response_has_a_line_at_its_end(tmp_path: Path, stream: bool) -> None:
+    with logged(tmp_path) as (one, path):
+        body = {"model": MODEL, "input": "Hi", "background": True, "stream": stream}
+        started = one.post(ALICE, body, "/v1/responses")
+        submit = one.gate.begin()
+        if not stream:
+            started.result()
+            (first,) = lines_of(path, 1)
+            assert first["status"] == 200 and "output_tokens" not in first
+        one.gate.finish(submit, "Hello")
+        started.result()
+        found = {line["method"]: line for line in lines_of(path, 2)}
+        end = found["BACKGROUND"]
+        assert (end["status"], end["client"], end["key"]) == (200, "127.0.0.1", "alice")
+        assert (end["prompt_tokens"], end["output_tokens"]) == (3, 1)
+        assert end["request_id"] == found["POST"]["request_id"] and "output_tokens" not in found["POST"]
+        assert one.used("alice").num_output_tokens == 1
+
+
 def test_what_clients_choose_stays_in_its_line(tmp_path: Path) -> None:
     with logged(tmp_path) as (one, path):
         one.get(ALICE, "/%0a%1b[2J%e2%80%ae" + "x" * 5000)
