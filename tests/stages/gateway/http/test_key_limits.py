@@ -266,6 +266,8 @@ def test_every_route_refuses_models_that_the_key_may_not_use(tmp_path: Path) -> 
         assert one.serve(ALICE, COMPLETION | {"model": "helper"}).status_code == 200
         ids = {key: [card["id"] for card in one.get(key, "/v1/models").json()["data"]] for key in (ALICE, BOB)}
         assert ids == {ALICE: ["helper"], BOB: [MODEL, "helper"]}
+        nums = {key: len(one.get(key, "/api/tags").json()["models"]) for key in (ALICE, BOB)}
+        assert nums == {ALICE: 0, BOB: 1}
         assert one.get(ALICE, f"/v1/models/{MODEL}").status_code == 404
         assert one.get(ALICE, "/v1/models/helper").status_code == 200
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
