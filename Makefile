@@ -34,7 +34,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,ray]"
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,ray,torch]"
 # A torch for CUDA has brought the triton that it needs, which can't be pinned beside it; one for CPUs has not.
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) install "triton==3.6.0"
 	touch $@ $(RUN_STAMP)

@@ -131,7 +131,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
             assert specifier.operator == "==", line
             assert "+" not in specifier.version, f"{line}: local version suffixes are not available everywhere"
             pins[canonicalize_name(pin.name)] = specifier.version
-    for requirement in requirements("dev", "ray"):
+    for requirement in requirements("dev", "ray", "torch"):
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"constraints.txt does not pin {requirement.name}"
         assert version in requirement.specifier, f"constraints.txt pins {requirement.name}=={version}"

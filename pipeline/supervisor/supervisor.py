@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import zmq
 
+from pipeline import torch_needed
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.hosts import placement
@@ -72,7 +73,7 @@ class Supervisor:
 
     def run(self, begun: float) -> int:
         """Start, serve and stop. Returns the exit code. `begun` is when the start began, by time.monotonic()."""
-        if not self._run_mode.instant and (problem := gpu.why_none(self._resources.settings)) is not None:
+        if not self._run_mode.instant and (problem := self._why_no_back_end()) is not None:
             self._log.error(problem)
             return EXIT_NOT_STARTED
         if (problem := self._why_no_hosts()) is not None:
@@ -87,6 +88,12 @@ class Supervisor:
         except MemoryError as error:  # of a segment: the message names the setting to change
             self._log.error(str(error))
             return EXIT_NOT_STARTED
+
+    def _why_no_back_end(self) -> str | None:
+        """Why the executor can't compute with what is installed here, for the user; None if it may."""
+        settings = self._resources.settings
+        missing = None if topology.num_hosts(settings) else torch_needed.why_missing(settings)
+        return gpu.why_none(settings) or missing
 
     def _why_no_hosts(self) -> str | None:
         """Why the executor can't run on other hosts, for the user; None if it may, or needs none."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
+from pipeline import torch_needed
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import heap, topology
@@ -154,6 +155,8 @@ def preload(launch: m.Launch) -> None:
     settings = launch.settings
     use_cores(settings, launch.rank)
     _set_num_threads(settings)
+    if not torch_needed.is_installed() and torch_needed.why_missing(settings) is not None:
+        return  # `run` says it
     if settings.execute.device == "cuda":
         import_module("torch")
         return
@@ -178,6 +181,8 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
     num_threads = _set_num_threads(settings)
     runner: Runner
     serve: Serve
+    if (problem := torch_needed.why_missing(settings)) is not None:
+        raise UserError(problem)
     if settings.execute.device == "cuda":
         import torch
 

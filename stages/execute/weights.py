@@ -1,8 +1,7 @@
 """A model's tensors, read from the safetensors files that its config names.
 
 Files are mapped: a tensor that already has the right form is used in place, and its pages are loaded on first access.
-Torch is imported only where floats must be rounded: the CPU library reads all other tensors without it, and the import
-would take most of the executor's start.
+No torch here: the CPU library does without it, and its import would take most of the executor's start.
 
 The format: the header's length as u64, the header as JSON (name → dtype, shape, begin and end of its bytes), then the
 data (https://github.com/huggingface/safetensors#format). The library imports torch for bfloat16.
@@ -14,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 FLOATS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
 """safetensors' dtypes of floats, and the numpy dtypes to read them with: the bits of bfloat16."""
 FORMATS: dict[str, Format] = {"BF16": "bf16", "F32": "f32", "F16": "f16"}
+DTYPES: dict[str, str] = {format: dtype for dtype, format in FORMATS.items()}
+"""The safetensors dtype of each format of floats."""
 FLOAT_FORMATS: dict[str, FloatFormat] = {"bfloat16": "bf16", "float32": "f32"}
 """The format of float matrices for each `execute.dtype`."""
 BLOCKS: dict[str, Format] = {format: format for format in BLOCK_BYTES}
 BLOCK_DTYPE = "U8"
 
+CHUNK_VALUES = 1 << 20
+"""Floats that a thread converts at once: 4 MiB as float32, and a few times that in temporaries."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 
@@ -171,7 +175,7 @@ class Weights:
             if self._keeps_floats:
                 return StoredMatrix(FORMATS[entry.dtype], data, rows, columns, name)
             if FORMATS.get(entry.dtype) != self._float_format:
-                data = _converted(data, entry.dtype, self._float_format)
+                data = converted(data, entry.dtype, self._float_format)
             return StoredMatrix(self._float_format, data, rows, columns, name)
         found = file.metadata.get(format_key(stored), "")
         format = BLOCKS.get(found)
@@ -259,13 +263,34 @@ def _rows_of(data: "np.ndarray[Any, Any]", piece: Piece, num_dims: int) -> "np.n
     return np.ascontiguousarray(data)
 
 
-def _converted(data: "np.ndarray[Any, Any]", dtype: str, to: FloatFormat) -> "np.ndarray[Any, Any]":
-    """Floats of a safetensors dtype in another format. Torch does it on all cores, and numpy has no bfloat16."""
-    import torch
+def converted(data: "np.ndarray[Any, Any]", dtype: str, to: FloatFormat) -> "np.ndarray[Any, Any]":
+    """Floats of a safetensors dtype in another format, rounded to the nearest, ties to even, as torch does. numpy has
+    no bfloat16, so its bits are computed. All cores do it: numpy computes without the GIL."""
+    flat = np.ascontiguousarray(data).reshape(-1)
+    out = np.empty(flat.size, np.float32 if to == "f32" else np.uint16)
 
-    values = torch.from_numpy(data)
-    if dtype == "BF16":
-        values = values.view(torch.bfloat16)
-    if to == "f32":
-        return values.to(torch.float32).numpy()
-    return values.to(torch.bfloat16).view(torch.uint16).numpy()
+    def convert(begin: int) -> None:
+        part = flat[begin : begin + CHUNK_VALUES]
+        values = _from_bf16(part) if dtype == "BF16" else part.astype(np.float32)
+        out[begin : begin + CHUNK_VALUES] = values if to == "f32" else _to_bf16(values)
+
+    begins = range(0, flat.size, CHUNK_VALUES)
+    if len(begins) > 1:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(convert, begins))
+    else:
+        for begin in begins:
+            convert(begin)
+    return out.reshape(data.shape)
+
+
+def _from_bf16(bits: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_bf16(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """The bits of the nearest bfloat16 of float32."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0  # else some would become infinite, or of the other sign
+    return rounded

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline import torch_needed
 from pipeline.cli.check import fidelity
 from pipeline.cli.check.judge import CheckResult, judge
 from pipeline.cli.check.options import MAX_TOKENS, MIN_TOKENS
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     try:
         if (problem := gpu.why_none(settings)) is not None:
             raise UserError(problem)
+        torch_needed.require("check-model", settings.execute.device)
         importlib.import_module(EXECUTE).set_up(settings)
         if args.fidelity:
             return _measure(args, settings)

@@ -9,6 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from pipeline import torch_needed
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.cli.profile.options import plan_of
@@ -42,8 +43,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         require_writable(Path(args.json), "--json")
     open_log("profile", settings.log_level)
     try:
-        if (problem := gpu.why_none(settings)) is not None:
+        if (problem := gpu.why_none(settings) or torch_needed.why_missing(settings)) is not None:
             raise UserError(problem)
+        if plan.shape or plan.against:
+            torch_needed.require("--shape" if plan.shape else f"--against {plan.against}")
         profile: Profile = importlib.import_module(EXECUTE).profile(settings, plan, lambda: prepare(settings))
     except UserError as error:
         complain("pipeline profile", error)

@@ -7,6 +7,7 @@ from ctypes import CDLL
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline import torch_needed
 from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
@@ -142,6 +143,7 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
         wanted = kept.before.kernels
         named = f"the executor before computed with {wanted!r}"
     if wanted == "torch" or (wanted == "auto" and settings.execute.dtype != "bfloat16"):
+        torch_needed.require(named if wanted == "torch" else f"execute.dtype={settings.execute.dtype!r}")
         return None
     try:
         isas = available()
@@ -172,6 +174,11 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
             _keep(kept, library.loaded, log)
             return library
     if wanted == "auto":
+        if not torch_needed.is_installed():
+            raise UserError(
+                f"the CPU library can't compute this model here: {problem}; PyTorch could, several times slower, but is "
+                f"not installed: {torch_needed.how_to_get()}"
+            )
         log.warning("computing with torch, which is several times slower: %s", problem)
         return None
     raise UserError(f"{named}, but {problem}")

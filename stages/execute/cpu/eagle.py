@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from pipeline import torch_needed
 from pipeline.config.settings import Settings
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
@@ -22,7 +23,7 @@ from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.rows import BoolArray, RowTable
-from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
+from pipeline.stages.execute.weights import DTYPES, FLOAT_FORMATS, Weights, converted
 
 PIECE = 128
 """Positions that are computed together, beyond one for each row."""
@@ -161,6 +162,7 @@ def _rows_of(matrix: object, ids: IntArray) -> FloatArray:
     """Rows of the embedding, float32."""
     if isinstance(matrix, StoredMatrix):
         return _floats(StoredMatrix(matrix.format, matrix.data[ids], len(ids), matrix.num_columns))
+    torch_needed.require("an EAGLE head of this model")
     import torch
 
     from pipeline.kernels.matrix import as_matrix
@@ -169,7 +171,10 @@ def _rows_of(matrix: object, ids: IntArray) -> FloatArray:
 
 
 def _floats(matrix: object) -> FloatArray:
-    """A matrix in float32."""
+    """A matrix in float32. Raises UserError for one in blocks without torch."""
+    if isinstance(matrix, StoredMatrix) and matrix.format in DTYPES:
+        return converted(matrix.data, DTYPES[matrix.format], "f32")
+    torch_needed.require("an EAGLE head of a model with weights in blocks")
     import torch
 
     from pipeline.kernels.matrix import as_matrix

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline import torch_needed
+from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import EXPERTS, ModelConfig
 from pipeline.stages.execute.cpu.program import AnyMatrix, ExpertsWeights, Linear
 from pipeline.stages.execute.layers.norm import norm_weights
-from pipeline.stages.execute.weights import Weights
+from pipeline.stages.execute.weights import DTYPES, Weights, converted
 
 
 def experts_weights(config: ModelConfig, weights: Weights, index: int) -> ExpertsWeights:
@@ -57,6 +59,10 @@ def _in_one_format(matrices: Sequence[AnyMatrix]) -> tuple[AnyMatrix, ...]:
 
 
 def _as_bf16(matrix: AnyMatrix) -> AnyMatrix:
+    if isinstance(matrix, StoredMatrix) and matrix.format in DTYPES:
+        data = converted(matrix.data, DTYPES[matrix.format], "bf16")
+        return StoredMatrix("bf16", data, matrix.num_rows, matrix.num_columns)
+    torch_needed.require(f"a mixture of experts with matrices in several formats ({matrix.format} is one)")
     import torch
 
     from pipeline.kernels.matrix import Matrix, as_matrix

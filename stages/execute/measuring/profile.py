@@ -30,21 +30,20 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
     os.environ.update(OMP_NUM_THREADS=str(num_threads), MKL_NUM_THREADS=str(num_threads), OPENBLAS_NUM_THREADS="1")
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     folder = None if plan.shape else prepare()
-
-    import torch
-
-    torch.set_num_threads(num_threads)
     if settings.execute.device == "cuda":
         return _on_gpu(settings, plan, folder, num_threads)
     from pipeline.stages.execute.measuring.measure import measure
-    from pipeline.stages.execute.measuring.random_weights import RandomWeights
     from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
-    dtype: torch.dtype = getattr(torch, settings.execute.dtype)
     weights: Weights
     if folder is None:
+        import torch
+
+        from pipeline.stages.execute.measuring.random_weights import RandomWeights
+
+        torch.set_num_threads(num_threads)
         config = _shape(plan)
-        weights = RandomWeights(config, dtype, settings.quantization)
+        weights = RandomWeights(config, getattr(torch, settings.execute.dtype), settings.quantization)
     else:
         config = ModelConfig.load(folder)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype])
@@ -60,6 +59,7 @@ def _shape(plan: ProfilePlan) -> ModelConfig:
 def _on_gpu(settings: Settings, plan: ProfilePlan, folder: Path | None, num_threads: int) -> Profile:
     import torch
 
+    torch.set_num_threads(num_threads)
     from pipeline.stages.execute.cuda.available import require
     from pipeline.stages.execute.measuring.random_weights import RandomWeights
 
