@@ -26,10 +26,15 @@ test: $(DEV_STAMP)
 clean:
 	rm -rf $(VENV)
 
-# setuptools comes first, from constraints.txt: a build of its own would fetch whatever version is newest.
+# Packages come over the network, so a core has time to compile the kernels meanwhile. pip need not compile transformers'
+# thousands of modules, of which serving imports none; the others are compiled for all processes that are going to import
+# them. setuptools comes first, from constraints.txt: a build of its own would fetch whatever version is newest.
 $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	$(VENV)/bin/python -m pipeline.kernels.cpu.compile_ahead & \
+	$(PIP) install --no-compile -c constraints.txt setuptools && \
+	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e . && \
+	$(VENV)/bin/python -m compileall -q -x '/(transformers|setuptools|pip|pkg_resources)/' $(VENV)/lib/python*/site-packages; \
+	code=$$?; wait; exit $$code
 	touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -20,6 +20,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,12 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
+QUICK = ("-O1",)
+"""What makes a quick library: vectors and inlining are explicit in the source, so -O1 computes nearly as fast and takes
+half the time to compile. No option lets a compiler change a rounding or the order of a sum, so its numbers have the
+same bits as the optimized library's, and `code_of` does not count it."""
+QUICK_END = "-quick.so"
+"""How the names of quick libraries end."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mprfchw", "-mprefer-vector-width=512")
 _AVX512_FLAGS = (*_AVX512, "-DISA_AVX512")
@@ -67,6 +74,9 @@ LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
 """How long to wait for a process that compiles: its compiler's deadline, and what it does before and after."""
 VERSION_TIMEOUT_S = 20.0
 POLL_S = 0.05
+PROGRESS_S = 10.0
+"""How often a user hears that the compiler still runs."""
+GUARD = Path(__file__).with_name("compiler_guard.py")
 MAX_KEPT = 16
 PARTIAL, LOCK = ".partial-", ".lock-"
 """How names of folders to compile in begin, and those of locks. The name of the library follows."""
@@ -91,7 +101,7 @@ class Compiler:
     version: str
     """All that it says of itself."""
 
-    def options(self, isa: Isa, emulate: bool) -> tuple[str, ...]:
+    def options(self, isa: Isa, emulate: bool, quick: bool = False) -> tuple[str, ...]:
         """Compiler options for an ISA."""
         chosen = _emulated_flags(isa) if emulate else ISA_FLAGS[isa]
         tuned = ("-mtune=native",) if platform.machine() in TUNED_MACHINES else ()
@@ -103,7 +113,7 @@ class Compiler:
             if "clang" in self.version.lower()
             else ("-fno-gnu-unique", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
         )
-        return (*self.command[1:], *FLAGS, *chosen, *tuned, *only_gcc)
+        return (*self.command[1:], *FLAGS, *chosen, *tuned, *only_gcc, *(QUICK if quick else ()))
 
 
 def build(
@@ -116,6 +126,7 @@ def build(
     what: str = "the CPU kernels",
     about_s: int = 20,
     timeout_s: float = COMPILE_TIMEOUT_S,
+    quick: bool = False,
 ) -> Path:
     """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with
     library_file.load.
@@ -124,7 +135,8 @@ def build(
     default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those
     of their instructions that this CPU lacks, and run here. `what` and `about_s` tell the user what is compiled and
     how long it may take, and the compiler is ended after `timeout_s`. Of several processes one compiles and the others
-    wait for it.
+    wait for it. With `quick`, it is the optimized library if that is in the cache, else one that takes half the time to
+    compile and computes the same bits, a little slower.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with an ISA that has nothing to emulate.
@@ -140,15 +152,21 @@ def build(
         library = folder / f"{_key(source, isa, compiler, options)}.so"
         if _is_usable(library):
             return library
+        if quick:
+            options = compiler.options(isa, emulate, quick)
+            library = folder / f"{_key(source, isa, compiler, options)}{QUICK_END}"
+            if _is_usable(library):
+                return library
         with _opened(folder) as opened, _lock(opened / library.name, what, say):
             place = opened / library.name
             if _is_usable(place):
                 return library
             place.unlink(missing_ok=True)
             _remove_partials(place)
-            say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), once: about {about_s} s")
+            once = "quickly, and better for the next start" if quick else "once"
+            say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), {once}: about {about_s} s")
             start = time.monotonic()
-            _compile(compiler, options, source, isa, place, timeout_s)
+            _compile(compiler, options, source, isa, place, timeout_s, _Progress(what, say))
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
             _remove_oldest(opened)
     except NotOwn as error:
@@ -250,15 +268,34 @@ def _is_usable(library: Path) -> bool:
     return True
 
 
+class _Progress:
+    """Says every PROGRESS_S that the compiler still runs."""
+
+    def __init__(self, what: str, say: Callable[[str], None]) -> None:
+        self._what, self._say = what, say
+        self._began = time.monotonic()
+
+    def __call__(self) -> None:
+        self._say(f"still compiling {self._what}: {time.monotonic() - self._began:.0f} s so far")
+
+
 def _compile(
-    compiler: Compiler, options: tuple[str, ...], source: Path, isa: Isa, library: Path, timeout_s: float
+    compiler: Compiler,
+    options: tuple[str, ...],
+    source: Path,
+    isa: Isa,
+    library: Path,
+    timeout_s: float,
+    progress: Callable[[], None],
 ) -> None:
     """Compile `library` atomically. The compiler's output, if any, goes to a .log file beside it."""
     log = library.with_suffix(".log")
     partial = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{library.stem}-", dir=library.parent))
     try:
         made = partial / "library.so"
-        code, said = _run((compiler.command[0], *options, str(source.absolute()), "-o", made.name), timeout_s, partial)
+        command = (compiler.command[0], *options, str(source.absolute()), "-o", made.name)
+        guarded = (sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command)
+        code, said = _run(guarded if sys.executable else command, timeout_s, partial, progress)
         _write_log(log, said)
         failed = f"{compiler.command[0]} could not compile {source.name} for {isa}: "
         all_of_it = f"; all it said is in {log}" if said else ""
@@ -277,9 +314,12 @@ def _compile(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _run(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int | None, str]:
+def _run(
+    command: tuple[str, ...], timeout_s: float, folder: Path, progress: Callable[[], None] = lambda: None
+) -> tuple[int | None, str]:
     """A command's exit code, None if it had to be ended, and all that it wrote. Its temporary files go into `folder`,
-    where it runs. Whatever it has started ends with it. Raises NoCompiler where it can't be run."""
+    where it runs. Whatever it has started ends with it. `progress` is called every PROGRESS_S. Raises NoCompiler where
+    it can't be run."""
     with os.fdopen(os.memfd_create("output"), "w+b") as output:
         environment = os.environ | {"LC_ALL": "C", "TMPDIR": "."}
         try:
@@ -295,10 +335,14 @@ def _run(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int 
         except OSError as error:
             raise NoCompiler(f"{command[0]} can't be run: {error.strerror}; name another in CXX") from error
         code: int | None = None
+        end = time.monotonic() + timeout_s
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            while code is None and (left_s := end - time.monotonic()) > 0:
+                try:
+                    code = process.wait(min(left_s, PROGRESS_S))
+                except subprocess.TimeoutExpired:
+                    if left_s > PROGRESS_S:
+                        progress()
         finally:
             if code is None:
                 os.killpg(process.pid, signal.SIGKILL)

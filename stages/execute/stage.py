@@ -155,7 +155,7 @@ def preload(launch: m.Launch) -> None:
     settings = launch.settings
     use_cores(settings, launch.rank)
     _set_num_threads(settings)
-    if not torch_needed.is_installed() and torch_needed.why_missing(settings) is not None:
+    if torch_needed.why_missing(settings) is not None:
         return  # `run` says it
     if settings.execute.device == "cuda":
         import_module("torch")
@@ -269,6 +269,8 @@ def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
                     # In the background, so that the first row that needs a mask does not wait for the process to start.
                     # Now all stages are ready, and it takes no core from their start.
                     runner.masks.start()
+                    if answers:
+                        runner.compile_for_next_start()
                 case m.Stop():
                     return
                 case _:

@@ -1,5 +1,6 @@
 """Runs a step on a CPU: applies its changes, runs the program, samples."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 
 from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
+from pipeline.kernels.cpu import compile_ahead
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
@@ -19,6 +21,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import (
+    cache_root,
     choose_library,
     code_of_torch,
     join,
@@ -66,7 +69,8 @@ class CpuRunner:
         self._config = config = ModelConfig.load(model_dir)
         max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config, kept)
-        self._library = library
+        self._library, self._cache_root = library, cache_root(settings)
+        self._compiling: subprocess.Popen[bytes] | None = None
         num_ranks = place.num_ranks
         self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, place)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
@@ -209,8 +213,17 @@ class CpuRunner:
         """The first and the last layer that this rank computes, for logs."""
         return str(self._part)
 
+    def compile_for_next_start(self) -> None:
+        """Compile the optimized library in the background, if this server had no time for it. This server and its next
+        executors go on with the one they have."""
+        if self._library is not None and self._library.is_quick and self._compiling is None:
+            self._compiling = compile_ahead.start(self._library.isa, self._cache_root)
+
     def close(self) -> None:
-        """Free threads and memory, and end the process that computes masks."""
+        """Free threads and memory, and end the processes that compute masks and compile."""
+        if self._compiling is not None:
+            self._compiling.kill()
+            self._compiling.wait()
         if self.adapters is not None:
             self.adapters.close()
         self.program.close()

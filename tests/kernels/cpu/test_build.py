@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu import build as build_module
+from pipeline.kernels.cpu import compile_ahead
 from pipeline.kernels.cpu import isa as cpu_isa
 from pipeline.kernels.cpu.build import (
     MAX_KEPT,
@@ -56,6 +58,7 @@ class Bench:
         self.cache_root = folder / "cache"
         self.kernels = self.cache_root / "kernels"
         self.log_lines: list[str] = []
+        self.say: Callable[[str], object] = self.log_lines.append
         self.source = folder / "source" / "answer.cpp"
         self.source.parent.mkdir()
         self.source.write_text(SOURCE)
@@ -92,9 +95,20 @@ class Bench:
         eventually(lambda: path.exists() and path.read_text().endswith("\n"))
         return int(path.read_text())
 
-    def build(self, isa: cpu_isa.Isa = "portable", *, emulate: bool = False, timeout_s: float = PATIENCE_S) -> Path:
+    def build(
+        self,
+        isa: cpu_isa.Isa = "portable",
+        *,
+        emulate: bool = False,
+        quick: bool = False,
+        timeout_s: float = PATIENCE_S,
+    ) -> Path:
         return build(
-            isa, self.log_lines.append, self.source, cache_root=self.cache_root, emulate=emulate, timeout_s=timeout_s
+            *(isa, self.say, self.source),
+            cache_root=self.cache_root,
+            emulate=emulate,
+            quick=quick,
+            timeout_s=timeout_s,
         )
 
     def start(self) -> subprocess.Popen[str]:
@@ -252,6 +266,59 @@ def test_the_most_recently_used_libraries_are_kept(bench: Bench) -> None:
     assert len(list(bench.kernels.glob("*.log"))) == MAX_KEPT
 
 
+# --- a first start ---
+
+
+def test_a_first_start_takes_a_quick_library_and_the_next_one_the_optimized(bench: Bench) -> None:
+    quick = bench.build(quick=True)
+    assert quick.name.endswith("-quick.so") and answer(quick) == 42
+    assert bench.log_lines[0].startswith("compiling the CPU kernels (portable), quickly, and better for the next start")
+    assert bench.build(quick=True) == quick and bench.num_compiled == 1
+    optimized = bench.build()
+    assert optimized != quick and bench.num_compiled == 2
+    assert bench.build(quick=True) == optimized and bench.num_compiled == 2
+
+
+def test_a_quick_library_is_compiled_with_the_same_rounding_and_less_optimization(bench: Bench) -> None:
+    compiler = find_compiler()
+    for isa in build_module.ISA_FLAGS:
+        options = compiler.options(isa, emulate=False)
+        assert compiler.options(isa, emulate=False, quick=True) == (*options, "-O1")
+        assert "-ffp-contract=off" in options and not {"-ffast-math", "-Ofast"} & set(options)
+
+
+def test_a_user_hears_that_the_compiler_still_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "PROGRESS_S", 0.05)
+    gate = bench.wait_in_compiler()
+
+    def hear(line: str) -> None:
+        bench.log_lines.append(line)
+        if line.startswith("still") and gate.exists():
+            gate.write_text("go\n")
+            gate.unlink()
+
+    bench.say = hear
+    assert answer(bench.build()) == 42
+    assert any(re.fullmatch(r"still compiling the CPU kernels: \d+ s so far", line) for line in bench.log_lines)
+
+
+def test_the_optimized_library_is_compiled_ahead_in_a_process_that_ends_with_its_parent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not done within a test's time: it is seen at work in its compiler, and killed."""
+    bench.compile_with(f"echo $$ > {bench.folder}/pid\nexec sleep 600")
+    process = compile_ahead.start("portable", bench.cache_root)
+    assert process is not None
+    try:
+        compiler = bench.pid_in_compiler()
+        assert os.getpriority(os.PRIO_PROCESS, compiler) == 19
+        assert Path(f"/proc/{compiler}/oom_score_adj").read_text() == "1000\n"
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+    eventually(lambda: not is_running(compiler))
+
+
 # --- incomplete libraries ---
 
 
@@ -322,17 +389,25 @@ def test_a_killed_builder_leaves_no_library_that_would_be_used(bench: Bench) -> 
     bench.wait_in_compiler()
     killed = bench.start()
     compiler = bench.pid_in_compiler()
-    try:
-        killed.send_signal(signal.SIGKILL)
-        killed.communicate(timeout=PATIENCE_S)
-        (partial,) = bench.kept()
-        assert partial.startswith(".partial-")
-        bench.compile_with('exec c++ "$@"')
-        library = bench.build()
-        assert answer(library) == 42
-        assert bench.kept() == [library.name]
-    finally:
-        os.kill(compiler, signal.SIGKILL)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=PATIENCE_S)
+    (partial,) = bench.kept()
+    assert partial.startswith(".partial-")
+    bench.compile_with('exec c++ "$@"')
+    library = bench.build()
+    assert answer(library) == 42
+    assert bench.kept() == [library.name]
+    eventually(lambda: not is_running(compiler))
+
+
+def test_the_compiler_s_own_processes_end_with_the_process_that_wanted_the_library(bench: Bench) -> None:
+    """As at Ctrl-C in a first start, when the supervisor kills the executor."""
+    bench.compile_with(f"sleep 600 &\necho $! > {bench.folder}/pid\nwait")
+    with ended(bench.start()) as killed:
+        child = bench.pid_in_compiler()
+        assert is_running(child)
+        killed.kill()
+        eventually(lambda: not is_running(child))
 
 
 def test_concurrent_builds_compile_once(bench: Bench) -> None:
@@ -369,8 +444,9 @@ def test_a_library_is_compiled_while_another_one_is(bench: Bench) -> None:
             bench.write_header("#define ANSWER 44\n")
             names = sorted([library.name, bench.build().name])
             assert bench.kept() == names
+            eventually(lambda: not is_running(compiler))
         finally:
-            os.kill(compiler, signal.SIGKILL)
+            other.kill()
 
 
 class ended:

@@ -1,0 +1,65 @@
+"""Compiles the kernels for this machine before they are needed:  python -m pipeline.kernels.cpu.compile_ahead
+
+By default the quick library, as while packages are downloaded; with `--optimized CACHE_ROOT ISA` the other one, at the
+lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the process that
+started it. What goes wrong is told by the server that compiles then.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+FIRST_TO_END = b"1000"
+"""For /proc/self/oom_score_adj: a compiler takes more memory than small models, and must not cost a server its own."""
+
+RUN = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from pipeline.kernels.cpu.compile_ahead import main; "
+    "main(sys.argv[1:])"
+)
+
+
+def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None":
+    """Start to compile the optimized library in a process of its own; None if it can't be started."""
+    root = Path(__file__).absolute().parents[3]  # of the package; links are left as they are
+    try:
+        return subprocess.Popen(
+            (sys.executable, "-P", "-S", "-c", RUN, str(root), "--optimized", str(cache_root or ""), isa),
+            process_group=0,  # only the supervisor gets a terminal's Ctrl-C
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+
+
+def main(args: list[str]) -> None:
+    """Compile, and end when the parent ends. Raises nothing that a user must see."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        return
+    from pipeline.kernels.cpu.build import BuildError, build
+    from pipeline.kernels.cpu.isa import Isa, available
+
+    isa: Isa
+    root: Path | None = None
+    is_quick = args[:1] != ["--optimized"]
+    if is_quick:
+        isa = available()[0]
+    else:
+        root, isa = Path(args[1]) if args[1] else None, args[2]  # type: ignore[assignment]
+        os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
+    with contextlib.suppress(BuildError, OSError):
+        build(isa, print, cache_root=root, quick=is_quick)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
