@@ -14,6 +14,8 @@ SIZES = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
+WRITTEN_AS = {"mistral": "llama", "mixtral": "llama"}
+"""Architectures that llama.cpp's converter writes under another one's name."""
 
 
 def typical_config(name: Architecture) -> ModelConfig:
@@ -33,4 +35,5 @@ def models_of(name: Architecture) -> str:
 
 def gguf_of(name: Architecture) -> str:
     """The names of an architecture in .gguf files; empty if such files are not supported."""
-    return ", ".join(gguf for gguf, one in GGUF_ARCHITECTURES.items() if (one.model_type or gguf) == name)
+    names = [gguf for gguf, one in GGUF_ARCHITECTURES.items() if (one.model_type or gguf) == name]
+    return ", ".join(names) or WRITTEN_AS.get(name, "")
