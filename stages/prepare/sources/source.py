@@ -29,6 +29,10 @@ class ModelError(UserError):
         super().__init__(message if len(message) <= MAX_ERROR_CHARS else message[:MAX_ERROR_CHARS] + "…")
 
 
+class NoSuchModel(ModelError):
+    """The model is in none of the forms, and there is no such file or folder."""
+
+
 class Pin(msgspec.Struct, frozen=True):
     """The expected sha256 checksums of a wheel."""
 
@@ -97,7 +101,7 @@ def parse(model: str) -> Source:
     """Parse `settings.model`. Raises ModelError, listing the accepted forms."""
     if model.startswith("wheel:"):
         return _wheel(model)
-    shown = repr(model if len(model) <= MAX_SHOWN_CHARS else model[:MAX_SHOWN_CHARS] + "…")
+    shown = shown_model(model)
     path = expanded(model, "model")
     if is_folder(path):
         return FolderSource(path.resolve())
@@ -111,7 +115,12 @@ def parse(model: str) -> Source:
         if match["revision"] == "":
             raise ModelError(f"model {shown} has no revision after '@': add a branch, a tag or a commit")
         return HubSource(match["repo"], match["revision"] or DEFAULT_REVISION)
-    raise ModelError(f"model {shown}: no such folder or file; use {FORMS}. `pipeline models` lists what is cached")
+    raise NoSuchModel(f"model {shown}: no such folder or file; use {FORMS}. `pipeline models` lists what is cached")
+
+
+def shown_model(model: str) -> str:
+    """`settings.model` for error messages."""
+    return repr(model if len(model) <= MAX_SHOWN_CHARS else model[:MAX_SHOWN_CHARS] + "…")
 
 
 def expanded(path: str, key: str) -> Path:
