@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pipeline.cli.commands import bench, cache, chat, check_model, config, deploy, looking, profile, recording, serve
+from pipeline.cli.commands.other_names import advice_for_command, advice_for_options
 from pipeline.cli.commands.vllm_flags import dashed, hint
 from pipeline.cli.complain import complain
 from pipeline.config.closest import closest
@@ -52,7 +53,8 @@ class _Parser(argparse.ArgumentParser):
             args = dashed(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            advice = (hint(unknown, args or ()) if self.takes_settings else "") or self._closest_options(unknown)
+            advice = hint(unknown, args or ()) or advice_for_options(unknown) if self.takes_settings else ""
+            advice = advice or self._closest_options(unknown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found, unknown
 
@@ -63,6 +65,8 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse, but name the closest choice."""
         if action.choices is not None and value not in action.choices:
+            if (advice := advice_for_command(str(value))) and "serve" in action.choices:
+                raise argparse.ArgumentError(action, f"invalid choice: {value!r}{advice}")
             choices = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(
                 action, f"invalid choice: {value!r}{closest(str(value), choices)} (choose from {', '.join(choices)})"
@@ -97,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_top(commands)
     looking.add_restart(commands)
     looking.add_reload(commands)
+    looking.add_stop(commands)
     check_model.add(commands)
     return parser
 

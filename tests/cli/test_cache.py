@@ -192,6 +192,38 @@ def test_a_fill_that_another_process_does_is_kept(root: Path, capsys: pytest.Cap
     assert (root / ".partial-model-broken-3").is_dir()
 
 
+def test_a_model_is_removed_by_name_with_the_wheel_it_came_from(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = kept(root)
+    name = ModelConfig.load(root / TINY).name
+    code, out, _ = run(root, capsys, "cache", "rm", name, "--dry-run")
+    assert code == 0 and kept(root) == before
+    assert [line.split()[2] for line in out.splitlines()[:-1]] == [FROM_WHEEL, TINY, WHEEL]
+    code, out, err = run(root, capsys, "cache", "rm", "wheel:llm-tiny==1.0")
+    assert (code, err) == (0, "") and kept(root) == before - {
+        FROM_WHEEL.partition(".")[0],
+        WHEEL.removesuffix(".0-abc"),
+    }
+    assert out.splitlines()[-1] == f"removed 6 MiB from {root}"
+    assert run(root, capsys, "cache", "rm", "tiny-2", "/models/tiny")[0] == 0
+    assert not (root / TINY).exists() and (root / "notes").is_dir()
+
+
+def test_what_a_server_has_is_not_removed_by_name(held: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(held, capsys, "cache", "rm", FROM_WHEEL)
+    assert (code, out.splitlines()[0]) == (1, f"kept {FROM_WHEEL}: in use")
+    assert (held / FROM_WHEEL).is_dir() and (held / WHEEL).is_dir()
+
+
+@pytest.mark.parametrize("name", ["tinny-2", "notes", "kernels"])
+def test_a_name_that_nothing_has_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    before = kept(root)
+    code, out, err = run(root, capsys, "cache", "rm", TINY, name)
+    near = "; did you mean tiny-2?" if name == "tinny-2" else ""
+    words = f"nothing in the cache has the name {name}{near}; `pipeline cache ls` lists what it holds"
+    assert (code, out, err) == (1, "", f"pipeline cache rm: error: {words}\n")
+    assert kept(root) == before
+
+
 def test_pruning_needs_a_choice(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(root, capsys, "cache", "prune")
     assert (code, err) == (2, "pipeline: error: cache prune: needs --older-than TIME, such as 30d, or --all\n")

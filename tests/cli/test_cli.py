@@ -179,6 +179,16 @@ def test_config_check_reports_every_error(tmp_path: Path, capsys: pytest.Capture
     [
         (["sreve"], "invalid choice: 'sreve'; did you mean serve? (choose from serve, deploy, chat,"),
         (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, deploy, chat,"),
+        (
+            ["run", "llama3"],
+            "invalid choice: 'run'; use `pipeline serve MODEL`, then `pipeline chat` in another terminal",
+        ),
+        (["pull", "llama3"], "'pull'; use `pipeline serve MODEL`, which downloads and prepares the model (see"),
+        (["rm", "llama3"], "'rm'; use `pipeline cache rm NAME` (see"),
+        (["serve", "--ctx-size", "4096"], "unrecognized arguments: --ctx-size; use --max-model-len N (see pipeline"),
+        (["serve", "-m", "a", "-c", "9"], "arguments: -m -c 9; -m: use --model MODEL; -c: use --max-model-len N (see"),
+        (["serve", "--cache-dir", "/x"], "arguments: --cache-dir; use --set cache_dir=VALUE (see pipeline serve"),
+        (["serve", "--num_threads=2"], "use --set execute.num_threads=VALUE (see pipeline serve"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port? (see pipeline serve"),
         (
             ["serve", "--modle=x"],

@@ -60,16 +60,22 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
         removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
     except (UserError, OSError) as error:
         return _failed("prune", error)
-    verb = "would remove" if args.dry_run else "removed"
-    kept = [entry for entry in chosen if entry not in removed]
+    # What a removed entry shares with one that stays is not freed.
+    freed = before - disk_bytes(entry for entry in entries if entry not in removed)
+    report_removed(removed, [entry for entry in chosen if entry not in removed], freed, root, args.dry_run)
+    return 0
+
+
+def report_removed(
+    removed: Sequence[Entry], kept: Sequence[Entry], freed_bytes: int, root: Path, is_dry_run: bool
+) -> None:
+    """Print what was removed, or would be, and what was not."""
+    verb = "would remove" if is_dry_run else "removed"
     for entry in rows_of(removed):
         print(f"{verb} {printable(entry.name)} ({draw.size(entry.num_bytes)})")
     for entry in rows_of(kept):
         print(f"kept {printable(entry.name)}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
-    # What a removed entry shares with one that stays is not freed.
-    total = draw.size(before - disk_bytes(entry for entry in entries if entry not in removed))
-    print(f"{verb} {total} from {root}" if removed else f"nothing to remove from {root}")
-    return 0
+    print(f"{verb} {draw.size(freed_bytes)} from {root}" if removed else f"nothing to remove from {root}")
 
 
 def rows_of(entries: Sequence[Entry]) -> list[Entry]:

@@ -41,6 +41,19 @@ def add_cache(commands: Commands) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     prune.set_defaults(run=_prune)
 
+    rm = actions.add_parser(
+        "rm",
+        help="remove a model, by name",
+        description="Remove prepared models, unpacked wheels and what a killed process left, by name as `pipeline "
+        "models` or `pipeline cache ls` shows it. What a running server uses is kept. A server makes what it needs "
+        "again when it starts.",
+        allow_abbrev=False,
+    )
+    add_settings(rm)
+    rm.add_argument("names", nargs="+", metavar="NAME", help="such as SmolLM2-135M-Instruct; also several")
+    rm.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    rm.set_defaults(run=_rm)
+
 
 def _ls(args: argparse.Namespace) -> int:
     settings = settings_of(args)
@@ -54,6 +67,13 @@ def _prune(args: argparse.Namespace) -> int:
     from pipeline.cli.cache.command import run_prune
 
     return run_prune(args, settings)
+
+
+def _rm(args: argparse.Namespace) -> int:
+    settings = settings_of(args)
+    from pipeline.cli.cache.remove import run
+
+    return run(args, settings)
 
 
 def add_models(commands: Commands) -> None:

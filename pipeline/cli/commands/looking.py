@@ -1,4 +1,4 @@
-"""`pipeline trace`, `ps`, `usage`, `top`, `restart` and `reload`."""
+"""`pipeline trace`, `ps`, `usage`, `top`, `restart`, `reload` and `stop`."""
 
 import argparse
 
@@ -130,5 +130,28 @@ def add_reload(commands: Commands) -> None:
 
 def _reload(args: argparse.Namespace) -> int:
     from pipeline.cli.reload.command import run
+
+    return run(args)
+
+
+def add_stop(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "stop",
+        help="stop a running server",
+        description="Stop a running server, as Ctrl-C in its terminal does: it rejects new requests, lets those in "
+        "flight end for at most supervisor.drain_timeout_s, and ends. The command waits until it has ended.",
+        allow_abbrev=False,
+    )
+    add_server_options(parser)
+    parser.add_argument("--all", action="store_true", help="all your servers on this machine")
+    parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait; by default %(default)g"
+    )
+    parser.set_defaults(run=_stop)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from pipeline.cli.stop.command import run
 
     return run(args)

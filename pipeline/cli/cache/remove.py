@@ -1,0 +1,60 @@
+"""`pipeline cache rm`: removes models by name."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.cli.cache.command import report_removed
+from pipeline.cli.cache.entries import Entry, disk_bytes, entries_of, remove, root_of
+from pipeline.cli.complain import complain
+from pipeline.cli.models import cached_models
+from pipeline.config.closest import closest
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Returns 1, and removes nothing, if a name is unknown; 1 also if what it names is in use."""
+    try:
+        root = root_of(settings)
+        entries = entries_of(root)
+        chosen = _chosen(args.names, entries)
+        before = disk_bytes(entries)
+        removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
+    except (UserError, OSError) as error:
+        complain("pipeline cache rm", error)
+        return 1
+    freed = before - disk_bytes(entry for entry in entries if entry not in removed)
+    report_removed(removed, [entry for entry in chosen if entry not in removed], freed, root, args.dry_run)
+    return 0 if len(removed) == len(chosen) else 1
+
+
+def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:
+    """The entries that are named, and the wheels that only these were made from. Raises UserError for a name that none
+    has."""
+    names_of = _names(entries)
+    for name in names:
+        if not any(name in known for known in names_of.values()):
+            near = closest(name, {one for known in names_of.values() for one in known})
+            raise UserError(f"nothing in the cache has the name {name}{near}; `pipeline cache ls` lists what it holds")
+    chosen = [entry for entry in entries if names_of[entry.path] & set(names)]
+    for wheel in entries:
+        if wheel.kind == "wheel" and wheel not in chosen:
+            made = [one for one in entries if one.kind == "model" and Path(one.source).is_relative_to(wheel.path)]
+            if made and all(one in chosen for one in made):
+                chosen.append(wheel)
+    return chosen
+
+
+def _names(entries: Sequence[Entry]) -> dict[str, set[str]]:
+    """What each entry that can be removed by name is called, by its path: as `cache ls` and as `models` call it, and
+    what it was made from."""
+    models = {model.path: model for model in cached_models(entries)}
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        found[entry.path] = set()
+        if entry.kind in ("model", "wheel", "unfinished"):
+            found[entry.path] = {entry.name, entry.name.removeprefix(f"{entry.kind}-"), entry.source} - {""}
+        if (model := models.get(entry.path)) is not None:
+            found[entry.path] |= {model.name, model.model}
+    return found

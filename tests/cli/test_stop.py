@@ -1,0 +1,85 @@
+"""`pipeline stop` ends a server and waits for its end."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.cli.stop import command
+
+PROGRAM = """
+import os, signal, sys, time
+left = [int(sys.argv[1])]
+def one(*_):
+    left[0] -= 1
+    left[0] > 0 or os._exit(0)
+signal.signal(signal.SIGTERM, one)
+print(flush=True)
+time.sleep(60)
+while True:
+    time.sleep(60)
+"""
+"""A server that ends with the n-th SIGTERM."""
+
+Start = Callable[[int], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts what stands for a server, and is found as one until it ends."""
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def find() -> list[str]:
+        return [f"{one.pid}-ab" for one in servers if one.poll() is None]
+
+    def begin(num_signals: int) -> "subprocess.Popen[bytes]":
+        server = subprocess.Popen([sys.executable, "-c", PROGRAM, str(num_signals)], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        server.stdout.readline()
+        servers.append(server)
+        return server
+
+    monkeypatch.setattr(command, "find_servers", find)
+    monkeypatch.setattr(command, "choose_server", lambda args: find()[0])
+    yield begin
+    for server in servers:
+        server.kill()
+        server.wait()
+        assert server.stdout is not None
+        server.stdout.close()
+
+
+def test_it_waits_until_the_server_has_ended(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    server = start(1)
+    assert main(["stop"]) == 0
+    assert server.wait(10) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"pid {server.pid} has ended after ")
+    assert err == f"pid {server.pid}: stopping; requests in flight may end first\n"
+
+
+def test_all_ends_each(start: Start) -> None:
+    servers = [start(1), start(1)]
+    assert main(["stop", "--all"]) == 0
+    assert [server.wait(10) for server in servers] == [0, 0]
+    assert main(["stop", "--all"]) == 1
+
+
+def test_a_server_that_drains_is_reported_and_now_ends_the_drain(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start(3)
+    assert main(["stop", "--timeout", "0.1"]) == 1
+    words = "has not ended within 0.1 s: wait for its requests, or add --now"
+    assert capsys.readouterr().err.endswith(f"pipeline stop: error: the server with pid {server.pid} {words}\n")
+    assert main(["stop", "--now"]) == 0
+    assert server.wait(10) == 0
+
+
+def test_a_pid_that_is_no_server_any_more_gets_no_signal(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(1)
+    monkeypatch.setattr(command, "find_servers", list)
+    assert main(["stop"]) == 0
+    assert server.poll() is None
