@@ -61,6 +61,18 @@ async def run(program: str, only: str, folder: Path | None) -> int:
                 await tab.open(f"{server.url}/")
                 with_key = checks.a_server_with_keys_asks_for_one
                 failed += await passes(tab, server.url, with_key.__name__, with_key(tab, KEY)) is False
+    chosen = [one for one in (checks.a_short_context_needs_no_setting,) if only in one.__name__]
+    died = checks.a_server_that_has_died_is_not_shown_alive
+    if chosen or only in died.__name__:
+        with Server("max_model_len=256") as server:
+            async with browser(program) as chromium:
+                tab = await chromium.tab()
+                await tab.open(f"{server.url}/")
+                await checks.ready(tab)
+                for check in chosen:
+                    failed += await passes(tab, server.url, check.__name__, check(tab)) is False
+                if only in died.__name__:
+                    failed += await passes(tab, server.url, died.__name__, died(tab, server.stop)) is False
     print(f"{failed} failed" if failed else "all passed")
     return 1 if failed else 0
 

@@ -111,6 +111,7 @@ async def the_conversation_is_kept(tab: Tab) -> None:
 
 async def tokens_show_the_likeliest_ones(tab: Tab) -> None:
     await tab.click(".toggle[aria-pressed]")
+    await tab.until(f"{LAST}.textContent.includes('Regenerate this reply to see its tokens')")
     await ask(tab, "And of Italy?")
     await tab.until(f"{LAST}.querySelectorAll('.tokens .token').length > 2")
     await tab.hover(".message:last-child .tokens .token:nth-child(2)")
@@ -141,10 +142,11 @@ async def settings_are_checked_before_they_are_sent(tab: Tab) -> None:
 
 
 async def errors_of_the_server_are_shown(tab: Tab) -> None:
-    await settings(tab, max_tokens="999999")
+    await settings(tab, max_tokens="8")
+    await tab.run("document.querySelector('#system').value = 'word '.repeat(20000)")
     await ask(tab, "Hi")
     words = await tab.run(f"{LAST}.querySelector('.failure').textContent")
-    expect("Error 400" in words and "max_tokens" in words, f"the error is {words!r}")
+    expect("Error 400" in words and "8192" in words, f"the error is {words!r}")
     tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
     await settings(tab, temperature="0", max_tokens="8")
     await tab.run(f"{LAST}.querySelector('.failure button').click()")
@@ -294,6 +296,45 @@ CHECKS: tuple[Check, ...] = (
     less_motion_is_respected,
     every_control_has_a_name,
 )
+
+
+async def a_short_context_needs_no_setting(tab: Tab) -> None:
+    """For a tab that shows a server with a context of 256 tokens."""
+    for stored in (None, "1024", "250"):
+        if stored is not None:
+            await settings(tab, max_tokens=stored)
+        before = await tab.run(NUM_REPLIES)
+        if before:
+            await send(tab, "Hi")
+        else:
+            await tab.click(".welcome button")
+        await tab.until(f"{NUM_REPLIES} > {before} && {IS_IDLE}", SLOW_S)
+        expect(not await tab.run(f"!!{LAST}.querySelector('.failure')"), f"max_tokens {stored}: the reply failed")
+        await tab.click(".composer .tools .quiet:nth-last-child(2)")  # New chat
+    tab.problems = [one for one in tab.problems if "400 (Bad Request)" not in one]
+
+
+async def a_server_that_has_died_is_not_shown_alive(tab: Tab, kill: Callable[[], object]) -> None:
+    """For a tab whose server `kill` ends."""
+    await tab.run("location.hash = '#pipeline'")
+    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 240, ignore_eos: true}"
+    await tab.run(
+        "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
+        f"body: JSON.stringify({body})}}).then(one => one.text()).catch(() => null)"
+    )
+    await tab.until("document.querySelector('.server .dot.good')")
+    await tab.until("document.querySelector('.tokens-out .large').textContent.includes('/ s')")
+    kill()
+    await tab.until("!document.querySelector('#pipeline-view .failure').hidden")
+    shown = await tab.run(
+        "[document.querySelector('.server .dot.good'), document.querySelector('.lines .flows'), "
+        "document.querySelector('.requests li.open')].filter(one => one).map(one => one.className)"
+    )
+    expect(not shown, f"these seem alive: {shown}")
+    figures = await tab.run("[...document.querySelectorAll('.figures .large, .box b')].map(one => one.textContent)")
+    expect(set(figures) == {"–"}, f"the figures are {figures}")
+    expect(await tab.run("document.querySelector('#model').textContent") == "no answer", "the model seems served")
+    tab.problems = []  # the browser reports each connection that is refused
 
 
 async def a_server_with_keys_asks_for_one(tab: Tab, key: str) -> None:

@@ -11,10 +11,11 @@ import { KeyDialog } from "./key_dialog.js";
 import { PipelineView } from "./pipeline/view.js";
 
 const RETRY_MS = 3000;
+const NO_ANSWER = "no answer";
 const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 
 const chat = new Chat(byId("chat-view"));
-const pipeline = new PipelineView(byId("pipeline-view"));
+const pipeline = new PipelineView(byId("pipeline-view"), showAnswers);
 const keys = new KeyDialog(() => findModel());
 
 whenKeyNeeded(() => {
@@ -22,6 +23,16 @@ whenKeyNeeded(() => {
   keys.open(true);
 });
 byId("key-button").addEventListener("click", () => keys.open());
+
+/**
+ * The model's name is shown only while the server answers.
+ * @param {boolean} isAnswering
+ */
+function showAnswers(isAnswering) {
+  const line = byId("model");
+  if (!isAnswering) line.textContent = NO_ANSWER;
+  else if (line.textContent === NO_ANSWER) findModel();
+}
 
 async function findModel() {
   const line = byId("model");
@@ -31,7 +42,7 @@ async function findModel() {
     const { capabilities } = await getJson("api/show", { body: { model: model.id } });
     line.textContent = model.id;
     document.title = `${model.id} – Pipeline`;
-    chat.setModel(model.id, capabilities, model.default_sampling_params);
+    chat.setModel(model.id, capabilities, model.default_sampling_params, model.max_model_len ?? 0);
   } catch (error) {
     line.textContent = error instanceof ApiError && error.status === 401 ? "needs an API key" : "not ready";
     if (!(error instanceof ApiError && error.status === 401)) setTimeout(findModel, RETRY_MS);

@@ -10,6 +10,7 @@ import { load, save } from "../common/store.js";
 import { Attachments } from "./attachments.js";
 import { apply, before, edited, requestMessages, restored, stored } from "./conversation.js";
 import { MessageView } from "./message_view.js";
+import { isLimitTooHigh, withinContext } from "./sampling.js";
 import { SettingsPanel } from "./settings_panel.js";
 
 /** @typedef {import("./conversation.js").Message} Message */
@@ -30,6 +31,7 @@ export class Chat {
   /** @type {AbortController | null} */
   #running = null;
   #model = "";
+  #contextTokens = 0;
   #showTokens = Boolean(load("tokens", false));
   #follows = true;
 
@@ -56,9 +58,11 @@ export class Chat {
    * @param {string} model the served model's name
    * @param {readonly string[]} capabilities
    * @param {Record<string, number>} recommended the sampling parameters that it recommends
+   * @param {number} contextTokens the longest sequence
    */
-  setModel(model, capabilities, recommended) {
+  setModel(model, capabilities, recommended, contextTokens) {
     this.#model = model;
+    this.#contextTokens = contextTokens;
     this.settings.setRecommended(recommended);
     this.attachments.setCapabilities(capabilities);
     if (!this.#messages.length) this.#draw();
@@ -221,7 +225,7 @@ export class Chat {
     view.state.isStreaming = true;
     view.draw();
     try {
-      for await (const chunk of streamChat(body, running.signal)) {
+      for await (const chunk of this.#stream(body, running.signal)) {
         apply(reply, chunk);
         view.drawSoon();
         this.#scrollSoon();
@@ -241,6 +245,21 @@ export class Chat {
     announce(reply.failure ? `Error: ${reply.failure.message}` : `Reply: ${reply.text}`);
   }
 
+  /**
+   * The chunks of a reply. If the prompt leaves less room than the limit of tokens, the reply may take all of it.
+   * @param {Record<string, unknown>} body
+   * @param {AbortSignal} signal
+   * @throws {ApiError}
+   */
+  async *#stream(body, signal) {
+    try {
+      yield* streamChat(body, signal);
+    } catch (error) {
+      if (!(error instanceof ApiError) || !isLimitTooHigh(error, body)) throw error;
+      yield* streamChat({ ...body, max_tokens: undefined }, signal); // JSON has no undefined
+    }
+  }
+
   /** Whether a request can be made; otherwise the first wrong field gets the focus. */
   #settingsAreValid() {
     const [problem] = Object.entries(this.settings.read().problems);
@@ -250,12 +269,15 @@ export class Chat {
     return false;
   }
 
-  /** @param {Message[]} messages */
+  /**
+   * @param {Message[]} messages
+   * @returns {Record<string, unknown>}
+   */
   #body(messages) {
     return {
       model: this.#model,
       messages: requestMessages(messages, this.settings.system),
-      ...this.settings.read().fields,
+      ...withinContext(this.settings.read().fields, this.#contextTokens),
       timings: true,
       ...(this.#showTokens ? { logprobs: true, top_logprobs: NUM_TOP } : {}),
     };

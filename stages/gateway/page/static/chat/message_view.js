@@ -117,6 +117,7 @@ export class MessageView {
     const nodes = [
       reasoning ? this.#reasoning(reasoning) : null,
       waits ? el("p", { class: "waiting soft" }, "Waiting for the first token") : view,
+      showTokens && !isStreaming && text && !tokens.length ? this.#noTokens : null,
       failure ? this.#failure(failure) : null,
     ].filter((node) => node !== null);
     if (nodes.length !== this.#body.childNodes.length || nodes.some((node, i) => node !== this.#body.childNodes[i])) {
@@ -126,6 +127,7 @@ export class MessageView {
     else replace(this.#foot);
   }
 
+  #noTokens = el("p", { class: "soft" }, "Regenerate this reply to see its tokens: it was written without them.");
   /** @type {HTMLDetailsElement | null} */
   #details = null;
 

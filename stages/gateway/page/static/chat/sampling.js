@@ -79,7 +79,7 @@ export const CONTROLS = [
 ];
 
 /** @type {Record<string, string>} */
-const START_VALUES = { temperature: "0.7", top_p: "0.95", max_tokens: "1024" };
+const START_VALUES = { temperature: "0.7", top_p: "0.95" };
 
 /**
  * Values of a new page. What the model recommends stays with the server.
@@ -88,6 +88,28 @@ const START_VALUES = { temperature: "0.7", top_p: "0.95", max_tokens: "1024" };
  */
 export function startValues(recommended) {
   return Object.fromEntries(Object.entries(START_VALUES).filter(([name]) => !(name in recommended)));
+}
+
+/**
+ * The fields without a limit of tokens that the model's context is too short for: the reply ends there in any case, and
+ * the server refuses such a limit.
+ * @param {Record<string, number>} fields
+ * @param {number} contextTokens the model's context; 0 if it is not known
+ * @returns {Record<string, number>}
+ */
+export function withinContext(fields, contextTokens) {
+  const { max_tokens: maxTokens, ...others } = fields;
+  return maxTokens === undefined || (contextTokens && maxTokens >= contextTokens) ? others : fields;
+}
+
+/**
+ * Whether a request failed only because its prompt leaves less room than its limit of tokens: without the limit, the
+ * reply ends where the context does.
+ * @param {{status: number, param: string | null, code: string | null}} error
+ * @param {Record<string, unknown>} fields of the request
+ */
+export function isLimitTooHigh({ status, param }, fields) {
+  return status === 400 && param === "max_tokens" && fields.max_tokens !== undefined;
 }
 
 /**

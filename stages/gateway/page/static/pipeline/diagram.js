@@ -15,11 +15,11 @@ import { placeOf, ROUTE } from "./state.js";
 /** @typedef {import("./geometry.js").Point} Point */
 
 const STAGES = /** @type {const} */ ([
-  { name: "gateway", does: "holds connections", unit: "open" },
-  { name: "ingest", does: "templates, tokens", unit: "at work" },
-  { name: "schedule", does: "plans steps", unit: "running" },
-  { name: "execute", does: "runs the model", unit: "rows" },
-  { name: "detokenize", does: "ids to text", unit: "streams" },
+  { name: "gateway", does: "holds connections", one: "open", several: "open" },
+  { name: "ingest", does: "templates, tokens", one: "at work", several: "at work" },
+  { name: "schedule", does: "plans steps", one: "running", several: "running" },
+  { name: "execute", does: "runs the model", one: "row", several: "rows" },
+  { name: "detokenize", does: "ids to text", one: "stream", several: "streams" },
 ]);
 /** @type {{from: string, to: string, offset: number, bend: "down first" | "across first", carries: "prompts" | "steps" | "output"}[]} */
 const EDGES = [
@@ -35,6 +35,16 @@ const EDGES = [
 const MAX_DOTS = 24;
 const PX_PER_S = 900;
 const MIN_MOVE_S = 0.35;
+
+/**
+ * @param {string} stage
+ * @param {number} count
+ * @returns {string} what a stage has so many of, such as "row" for 1 and "rows" for 2
+ */
+export function unitOf(stage, count) {
+  const found = STAGES.find(({ name }) => name === stage);
+  return (count === 1 ? found?.one : found?.several) ?? "";
+}
 
 export class Diagram {
   /** @type {Map<string, HTMLElement>} */
@@ -68,7 +78,7 @@ export class Diagram {
   }
 
   /** @param {(typeof STAGES)[number]} stage */
-  #box({ name, does, unit }) {
+  #box({ name, does, several }) {
     const box = el(
       "div",
       { class: `box ${name}` },
@@ -80,7 +90,7 @@ export class Diagram {
         el("span", { class: "state" }),
       ),
       el("p", { class: "does soft" }, does),
-      el("p", { class: "figure" }, el("b", {}, "–"), " ", el("span", { class: "soft" }, unit)),
+      el("p", { class: "figure" }, el("b", {}, "–"), " ", el("span", { class: "soft unit" }, several)),
       el("p", { class: "load soft number" }),
       el("p", { class: "dots", "aria-hidden": "true" }),
       el("span", { class: "meter" }, el("i")),
@@ -110,11 +120,26 @@ export class Diagram {
     part(".state").textContent = wrong[0] ?? "";
     box.classList.toggle("wrong", wrong.length > 0);
     part("b").textContent = whole(numActive);
+    part(".unit").textContent = unitOf(name, numActive);
     const waits = name === "schedule" || name === "ingest" ? `${whole(numQueued)}\u00a0waiting` : "";
     const work = cpu === null ? "" : `CPU\u00a0${percent(cpu)}`;
     const busyWords = busy === null ? "" : `busy\u00a0${percent(busy)}`;
     part(".load").textContent = [waits, busyWords || work, rssBytes ? size(rssBytes) : ""].filter(Boolean).join(" · ");
     part(".meter i").style.width = `${100 * Math.min(1, busy ?? cpu ?? 0)}%`;
+  }
+
+  /** Shows that nothing is known: the server does not answer. */
+  clear() {
+    for (const box of this.#boxes.values()) {
+      for (const node of box.querySelectorAll(".state, .load")) node.textContent = "";
+      for (const node of box.querySelectorAll("b")) node.textContent = "–";
+      for (const node of box.querySelectorAll("i")) /** @type {HTMLElement} */ (node).style.width = "0";
+      box.classList.remove("wrong");
+    }
+    for (const drawn of this.#drawn.values()) drawn.classList.remove("flows");
+    for (const { circle } of this.#moving.values()) circle.remove();
+    this.#moving.clear();
+    this.setRequests([], []);
   }
 
   /**

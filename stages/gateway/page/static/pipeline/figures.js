@@ -83,6 +83,13 @@ export class Figures {
     return el("span", {}, el("i", { class: name }), " ", this.#value(`kv-${name}`, "number", "span"), ` ${name}`);
   }
 
+  /** Shows that nothing is known: the server does not answer. */
+  clear() {
+    for (const node of this.#values.values()) node.textContent = "–";
+    for (const part of this.#parts) part.style.flexGrow = "0";
+    this.#drawChart([], 0);
+  }
+
   /**
    * @param {import("./state.js").PipelineState} state
    * @param {import("./state.js").History} history

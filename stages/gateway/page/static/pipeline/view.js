@@ -27,8 +27,12 @@ export class PipelineView {
   #isAsking = false;
   #timer = 0;
 
-  /** @param {HTMLElement} root */
-  constructor(root) {
+  /**
+   * @param {HTMLElement} root
+   * @param {(isAnswering: boolean) => void} [onAnswer] called with each answer, and each time that there is none
+   */
+  constructor(root, onAnswer = () => {}) {
+    this.onAnswer = onAnswer;
     root.append(
       el(
         "div",
@@ -57,13 +61,26 @@ export class PipelineView {
     try {
       this.#update(await getJson("pipeline", { signal: AbortSignal.timeout(10_000) }));
       this.#failure.hidden = true;
+      this.onAnswer(true);
     } catch (error) {
       waitMs = AFTER_ERROR_MS;
       this.#failure.hidden = false;
       this.#failure.textContent = error instanceof ApiError ? error.message : "The server does not answer in time.";
+      this.#clear();
+      this.onAnswer(error instanceof ApiError && error.status > 0);
     }
     this.#isAsking = false;
     this.#timer = setTimeout(() => this.#ask(), waitMs);
+  }
+
+  /** Shows nothing that was true of a server which does not answer any more. */
+  #clear() {
+    this.#history = new History();
+    this.#tracker = new Tracker();
+    this.#diagram.clear();
+    this.#figures.clear();
+    this.#requests.update([]);
+    replace(this.#line, el("span", { class: "dot bad" }), "no answer");
   }
 
   /** @param {import("./state.js").PipelineState} state */

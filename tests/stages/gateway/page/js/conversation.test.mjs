@@ -13,7 +13,7 @@ import {
   stored,
   tokensPerSecond,
 } from "../page/chat/conversation.js";
-import { CONTROLS, read, readAll, startValues } from "../page/chat/sampling.js";
+import { CONTROLS, isLimitTooHigh, read, readAll, startValues, withinContext } from "../page/chat/sampling.js";
 import { surprise, visible } from "../page/chat/token_view.js";
 import { ApiError, errorOf } from "../page/common/api.js";
 import { EventParser } from "../page/common/sse.js";
@@ -167,8 +167,8 @@ test("only the kinds of files that the model takes have a button", () => {
 });
 
 test("a new page samples as chats do, unless the model recommends something else", () => {
-  assert.deepEqual(startValues({}), { temperature: "0.7", top_p: "0.95", max_tokens: "1024" });
-  assert.deepEqual(startValues({ temperature: 0.2, top_k: 40 }), { top_p: "0.95", max_tokens: "1024" });
+  assert.deepEqual(startValues({}), { temperature: "0.7", top_p: "0.95" });
+  assert.deepEqual(startValues({ temperature: 0.2, top_k: 40 }), { top_p: "0.95" });
   for (const [name, text] of Object.entries(startValues({}))) {
     const control = CONTROLS.find((one) => one.name === name);
     assert.equal(read(control, text).problem, undefined, name);
@@ -190,4 +190,20 @@ test("a model that takes no files has no button for them", () => {
   assert.equal(attachments.buttons.children.length, 1);
   assert.equal(attachments.buttons.children[0].children[0].attributes.disabled, undefined);
   delete globalThis.document;
+});
+
+test("no more tokens are asked for than the context has", () => {
+  assert.deepEqual(startValues({}).max_tokens, undefined);
+  assert.deepEqual(withinContext({ seed: 1, max_tokens: 1024 }, 256), { seed: 1 });
+  assert.deepEqual(withinContext({ seed: 1, max_tokens: 255 }, 256), { seed: 1, max_tokens: 255 });
+  assert.deepEqual(withinContext({ max_tokens: 1024 }, 0), { max_tokens: 1024 });
+  assert.deepEqual(withinContext({ seed: 1 }, 256), { seed: 1 });
+});
+
+test("a limit that a long chat leaves no room for is left out", () => {
+  const error = { status: 400, param: "max_tokens", code: "context_length_exceeded" };
+  assert.equal(isLimitTooHigh(error, { max_tokens: 100 }), true);
+  assert.equal(isLimitTooHigh(error, {}), false);
+  assert.equal(isLimitTooHigh({ ...error, param: "messages" }, { max_tokens: 100 }), false);
+  assert.equal(isLimitTooHigh({ ...error, status: 503 }, { max_tokens: 100 }), false);
 });

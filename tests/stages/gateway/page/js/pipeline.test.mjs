@@ -5,6 +5,7 @@ import { test } from "node:test";
 
 import { counted, duration, number, percent, size, uptime } from "../page/common/format.js";
 import { HOPS } from "../page/common/hops.js";
+import { unitOf } from "../page/pipeline/diagram.js";
 import { arrowData, lengthOf, line, pathData, pointAt } from "../page/pipeline/geometry.js";
 import { hopsUntilNow } from "../page/pipeline/requests.js";
 import { History, hitShare, placeOf, ROUTE, summary, Tracker } from "../page/pipeline/state.js";
@@ -209,4 +210,10 @@ test("numbers have the digits that matter", () => {
     [hitShare(counters(0)), hitShare(counters(0, { prompt_tokens: 4, cached_tokens: 1 }))],
     [null, 0.25],
   );
+});
+
+test("one of something is not several", () => {
+  assert.deepEqual([0, 1, 2].map((count) => unitOf("execute", count)), ["rows", "row", "rows"]);
+  assert.deepEqual([0, 1, 2].map((count) => unitOf("detokenize", count)), ["streams", "stream", "streams"]);
+  assert.equal(unitOf("schedule", 1), "running");
 });
