@@ -2,14 +2,19 @@
 
 import argparse
 import json
+import os
 import re
+import signal
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipeline.__main__ import main
+from pipeline.cli.bench.command import _Bar, left_words
 from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import add_options, workload_of
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
@@ -352,6 +357,66 @@ def test_a_failed_measurement_leaves_no_report_and_keeps_the_last_one(
         assert main(["bench", "--url", server.url, "--json", str(path)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
     assert old.read_text() == "{}"
+
+
+def test_an_interrupt_keeps_the_levels_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+
+    def interrupt(body: dict[str, Any], number: int) -> str | None:
+        if number == 4:  # of the second level; the first one and its warm-up are four
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    with FakeServer(interrupt) as server:
+        options = (
+            "--concurrency=1,2,3",
+            "--num-requests=3",
+            "--temperature=0",
+            "--output-tokens=2",
+            "--prompt-words=3",
+        )
+        assert main(["bench", "--url", server.url, "--json", str(path), *options]) == 130
+    out, err = capsys.readouterr()
+    assert err == "pipeline bench: warning: 1 of 3 levels were measured; this is their report\n"
+    assert "output tok/s" in out
+    report = json.loads(path.read_text())
+    assert ([level["concurrency"] for level in report["levels"]], report["is_complete"]) == ([1], False)
+
+
+def test_an_interrupt_before_the_first_level_ends_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(body: dict[str, Any], number: int) -> str | None:
+        os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    with FakeServer(interrupt) as server:
+        options = ("--concurrency=1", "--num-requests=3", "--temperature=0", "--output-tokens=2", "--prompt-words=3")
+        assert main(["bench", "--url", server.url, *options]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_server_that_refuses_a_later_level_leaves_the_earlier_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(lambda body, number: "bad" if number >= 4 else None) as server:
+        options = ("--concurrency=1,2", "--num-requests=3", "--output-tokens=2", "--prompt-words=3")
+        code, report, err = bench(server, capsys, *options)
+    assert (code, [level["concurrency"] for level in report["levels"]], report["is_complete"]) == (1, [1], False)
+    assert [line.split(": ")[1] for line in err.splitlines()] == ["error", "warning"]
+
+
+def test_the_bar_shows_share_and_time_left_in_80_columns() -> None:
+    assert left_words(0.0, 5.0) == ""
+    assert left_words(0.25, 10.0) == "25%, about 30 s left"
+    assert left_words(0.1, 600.0) == "10%, about 90 min left"
+    screen = StringIO()
+    with _Bar(12, Console(file=screen, force_terminal=True, width=80)) as bar:
+        for _ in range(12):
+            bar.next("128 streams, temperature 0.8")
+        bar._begun_s -= 5000
+        bar._draw(None, 0.5)
+    lines = [re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", screen.getvalue())]
+    assert max(map(len, lines)) <= 80
+    assert any(
+        line.startswith("12/12: 128 streams, temperature 0.8") and line.rstrip().endswith(" s left") for line in lines
+    )
 
 
 @pytest.mark.parametrize(

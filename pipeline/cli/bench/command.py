@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,11 @@ from pipeline.version import VERSION
 REFRESH_S = 0.5
 """Seconds between updates of the progress bar, which takes CPU time from the server."""
 
+BAR_WIDTH = 12
+"""Characters: the line fits into 80 columns."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
 CALIBRATION_WORDS = (16, 116)
 
 
@@ -41,11 +47,22 @@ def run(args: argparse.Namespace) -> int:
         require_writable(Path(args.json), "--json")
     if args.plot:
         require_writable(Path(args.plot), "--plot")
+    measured = Measured()
+    code = 0
     try:
-        report = _run_loop(_measure(args, workload))
+        _run_loop(_measure(args, workload, measured))
     except ServerError as error:
         complain("pipeline bench", error)
-        return 1
+        code = 1
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if code and not measured.levels:
+        return code
+    levels = measured.levels
+    if code:
+        of = len(workload.concurrencies) * len(workload.temperatures)
+        complain("pipeline bench", f"{len(levels)} of {of} levels were measured; this is their report", "warning")
+    report = BenchReport(args.url, measured.model, VERSION, workload, levels, is_complete=code == 0)
     if args.json == "-":
         sys.stdout.buffer.write(as_json(report))
     else:
@@ -60,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for reason, count in level.errors.items():
             where = f"{level.concurrency} streams, temperature {level.temperature:g}"
             complain("pipeline bench", f"{where}: {count} × {reason}")
-    return 1 if any(level.num_errors for level in report.levels) else 0
+    return code or int(any(level.num_errors for level in report.levels))
 
 
 def _draw(args: argparse.Namespace) -> int:
@@ -91,15 +108,24 @@ def _check(workload: Workload) -> None:
         )
 
 
-def _run_loop(work: Coroutine[Any, Any, BenchReport]) -> BenchReport:
+@dataclass
+class Measured:
+    """What has been measured so far: an interrupt or a server that dies ends a run, and this stays."""
+
+    model: str = ""
+    levels: list[Summary] = field(default_factory=list)
+
+
+def _run_loop(work: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
     except ImportError:  # not available on every platform
-        return asyncio.run(work)
-    return uvloop.run(work)
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
 
 
-async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
+async def _measure(args: argparse.Namespace, workload: Workload, measured: Measured) -> None:
     if key := of_client(args.api_key):
         keep_out_of_core_dumps()
     async with open_session(key, args.timeout) as session:
@@ -109,13 +135,12 @@ async def _measure(args: argparse.Namespace, workload: Workload) -> BenchReport:
         calibration = await _calibrate(client, workload)
         num_words = _num_words(workload.prompt, calibration)
         num_shared = min(_num_words(workload.shared_prefix, calibration), num_words - 1)
-        levels: list[Summary] = []
-        with _Bar() as bar:
+        measured.model = client.model
+        with _Bar(len(workload.concurrencies) * len(workload.temperatures)) as bar:
             for concurrency in workload.concurrencies:
                 for temperature in workload.temperatures:
                     level = await _level(client, workload, concurrency, temperature, (num_words, num_shared), bar)
-                    levels.append(summarize(level, temperature))
-        return BenchReport(args.url, client.model, VERSION, workload, levels)
+                    measured.levels.append(summarize(level, temperature))
 
 
 async def _calibrate(client: BenchClient, workload: Workload) -> words.Calibration | None:
@@ -177,15 +202,16 @@ async def _level(
 
 
 class _Bar:
-    """Progress on standard error, if that is a terminal."""
+    """The progress of all levels on standard error, if that is a terminal."""
 
-    def __init__(self) -> None:
-        screen = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn())
+    def __init__(self, num_levels: int, screen: Console | None = None) -> None:
+        screen = screen or Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(BAR_WIDTH), TextColumn("{task.fields[left]}"))
         self._progress = Progress(*columns, console=screen, auto_refresh=False, transient=True)
         self._progress.disable = not screen.is_terminal
-        self._task = self._progress.add_task("", total=1.0)
-        self._drawn_s = 0.0
+        self._num_levels, self._level = num_levels, 0
+        self._task = self._progress.add_task("", total=1.0, left="")
+        self._begun_s = self._drawn_s = perf_counter()
 
     def __enter__(self) -> "_Bar":
         self._progress.start()
@@ -195,9 +221,25 @@ class _Bar:
         self._progress.stop()
 
     def next(self, description: str) -> None:
-        self._progress.update(self._task, description=description, completed=0.0, refresh=True)
+        self._level += 1
+        self._draw(f"{self._level}/{self._num_levels}: {description}", 0.0)
 
     def update(self, loop: ClosedLoop) -> None:
         if perf_counter() - self._drawn_s >= REFRESH_S:
-            self._drawn_s = perf_counter()
-            self._progress.update(self._task, completed=loop.done, refresh=True)
+            self._draw(None, loop.done)
+
+    def _draw(self, description: str | None, done_of_level: float) -> None:
+        """`done_of_level` is a share, 0 to 1."""
+        self._drawn_s = perf_counter()
+        share = (self._level - 1 + done_of_level) / self._num_levels
+        left = left_words(share, self._drawn_s - self._begun_s)
+        self._progress.update(self._task, description=description, completed=share, left=left, refresh=True)
+
+
+def left_words(share: float, elapsed_s: float) -> str:
+    """The finished share of a run, and the time that the rest takes at the same rate."""
+    if share <= 0:
+        return ""
+    left_s = elapsed_s * (1 - share) / share
+    left = f"{left_s:.0f} s" if left_s < 100 else f"{left_s / 60:.0f} min"
+    return f"{share:.0%}, about {left} left"

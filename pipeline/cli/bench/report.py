@@ -28,6 +28,8 @@ class BenchReport(msgspec.Struct, frozen=True):
     workload: Workload
     levels: list[Summary]
     """By concurrency, then by temperature."""
+    is_complete: bool = True
+    """False if the run was interrupted, or the server died: some levels are missing."""
 
 
 def as_json(report: BenchReport) -> bytes:
