@@ -1,5 +1,6 @@
 """torch is an extra: what needs it says in one line how to get it, before a model is downloaded."""
 
+import importlib.util
 import sys
 import tomllib
 from pathlib import Path
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where torch is not installed."""
-    monkeypatch.setattr(torch_needed.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
 def test_it_is_an_extra_and_the_command_asks_for_the_same() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from tests.accepted import all_accepted
+
 PATIENCE_S = 30.0
 TEMPLATE_TOKENS = 20
 
@@ -71,6 +73,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self._started.set()
         await self._stop.wait()
+        await all_accepted()
         await runner.cleanup()
 
     def _counted(self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:

@@ -176,7 +176,8 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
             _keep(kept, library.loaded, log)
             return library
     if wanted == "auto":
-        return _fall_back(problem, log)
+        _fall_back(problem, log)
+        return None
     raise UserError(f"{named}, but {problem}")
 
 

@@ -23,6 +23,7 @@ from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.page import files
+from tests.accepted import all_accepted
 from tests.e2e.server import Server
 from tools.fuzzing.replies import FramingError, Reply, ReplyReader
 
@@ -344,9 +345,6 @@ def ingress(gateway: Target) -> Iterator[Target]:
                 num_quiet = num_quiet + 1 if is_quiet() else 0
                 await asyncio.sleep(0.01)
 
-    def is_accepting() -> bool:
-        return any(getattr(task.get_coro(), "__name__", "") == "_accept_connection2" for task in asyncio.all_tasks())
-
     def is_closed() -> bool:
         # A transport that does not read, and has nothing to write, is not in the selector.
         transports = list(loop._transports.values())  # type: ignore[attr-defined]
@@ -354,9 +352,7 @@ def ingress(gateway: Target) -> Iterator[Target]:
         return not is_open and len(loop._selector.get_map()) <= 1 and len(asyncio.all_tasks()) == 1  # type: ignore[attr-defined]
 
     async def close(ingress: Ingress) -> None:
-        # asyncio of Python 3.11 forgets a connection that it has accepted when the server is closed: its socket stays
-        # open until garbage is collected.
-        await until(lambda: not is_accepting())
+        await all_accepted()
         await ingress.close()
         await until(is_closed)
 

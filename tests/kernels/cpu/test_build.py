@@ -58,7 +58,7 @@ class Bench:
         self.cache_root = folder / "cache"
         self.kernels = self.cache_root / "kernels"
         self.log_lines: list[str] = []
-        self.say: Callable[[str], object] = self.log_lines.append
+        self.say: Callable[[str], None] = self.log_lines.append
         self.source = folder / "source" / "answer.cpp"
         self.source.parent.mkdir()
         self.source.write_text(SOURCE)
