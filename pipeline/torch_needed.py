@@ -30,13 +30,13 @@ def how_to_get(device: str = "cpu") -> str:
 
 
 def require(what: str, device: str = "cpu") -> None:
-    """Raises UserError if `what`, the subject of the message, needs torch in vain."""
+    """Raises UserError if `what`, the subject of the message, needs torch, and there is none."""
     if not is_installed():
         raise UserError(f"{what} needs PyTorch, which is not installed: {how_to_get(device)}")
 
 
 def why_missing(settings: Settings) -> str | None:
-    """What of the settings needs torch in vain, for the user, before a model is downloaded; None if nothing does."""
+    """Which setting needs torch where there is none, for the user, before a model is downloaded; None if none does."""
     execute = settings.execute
     needs = (
         ("execute.device='cuda'", execute.device == "cuda"),

@@ -58,6 +58,8 @@ LONG = (
     "tests/e2e/test_recovery.py::test_no_client_notices_restarts_on_purpose",
     "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each",
     "tests/e2e/test_speculation.py::test_texts_are_the_same_also_when_the_executor_dies",
+    # It compiles a library of its own; tests/kernels/cpu/test_build.py tests how, and with which options.
+    "tests/stages/execute/test_quick_library.py",
     # The table beside it has the results; this one asks llama.cpp, whose library npm fetches.
     "tests/stages/prepare/test_gguf_special_tokens.py::test_every_file_s_special_tokens_are_those_of_llama_cpp",
     # Limits that tests/stages and tests/supervisor have.

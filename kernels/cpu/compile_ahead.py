@@ -2,7 +2,7 @@
 
 By default the quick library, as while packages are downloaded; with `--optimized CACHE_ROOT ISA` the other one, at the
 lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the process that
-started it. What goes wrong is told by the server that compiles then.
+started it. If it fails, the server compiles, and reports what is wrong.
 """
 
 import contextlib
@@ -54,7 +54,8 @@ def main(args: list[str]) -> None:
         isa = available()[0]
     else:
         root, isa = Path(args[1]) if args[1] else None, args[2]  # type: ignore[assignment]
-        os.nice(19)
+        with contextlib.suppress(OSError):
+            os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
     with contextlib.suppress(BuildError, OSError):

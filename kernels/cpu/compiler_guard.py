@@ -1,6 +1,6 @@
 """Runs a compiler, and ends all its processes when the process that wants the library ends, however it does.
 
-A compiler is several processes: if only its first one is killed, the others compute on for a minute, for nobody. Run as
+A compiler is several processes: if only its first one is killed, the others compute on for a minute. Run as
 a script, in a process group of its own, with the process that waits and the command. It ends as the compiler does.
 """
 
