@@ -11,8 +11,8 @@ from pipeline.errors import UserError
 
 REQUIREMENT = "torch>=2.11"
 """As the extra `torch` of pyproject.toml."""
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch has builds for CPUs, 0.2 GB. PyPI has those for CUDA, 2.7 GB with what they need."""
+SMALLER = "for a build without CUDA, 0.2 instead of 2.7 GB, add the --index-url of pytorch.org/get-started"
+"""pip finds builds for CUDA by default."""
 
 
 def is_installed() -> bool:
@@ -25,8 +25,8 @@ def is_installed() -> bool:
 
 def how_to_get(device: str = "cpu") -> str:
     """The command that installs it for a device."""
-    index = "" if device == "cuda" else f" --index-url {CPU_INDEX}"
-    return f"{sys.executable} -m pip install '{REQUIREMENT}'{index}"
+    smaller = "" if device == "cuda" else f" ({SMALLER})"
+    return f"{sys.executable} -m pip install '{REQUIREMENT}'{smaller}"
 
 
 def require(what: str, device: str = "cpu") -> None:

@@ -42,7 +42,7 @@ def test_settings_that_need_it_name_themselves_and_the_command(changes: dict[str
     problem = torch_needed.why_missing(Settings(execute=ExecuteSettings(**changes)))  # type: ignore[arg-type]
     assert problem is not None and "\n" not in problem
     assert problem.startswith(what) and f"{sys.executable} -m pip install 'torch>=2.11'" in problem
-    assert (torch_needed.CPU_INDEX in problem) == (changes != {"device": "cuda"})
+    assert (torch_needed.SMALLER in problem) == (changes != {"device": "cuda"})
 
 
 @pytest.mark.usefixtures("without")
