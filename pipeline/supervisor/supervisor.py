@@ -21,6 +21,7 @@ import zmq
 
 from pipeline import torch_needed
 from pipeline.config.settings import Settings
+from pipeline.config.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.hosts import placement
 from pipeline.runtime import api_keys, topology
@@ -187,7 +188,7 @@ class Supervisor:
         self._loop.run_until(
             self._is_swap_reserved,
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
-            f"{settings.execute.swap_bytes} bytes of swap space ({topology.SWAP_KEY})",
+            f"{size_words(settings.execute.swap_bytes)} of swap space ({topology.SWAP_KEY})",
         )
         assert self._loop.facts is not None, "the executor was ready without facts"
         if self._loop.prepared.adapters:

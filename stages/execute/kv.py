@@ -8,6 +8,7 @@ import numpy as np
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
+from pipeline.config.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks
@@ -49,14 +50,14 @@ def plan_kv(
     num_blocks = kv_bytes // num_bytes
     if num_blocks < len(layout.groups):
         raise UserError(
-            f"execute.kv_cache_bytes is {kv_bytes}, but one block of {BLOCK_SIZE} tokens of "
-            f"this model takes {num_bytes * len(layout.groups)} bytes: raise execute.kv_cache_bytes"
+            f"execute.kv_cache_bytes is {size_words(kv_bytes)}, but one block of {BLOCK_SIZE} tokens of "
+            f"this model takes {size_words(num_bytes * len(layout.groups), up=True)}: raise execute.kv_cache_bytes"
         )
     available = available_bytes()
     if kv_bytes > available:
         raise UserError(
-            f"execute.kv_cache_bytes is {kv_bytes}, but only {available} bytes of memory are "
-            "free: lower execute.kv_cache_bytes"
+            f"execute.kv_cache_bytes is {size_words(kv_bytes)}, but only {size_words(available)} of memory are free: "
+            "lower execute.kv_cache_bytes"
         )
     return _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
 
@@ -83,15 +84,16 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
     least_bytes = num_bytes * len(layout.groups)
     left = memory.free_bytes - memory.reserved_bytes
     if asked := settings.execute.kv_cache_bytes:
+        given = f"execute.kv_cache_bytes is {size_words(asked)}, but"
         if asked > left:
             raise UserError(
-                f"execute.kv_cache_bytes is {asked}, but only {max(0, left)} bytes of the GPU's memory are left beside "
-                f"weights, activations and graphs: lower execute.kv_cache_bytes, or set it to 0 to use what is left"
+                f"{given} only {size_words(max(0, left))} of the GPU's memory are left beside weights, activations and "
+                "graphs: lower execute.kv_cache_bytes, or set it to 0 to use what is left"
             )
         if asked < least_bytes:
             raise UserError(
-                f"execute.kv_cache_bytes is {asked}, but one block of {BLOCK_SIZE} tokens of this model takes "
-                f"{least_bytes} bytes: raise execute.kv_cache_bytes"
+                f"{given} one block of {BLOCK_SIZE} tokens of this model takes {size_words(least_bytes, up=True)}: raise "
+                "execute.kv_cache_bytes"
             )
         return _plan(settings, config, layout, asked // num_bytes, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
     fraction = settings.execute.gpu_memory_utilization
@@ -148,7 +150,7 @@ def _plan(
             capacity,
             wanted,
             key,
-            f" to {lacking * num_bytes}" if key.endswith("_bytes") else "",
+            f" to {size_words(lacking * num_bytes, up=True)}" if key.endswith("_bytes") else "",
         )
     return KVPlan(num_blocks, capacity, layout)
 
@@ -159,8 +161,8 @@ def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, lay
     num_blocks = len(memory) // num_bytes
     if num_blocks < 1:
         raise UserError(
-            f"execute.swap_bytes is {len(memory)}, but one block of {BLOCK_SIZE} tokens of this model takes "
-            f"{num_bytes} bytes: raise execute.swap_bytes, or set it to 0"
+            f"execute.swap_bytes is {size_words(len(memory))}, but one block of {BLOCK_SIZE} tokens of this model "
+            f"takes {size_words(num_bytes, up=True)}: raise execute.swap_bytes, or set it to 0"
         )
     swap: SwapArray = np.frombuffer(memory, np.uint8)[: num_blocks * num_bytes].reshape(num_blocks, num_bytes)
     return swap

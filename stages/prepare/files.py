@@ -26,6 +26,9 @@ MAX_TOKENIZER_BYTES = 256 * 1024**2
 """tokenizer.json, or a file that transformers converts to it. A vocabulary of 262,144 tokens takes 33 MB."""
 MAX_TEMPLATE_BYTES = 1024**2
 
+MAX_SHOWN_BYTES = 256
+"""Of a file's begin, to tell what it is."""
+
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -102,10 +105,26 @@ def read(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
+def wrong_file(path: Path, begin: bytes) -> ModelError | None:
+    """The error for what a download may have left in a model's file, from its first bytes: a pointer of Git LFS, or a
+    web page. None for others."""
+    text = begin.lstrip().lower()
+    if text.startswith(b"version https://git-lfs"):
+        return ModelError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
+    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
+        return ModelError(
+            f"{path} is a web page, not the model: download the file itself (on the Hugging Face Hub, its address has "
+            "/resolve/ and not /blob/), or log in where it needs that"
+        )
+    return None
+
+
 def decode_json(path: Path, max_bytes: int, type: type[T]) -> T:
     """A JSON file as `type`. Raises ModelError if it is too large or is not such an object."""
     data = read(path, max_bytes)
     try:
         return msgspec.json.decode(data, type=type)
     except (ValueError, RecursionError) as error:
+        if (wrong := wrong_file(path, data[:MAX_SHOWN_BYTES])) is not None:
+            raise wrong from error
         raise ModelError(f"{path} is not a JSON object: {error}") from error

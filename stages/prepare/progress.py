@@ -13,6 +13,7 @@ Report = Callable[[int, int], None]
 """Called with (bytes done, total bytes); the total is 0 while it is unknown."""
 
 LINE_EVERY_S = 5.0
+BAR_WIDTH = 16
 
 
 class Progress(Protocol):
@@ -75,19 +76,29 @@ class ProgressBar:
     def measure(self, what: str) -> Iterator[Report]:
         # Imported here: a warm start shows no bar, and the import takes a third of its time.
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            # The only one that is cut where the terminal is narrow.
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+            ),
+            BarColumn(BAR_WIDTH),
+            DownloadColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[speed]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
-        with RichProgress(*columns, console=Console(file=self._stream)) as bar:
-            task = bar.add_task(printable(what), total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        begun = time.monotonic()
+        with RichProgress(*columns, console=Console(file=self._stream), expand=True) as bar:
+            task = bar.add_task(printable(what), total=None, speed="")
+
+            def report(done: int, total: int) -> None:
+                speed = f"{_mb(int(done / max(time.monotonic() - begun, 1e-3)))}/s"
+                bar.update(task, completed=done, total=total or None, speed=speed)
+
+            yield report
 
 
 def for_stream(stream: IO[str] | None = None) -> Progress:

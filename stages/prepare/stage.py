@@ -173,9 +173,10 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
-        from pipeline.stages.prepare.gguf.model import convert, name_of
+        from pipeline.stages.prepare.gguf.model import convert, name_of, require_supported
         from pipeline.stages.prepare.reply_ends import add_reply_ends
 
+        require_supported(paths)
         name = name_of(paths[0])
         with progress.measure(f"reading {name}") as report:
             content = content_of(paths, f"{FORMAT}|gguf|{quantization}", report)

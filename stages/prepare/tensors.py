@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 
 from pipeline.runtime.model_folder import EXPERTS, ModelConfig, Piece
-from pipeline.stages.prepare.files import open_regular, shown
+from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
 
 STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
@@ -67,6 +67,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         head = file.read(8)
         if len(head) < 8:
             raise _unreadable(path, f"it has {size} bytes, less than the 8 of the header's length")
+        if (wrong := wrong_file(path, head + file.read(MAX_SHOWN_BYTES))) is not None:
+            raise wrong
+        file.seek(len(head))
         (length,) = struct.unpack("<Q", head)
         if length > MAX_HEADER_BYTES:
             raise _unreadable(path, f"its header has {length} bytes; at most {MAX_HEADER_BYTES} are supported")

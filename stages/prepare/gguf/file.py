@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from pipeline.stages.prepare.files import open_regular, shown
+from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
 
 MAGIC = b"GGUF"
@@ -162,7 +162,9 @@ class GgufFile:
     def _counts(self) -> tuple[int, int]:
         at = self._take(len(MAGIC), "the magic number")
         if self._data[at : at + len(MAGIC)] != MAGIC:
-            raise _Fault(f"it begins with {bytes(self._data[: len(MAGIC)])!r}, not {MAGIC!r}")
+            raise wrong_file(self.path, bytes(self._data[:MAX_SHOWN_BYTES])) or _Fault(
+                f"it begins with {bytes(self._data[: len(MAGIC)])!r}, not {MAGIC!r}"
+            )
         version = self._number("I", "the version")
         if version not in VERSIONS:
             if version & 0xFFFF == 0:

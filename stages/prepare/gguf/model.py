@@ -165,6 +165,11 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config.save(folder)
 
 
+def require_supported(paths: list[Path]) -> None:
+    """Reads only the headers. Raises ModelError if a file is not a .gguf file, or its architecture isn't supported."""
+    _architecture(read_parts(paths)[0])
+
+
 def name_of(path: Path) -> str:
     """The name of a file's model for clients."""
     return _QUANTIZATION.sub("", model_name(path))
@@ -255,8 +260,10 @@ def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
     found = metadata.need("general.architecture", str)
     if found in GGUF_ARCHITECTURES:
         return found, GGUF_ARCHITECTURES[found]
-    known = ", ".join(f"{name!r} ({architecture.models})" for name, architecture in GGUF_ARCHITECTURES.items())
-    raise ModelError(f"{metadata.path}: general.architecture is {shown(found)}; supported are {known}")
+    raise ModelError(
+        f"{metadata.path}: general.architecture is {shown(found)}, which is not supported; `pipeline models "
+        "--supported` lists those that are"
+    )
 
 
 def _sampling(metadata: Metadata) -> dict[str, Any]:

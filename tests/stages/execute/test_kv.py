@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.config.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.kv_groups import KVGroup
@@ -41,7 +42,7 @@ def test_windows_leave_room_for_longer_sequences(caplog: pytest.LogCaptureFixtur
     # Of 1,365 blocks, five windows take at most 39 each; the others are for full attention.
     assert divided.max_model_len == 16 * (1365 - 5 * 39) == 18720
     enough = (2048 + 5 * 39) * 3 * LAYER_BYTES
-    assert f"reduced to that from 32768: raise execute.kv_cache_bytes to {enough}" in caplog.text
+    assert f"reduced to that from 32768: raise execute.kv_cache_bytes to {size_words(enough, up=True)}" in caplog.text
     assert plan(gemma(), kv_cache_bytes=enough).max_model_len == 32768
 
 
@@ -59,5 +60,5 @@ def test_a_model_without_windows_is_planned_as_before() -> None:
 
 
 def test_memory_for_less_than_a_block_of_each_group_is_refused() -> None:
-    with pytest.raises(UserError, match=f"takes {18 * LAYER_BYTES} bytes: raise execute.kv_cache_bytes"):
+    with pytest.raises(UserError, match=f"takes {size_words(18 * LAYER_BYTES, up=True)}: raise execute.kv_cache_bytes"):
         plan(gemma(), kv_cache_bytes=18 * LAYER_BYTES - 1)
