@@ -33,7 +33,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/python -m pipeline.kernels.cpu.compile_ahead & \
 	$(PIP) install --no-compile -c constraints.txt setuptools && \
 	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e . && \
-	$(VENV)/bin/python -m compileall -q -x '/(transformers|setuptools|pip|pkg_resources)/' $(VENV)/lib/python*/site-packages; \
+	$(VENV)/bin/python -m compileall -q -j 0 -x '/(transformers|setuptools|pip|pkg_resources)/' $(VENV)/lib/python*/site-packages; \
 	code=$$?; wait; exit $$code
 	touch $@
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -59,7 +60,7 @@ def main(args: list[str]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
     with contextlib.suppress(BuildError, OSError):
-        build(isa, print, cache_root=root, quick=is_quick)
+        build(isa, partial(print, flush=True), cache_root=root, quick=is_quick)
 
 
 if __name__ == "__main__":
