@@ -124,14 +124,14 @@ def test_a_folder_in_place_of_the_open_one_gets_no_files(
     (victim := tmp_path / "victim").write_text("precious")
     run = build_module._run
 
-    def late(command: tuple[str, ...], timeout_s: float, folder: Path) -> tuple[int | None, str]:
+    def late(command: tuple[str, ...], timeout_s: float, folder: Path, *others: Any) -> tuple[int | None, str]:
         if partials := list(bench.kernels.glob(".partial-*")):
             (partial,) = partials
             bench.kernels.rename(tmp_path / "moved")
             (bench.kernels / partial.name).mkdir(parents=True)
             (bench.kernels / partial.name / "library.so").symlink_to(victim)
             (bench.kernels / f"{partial.name.removeprefix('.partial-').rpartition('-')[0]}.log").symlink_to(victim)
-        code, _ = run(command, timeout_s, folder)
+        code, _ = run(command, timeout_s, folder, *others)
         return code, "a warning"
 
     monkeypatch.setattr(build_module, "_run", late)
