@@ -26,7 +26,7 @@ from pipeline.runtime.logs import open_log
 
 APP = "pipeline"
 SERVERS, INGRESS = "Server", "Ingress"
-NO_RAY = "pipeline deploy: ray is not installed: pip install 'pipeline-serve[ray]'"
+NO_RAY = "pipeline deploy: ray is not installed: run `.venv/bin/pip install -e '.[ray]'` in the clone"
 TARGET_OPEN_REQUESTS = 16.0
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0
 """Ray Serve's defaults."""

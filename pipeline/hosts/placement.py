@@ -9,7 +9,9 @@ ACTOR_ENVIRONMENT = {"env_vars": {"RAY_worker_niceness": "0"}}
 """Ray's `runtime_env` of our actors. By default Ray runs actors at nice 15, for the sake of its daemons; what an actor
 starts inherits that, and an executor would wait whenever any other process of its host wants a core."""
 
-NOT_INSTALLED = "execute.launcher is 'ray', but ray is not installed: pip install 'pipeline-serve[ray]'"
+NOT_INSTALLED = (
+    "execute.launcher is 'ray', but ray is not installed: run `.venv/bin/pip install -e '.[ray]'` in the clone"
+)
 
 
 def bundle_of(settings: Settings) -> dict[str, float]:

@@ -92,8 +92,8 @@ def plan_device_kv(settings: Settings, config: ModelConfig, memory: DeviceMemory
             )
         if asked < least_bytes:
             raise UserError(
-                f"{given} one block of {BLOCK_SIZE} tokens of this model takes {size_words(least_bytes, up=True)}: raise "
-                "execute.kv_cache_bytes"
+                f"{given} one block of {BLOCK_SIZE} tokens of this model takes {size_words(least_bytes, up=True)}: "
+                "raise execute.kv_cache_bytes"
             )
         return _plan(settings, config, layout, asked // num_bytes, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
     fraction = settings.execute.gpu_memory_utilization

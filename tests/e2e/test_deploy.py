@@ -286,4 +286,8 @@ def test_without_ray_there_is_one_clear_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeline", "deploy", "--replicas", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, timeout=PATIENCE_S)
     assert done.returncode == 2
-    assert done.stderr.strip().split("\n")[-1].endswith("ray is not installed: pip install 'pipeline-serve[ray]'")
+    assert (
+        done.stderr.strip()
+        .split("\n")[-1]
+        .endswith("ray is not installed: run `.venv/bin/pip install -e '.[ray]'` in the clone")
+    )

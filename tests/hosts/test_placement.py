@@ -40,7 +40,9 @@ def test_the_error_says_what_the_nodes_have(bundle: dict[str, float], nodes: Any
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    expected = "execute.launcher is 'ray', but ray is not installed: pip install 'pipeline-serve[ray]'"
+    expected = (
+        "execute.launcher is 'ray', but ray is not installed: run `.venv/bin/pip install -e '.[ray]'` in the clone"
+    )
     assert placement.why_not_installed() == expected
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert placement.why_not_installed() is None
