@@ -57,7 +57,7 @@ def require_key(handle: Handle, keys: Keys, open_paths: Container[str]) -> Handl
         if scope is None and not is_open:
             return _refusal(
                 request,
-                unauthorized(bool(headers), "'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
+                unauthorized(bool(headers), "'Authorization: Bearer KEY' or 'x-api-key: KEY'", is_key=key is not None),
                 {"WWW-Authenticate": "Bearer"},
             )
         try:
@@ -88,9 +88,11 @@ def current_scope() -> str:
     return _scope.get()
 
 
-def unauthorized(has_key: bool, how: str) -> ApiError:
-    """401. The message does not repeat the key; `how` says how to send one."""
+def unauthorized(has_key: bool, how: str, *, is_key: bool = True) -> ApiError:
+    """401. The message does not repeat the key; `how` says how to send one. `is_key`: what was sent has that form."""
     message = "Invalid API key" if has_key else f"API key required: send {how}"
+    if has_key and not is_key:
+        message += f": the header has another form; send {how}"
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
 
 

@@ -92,18 +92,20 @@ class OriginPolicy:
         origins = request.headers.getall("Origin", [])
         if not origins and request.method not in _READING:
             if request.headers.get("Sec-Fetch-Site", "").lower() in _OTHER_SITES:
-                raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {self._hint}")
+                raise _forbidden("origin_not_allowed", f"a page of another site sent this request: {self._hint(None)}")
             return
         own = {Origin(self._scheme, host.host, host.port or self._default_port) for host in hosts}
         for text in origins:
             origin = parse_origin(text)
             if origin is None or not (origin in self._origins or own == {origin}):
-                message = f"the Origin '{shown(text)}' is not an allowed origin of {self._who}: {self._hint}"
+                hint = self._hint(text if origin else None)
+                message = f"the Origin '{shown(text)}' is not an allowed origin of {self._who}: {hint}"
                 raise _forbidden("origin_not_allowed", message)
 
-    @property
-    def _hint(self) -> str:
-        example = "--set gateway.allowed_origins=https://chat.example.com"
+    def _hint(self, origin: str | None) -> str:
+        """How to allow an origin; by an example if none is known."""
+        named = "https://chat.example.com" if origin is None else shown(origin)
+        example = f"--set gateway.allowed_origins={named}"
         return f"add it to the server's gateway.allowed_origins, as by {example}{self._other_way}"
 
 

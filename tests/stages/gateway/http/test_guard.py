@@ -101,6 +101,13 @@ def test_every_route_requires_a_key(gate: Gate, method: str, path: str) -> None:
     assert refused.headers["X-Request-Id"] == "mine"
 
 
+@pytest.mark.parametrize("header", [KEY, f"Key {KEY}", "Bearer", f"Bearer {KEY} {KEY}"])
+def test_a_key_in_another_form_is_told_the_form(gate: Gate, header: str) -> None:
+    refused = gate.client.get("/v1/models", headers={"Authorization": header})
+    assert_refused(refused, "the header has another form; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+    assert KEY not in refused.text
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/v1/models", 200), ("POST", "/v1/completions", 400), ("GET", "/nothing", 404), ("PUT", "/version", 405)],

@@ -112,7 +112,7 @@ class TestOrigins:
         body = json.dumps(CHAT) if method == "POST" else None
         headers = {"Origin": "https://evil.example", "Content-Type": "application/json"}
         refused = gate.client.request(method, path, content=body, headers=headers)
-        assert_forbidden(refused, "origin_not_allowed", "gateway.allowed_origins")
+        assert_forbidden(refused, "origin_not_allowed", "--set gateway.allowed_origins=https://evil.example")
         assert gate.rig.nothing("ingest", 0) and gate.rig.nothing("schedule", 0)
 
     def test_an_origin_must_match_in_scheme_host_and_port(self, gate: Gate) -> None:
