@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.__main__ import main
+from pipeline.cli.bench.client import NOT_AN_API, message_of
 from pipeline.cli.bench.command import _Bar, left_words
 from pipeline.cli.bench.measure import Spread, Summary
 from pipeline.cli.bench.options import add_options, workload_of
@@ -357,6 +358,19 @@ def test_a_failed_measurement_leaves_no_report_and_keeps_the_last_one(
         assert main(["bench", "--url", server.url, "--json", str(path)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
     assert old.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<!DOCTYPE HTML>\n<html>\n<h1>Error response</h1>", NOT_AN_API),
+        (b"404:\n  Not   Found\n", "404: Not Found"),
+        (b"", "no words"),
+        (b'{"error": {"message": "no such model"}}', "no such model"),
+    ],
+)
+def test_the_answer_of_another_program_is_one_line(body: bytes, words: str) -> None:
+    assert message_of(body) == words
 
 
 def test_an_interrupt_keeps_the_levels_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,9 @@ class BenchClient:
             raise ServerError(f"{url} did not answer with JSON") from error
 
 
+NOT_AN_API = "a web page; does another program listen there? `pipeline ps` shows the addresses of servers"
+
+
 def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session for any number of connections; `timeout_s` is each request's deadline."""
     headers = {"content-type": "application/json"}
@@ -167,12 +170,16 @@ def refusal_of(status: int, body: bytes) -> str:
 
 
 def message_of(body: bytes) -> str:
-    """The message of an error reply, or the start of its body."""
+    """The message of an error reply, or the start of its body, as one line; a web page is not repeated."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
         parsed = None
-    return body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() if parsed is None else error_text(parsed)
+    if parsed is not None:
+        return error_text(parsed)
+    if body.lstrip()[:16].lower().startswith((b"<!doctype", b"<html")):
+        return NOT_AN_API
+    return " ".join(body[:MAX_SHOWN_BYTES].decode("utf-8", "replace").split()) or "no words"
 
 
 def no_connection(base: str, error: aiohttp.ClientConnectorError) -> str:
