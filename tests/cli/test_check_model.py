@@ -256,7 +256,7 @@ def test_a_window_longer_than_every_prompt_is_reported_as_unchecked(
     ("config", "words"),
     [
         ({"model_type": "mamba"}, "cannot make a tiny model of model_type 'mamba'"),
-        ({"model_type": "persimmon"}, "model_type is 'persimmon'; supported are 'llama'"),
+        ({"model_type": "persimmon"}, "model_type is 'persimmon', which is not supported; `pipeline"),
         ({"model_type": "klingon"}, "transformers does not take this config"),
         ({"model_type": "klingon", "rope_theta": None}, "its null keys are 'rope_theta'"),
         ({**CONFIGS["SmolLM2"], "hidden_size": "wide"}, "config.json: hidden_size is 'wide'; it must be of type int"),
