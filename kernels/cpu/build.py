@@ -46,9 +46,9 @@ FLAGS = (
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
 )
-QUICK = ("-O1",)
-"""What makes a quick library: vectors and inlining are explicit in the source, so -O1 computes nearly as fast and takes
-half the time to compile. No option lets a compiler change a rounding or the order of a sum, so its numbers have the
+QUICK = ("-O1", "-fpeel-loops")
+"""What makes a quick library, in two thirds of the time. Without unrolled loops, sums would stay in memory: -O1 alone
+computes 2.4 times as long as -O3, this 1.5 times. No option lets a compiler change a rounding or the order of a sum, so its numbers have the
 same bits as the optimized library's, and `code_of` does not count it."""
 QUICK_END = "-quick.so"
 """How the names of quick libraries end."""
