@@ -48,8 +48,8 @@ FLAGS = (
 )
 QUICK = ("-O1", "-fpeel-loops")
 """What makes a quick library, in two thirds of the time. Without unrolled loops, sums would stay in memory: -O1 alone
-computes up to 2.4 times as long as -O3, this up to 1.5. No option lets a compiler change a rounding or the order of a sum, so
-the numbers have the same bits as the optimized library's, and `code_of` does not count it."""
+computes up to 2.4 times as long as -O3, this up to 1.5. No option lets a compiler change a rounding or the order of a
+sum, so the numbers have the same bits as the optimized library's, and `code_of` does not count it."""
 QUICK_END = "-quick.so"
 """How the names of quick libraries end."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
