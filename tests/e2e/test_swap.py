@@ -136,7 +136,7 @@ def test_too_little_memory_for_swap_space_is_reported_before_anything_starts(tin
 def test_swap_space_below_one_block_is_a_clear_error(tiny_model: Path) -> None:
     with Server(*sets(tiny_model, "100"), until_ready=False) as server:
         line = server.wait_for_line("cannot start: execute", 60)
-        assert "execute.swap_bytes is 100, but one block of 16 tokens of this model takes" in line
+        assert "execute.swap_bytes is 100B, but one block of 16 tokens of this model takes" in line
         assert server.process.wait(20) == 1
         assert "Traceback" not in server.log()
 
