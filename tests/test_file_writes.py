@@ -42,7 +42,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "In the folder that `Cache.ensure` fills: it is open, and only its user can enter it.": {
         "pipeline/runtime/generation_config.py": "write_bytes",
-        "stages/prepare/gguf/model.py": "write_text*2",
+        "stages/prepare/gguf/model.py": "write_text*3",
         "stages/prepare/given_template.py": "unlink",
         "stages/prepare/sharing.py": "copyfile*2 link unlink*2",
         "stages/prepare/sources/chat_templates.py": "write_bytes",
@@ -67,6 +67,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/soak/adapters.py": "mkdir save_file write_text",
     },
     "A file of the kernel or a device: /dev/null, /proc.": {
+        "kernels/cpu/compile_ahead.py": "write_bytes",
         "pipeline/__main__.py": "O_WRONLY",
         "pipeline/runtime/api_keys.py": "write_text",
         "stages/execute/cuda/rank_board.py": "O_RDWR",

@@ -428,7 +428,9 @@ class Server:
         names = [name for name in self.processes if name.partition(".")[0] in weights]
         if names:
             self._num_kills -= 1
-            self.kill(self.rng.choices(names, [weights[name.partition(".")[0]] for name in names])[0])
+            # Processes that join do so for a few wakes only: else hardly one of them would ever die.
+            likely = [weights[name.partition(".")[0]] * (5 if name in self._replicas.joining else 1) for name in names]
+            self.kill(self.rng.choices(names, likely)[0])
 
     def _is_runnable(self, name: str) -> bool:
         process = self.processes.get(name)

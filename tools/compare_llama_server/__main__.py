@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.cli.out_file import output, require_writable
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.stages.prepare.cache import Cache
@@ -70,13 +71,15 @@ def server_program(given: Path | None) -> Path:
 def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
     """Compare all files. Returns 1 if something differs without a rule."""
     program = server_program(args.server)
+    if args.out is not None:
+        require_writable(args.out, "--out")
     if not chosen:
         raise UserError("--only: no file has such a name; see --list")
     by_rule: Counter[str] = Counter()
     num_cases = num_wrong = 0
     with (
         tempfile.TemporaryDirectory(prefix="compare-llama-server-") as scratch,
-        Path(args.out or os.devnull).open("w", encoding="utf-8") as out,
+        output(args.out or Path(os.devnull)) as out,
     ):
         folder = Path(scratch)
         cache = link_kernels(folder / "cache")
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
             for case in wrong[:MAX_SHOWN]:
                 print(_shown(case), flush=True)
             for case, rule in zip(different, rules, strict=True):
-                print(_as_json(case, rule.name if rule else None), file=out, flush=True)
+                out.write(f"{_as_json(case, rule.name if rule else None)}\n".encode())
     print(f"\n{len(chosen)} files, {num_cases} cases, {num_wrong} differ without a rule")
     for rule in RULES:
         print(f"{by_rule[rule.name]:6} {rule.name}: {rule.reason}")

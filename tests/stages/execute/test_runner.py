@@ -190,7 +190,7 @@ def test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key(
     shape = {"num_kv_heads": 16, "num_heads": 16, "head_dim": 256, "num_layers": 1, "hidden_size": 16}
     checkpoints.write(tmp_path, checkpoints.config_of(**shape))
     assert CpuRunner(settings(kv_mib=1), tmp_path).facts.max_model_len == 2 * 16
-    assert "raise execute.kv_cache_bytes to 8388608" in caplog.text, "16 blocks hold the model's 256 positions"
+    assert "raise execute.kv_cache_bytes to 8MiB" in caplog.text, "16 blocks hold the model's 256 positions"
     checkpoints.write(tmp_path, checkpoints.config_of(**{**shape, "num_layers": 3}))
     with pytest.raises(ValueError, match=r"raise execute\.kv_cache_bytes"):
         CpuRunner(settings(kv_mib=1), tmp_path)
