@@ -6,11 +6,12 @@ import argparse
 from pipeline.cli import option_types as types
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --port, --url and --pid."""
+def add_server_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Declare --port, --url and --pid, of which one may be given. Returns their group."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--port", type=types.port, metavar="PORT", help="the server at this HTTP port")
     which.add_argument("--url", type=types.http_url, help="the server at this address, as http://127.0.0.1:8000")
     which.add_argument(
         "--pid", "--server", type=int, metavar="PID", help="the server whose supervisor has this process id"
     )
+    return which

@@ -43,6 +43,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     monkeypatch.setattr(command, "find_servers", find)
     monkeypatch.setattr(command, "choose_server", lambda args: find()[0])
+    monkeypatch.setattr(command, "_is_draining", lambda name: False)
     yield begin
     for server in servers:
         server.kill()
@@ -76,6 +77,40 @@ def test_a_server_that_drains_is_reported_and_now_ends_the_drain(
     assert capsys.readouterr().err.endswith(f"pipeline stop: error: the server with pid {server.pid} {words}\n")
     assert main(["stop", "--now"]) == 0
     assert server.wait(10) == 0
+
+
+def test_a_server_that_drains_gets_no_second_signal_unless_now_is_given(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would end the requests for which the server waits."""
+    monkeypatch.setattr(command, "_is_draining", lambda name: True)
+    server = start(1)
+    assert main(["stop", "--timeout", "0.1"]) == 1
+    assert server.poll() is None
+    assert f"pid {server.pid}: is stopping already; requests in flight may end first\n" in capsys.readouterr().err
+    assert main(["stop", "--now"]) == 0
+    assert server.wait(10) == 0
+
+
+def test_all_does_not_wait_for_one_before_the_next(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    servers = [start(2), start(1)]
+    assert main(["stop", "--all", "--timeout", "2"]) == 1
+    assert servers[1].wait(10) == 0
+    assert servers[0].poll() is None
+    out, err = capsys.readouterr()
+    assert f"pid {servers[1].pid} has ended" in out
+    assert f"pid {servers[0].pid} has not ended within 2 s" in err
+
+
+@pytest.mark.parametrize(
+    "words", [["--timeout", "-1"], ["--timeout", "nan"], ["--timeout", "inf"], ["--all", "--port", "1"]]
+)
+def test_wrong_options_are_refused(start: Start, words: list[str]) -> None:
+    server = start(1)
+    with pytest.raises(SystemExit) as end:
+        main(["stop", *words])
+    assert end.value.code == 2
+    assert server.poll() is None
 
 
 def test_a_pid_that_is_no_server_any_more_gets_no_signal(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

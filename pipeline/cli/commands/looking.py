@@ -2,6 +2,7 @@
 
 import argparse
 
+from pipeline.cli import option_types as types
 from pipeline.cli.commands.settings import Commands, add_settings
 from pipeline.cli.server_options import add_server_options
 
@@ -97,7 +98,11 @@ def add_restart(commands: Commands) -> None:
     parser.add_argument("stage", metavar="STAGE", help="as ingest, which is all its replicas, or ingest.0")
     add_server_options(parser)
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each process; by default %(default)g"
+        "--timeout",
+        type=types.duration,
+        default=600.0,
+        metavar="TIME",
+        help="for each process; by default %(default)gs",
     )
     parser.set_defaults(run=_restart)
 
@@ -123,7 +128,11 @@ def add_reload(commands: Commands) -> None:
     add_server_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="only show what would happen")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all restarts; by default %(default)g"
+        "--timeout",
+        type=types.duration,
+        default=600.0,
+        metavar="TIME",
+        help="for all restarts; by default %(default)gs",
     )
     parser.set_defaults(run=_reload)
 
@@ -142,11 +151,15 @@ def add_stop(commands: Commands) -> None:
         "flight end for at most supervisor.drain_timeout_s, and ends. The command waits until it has ended.",
         allow_abbrev=False,
     )
-    add_server_options(parser)
-    parser.add_argument("--all", action="store_true", help="all your servers on this machine")
+    which = add_server_options(parser)
+    which.add_argument("--all", action="store_true", help="all your servers on this machine")
     parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="how long to wait; by default %(default)g"
+        "--timeout",
+        type=types.duration,
+        default=120.0,
+        metavar="TIME",
+        help="how long to wait; by default %(default)gs",
     )
     parser.set_defaults(run=_stop)
 

@@ -1,4 +1,4 @@
-"""`pipeline stop`: ends a running server, as Ctrl-C in its terminal does."""
+"""`pipeline stop`: ends running servers, as Ctrl-C in their terminals does."""
 
 import argparse
 import os
@@ -6,56 +6,93 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server, pid_of
 from pipeline.errors import UserError
-from pipeline.supervisor.admin_client import find_servers
+from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.signals import SAME_SIGNAL_S
+
+POLL_S = 60.0
+"""Longest wait of one poll, which can't take any number."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if there is no such server, or if it has not ended in time."""
+    """Returns 1 if there is no such server, or if one has not ended in time."""
     try:
         names = find_servers() if args.all else [choose_server(args)]
         if not names:
             raise UserError("no server is running on this machine")
-        for name in names:
-            _stop(name, args.now, args.timeout)
     except UserError as error:
         complain("pipeline stop", error)
         return 1
-    return 0
+    with ExitStack() as opened:
+        open_servers = {fd: name for name in names if (fd := _open(name, opened)) is not None}
+        return _stop(open_servers, args.now, args.timeout)
 
 
-def _stop(server: str, now: bool, timeout_s: float) -> None:
-    """End a server and wait until its supervisor has ended. Raises UserError."""
-    pid = pid_of(server)
+def _open(server: str, opened: ExitStack) -> int | None:
+    """A descriptor of the supervisor's process, which unlike its pid never means another one; None if it has ended."""
     try:
-        fd = os.pidfd_open(pid)  # unlike the pid, it never means another process
+        fd = os.pidfd_open(pid_of(server))
     except ProcessLookupError:
-        return
+        return None
+    opened.callback(os.close, fd)
+    # If it ended before the descriptor was opened, the pid may be another process's.
+    return fd if server in find_servers() else None
+
+
+def _stop(servers: dict[int, str], now: bool, timeout_s: float) -> int:
+    """End servers, by descriptor, all at once, and wait until they have ended. Returns 1 if one has not."""
+    begin_s = time.monotonic()
+    for fd, name in servers.items():
+        # A second signal would end the requests for which a server that drains waits.
+        is_draining = not now and _is_draining(name)
+        if not is_draining:
+            _send(fd)
+        doing = "is stopping already" if is_draining else "stopping"
+        ending = "" if now else "; requests in flight may end first"
+        print(f"pid {pid_of(name)}: {doing}{ending}", file=sys.stderr, flush=True)
+    if now:
+        _report(servers, 2 * SAME_SIGNAL_S, begin_s)
+        for fd in servers:
+            _send(fd)
+    _report(servers, timeout_s, begin_s)
+    advice = "" if now else ": wait for its requests, or add --now"
+    for name in servers.values():
+        complain("pipeline stop", f"the server with pid {pid_of(name)} has not ended within {timeout_s:g} s{advice}")
+    return 1 if servers else 0
+
+
+def _is_draining(server: str) -> bool:
     try:
-        if server not in find_servers():
-            return  # it ended before the descriptor was opened, and the pid may be another process's
+        with Admin(server) as admin:
+            return bool(admin.stats().state == "draining")
+    except UserError:  # a server that does not answer is to be stopped, too
+        return False
+
+
+def _send(fd: int) -> None:
+    try:
         signal.pidfd_send_signal(fd, signal.SIGTERM)
-        print(f"pid {pid}: stopping{'' if now else '; requests in flight may end first'}", file=sys.stderr, flush=True)
-        begin_s = time.monotonic()
-        if now and not _has_ended(fd, 2 * SAME_SIGNAL_S):
-            signal.pidfd_send_signal(fd, signal.SIGTERM)
-        if not _has_ended(fd, timeout_s):
-            raise UserError(
-                f"the server with pid {pid} has not ended within {timeout_s:g} s: wait for its requests, or add --now"
-            )
-        print(f"pid {pid} has ended after {time.monotonic() - begin_s:.1f} s")
-    except ProcessLookupError:  # it has ended between two of these
-        return
-    finally:
-        os.close(fd)
+    except ProcessLookupError:
+        pass  # it has ended
 
 
-def _has_ended(fd: int, timeout_s: float) -> bool:
-    """Wait for the process of a descriptor to end."""
+def _report(servers: dict[int, str], timeout_s: float, begin_s: float) -> None:
+    for name in _ended(servers, timeout_s):
+        print(f"pid {pid_of(name)} has ended after {time.monotonic() - begin_s:.1f} s", flush=True)
+
+
+def _ended(servers: dict[int, str], timeout_s: float) -> Iterator[str]:
+    """Wait for processes to end, and yield the name of each that does; `servers` loses these."""
     poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
+    for fd in servers:
+        poller.register(fd, select.POLLIN)
+    end = time.monotonic() + timeout_s
+    while servers and (left_s := end - time.monotonic()) > 0:
+        for fd, _ in poller.poll(min(left_s, POLL_S) * 1000):
+            poller.unregister(fd)
+            yield servers.pop(fd)
