@@ -56,26 +56,27 @@ def run_prune(args: argparse.Namespace, settings: Settings) -> int:
         entries = entries_of(root)
         oldest_s = float("inf") if args.all else time.time() - args.older_than
         chosen = [entry for entry in entries if entry.last_used_s <= oldest_s]
-        before = disk_bytes(entries)
-        removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
+        remove_all(chosen, entries, root, args.dry_run)
     except (UserError, OSError) as error:
         return _failed("prune", error)
-    # What a removed entry shares with one that stays is not freed.
-    freed = before - disk_bytes(entry for entry in entries if entry not in removed)
-    report_removed(removed, [entry for entry in chosen if entry not in removed], freed, root, args.dry_run)
     return 0
 
 
-def report_removed(
-    removed: Sequence[Entry], kept: Sequence[Entry], freed_bytes: int, root: Path, is_dry_run: bool
-) -> None:
-    """Print what was removed, or would be, and what was not."""
+def remove_all(chosen: Sequence[Entry], entries: Sequence[Entry], root: Path, is_dry_run: bool) -> bool:
+    """Remove those of `entries` that are chosen and not in use, and print what was removed, or would be, and what was
+    not. Returns whether all were. Raises OSError."""
+    before = disk_bytes(entries)
+    removed = [entry for entry in chosen if entry.can_be_removed and (is_dry_run or remove(root, entry))]
+    kept = [entry for entry in chosen if entry not in removed]
+    # What a removed entry shares with one that stays is not freed.
+    freed_bytes = before - disk_bytes(entry for entry in entries if entry not in removed)
     verb = "would remove" if is_dry_run else "removed"
     for entry in rows_of(removed):
         print(f"{verb} {printable(entry.name)} ({draw.size(entry.num_bytes)})")
     for entry in rows_of(kept):
         print(f"kept {printable(entry.name)}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
     print(f"{verb} {draw.size(freed_bytes)} from {root}" if removed else f"nothing to remove from {root}")
+    return not kept
 
 
 def rows_of(entries: Sequence[Entry]) -> list[Entry]:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cli.cache.command import report_removed
-from pipeline.cli.cache.entries import Entry, disk_bytes, entries_of, remove, root_of
+from pipeline.cli.cache.command import remove_all
+from pipeline.cli.cache.entries import Entry, entries_of, root_of
 from pipeline.cli.complain import complain
 from pipeline.cli.models import cached_models
 from pipeline.config.closest import closest
@@ -18,15 +18,11 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     try:
         root = root_of(settings)
         entries = entries_of(root)
-        chosen = _chosen(args.names, entries)
-        before = disk_bytes(entries)
-        removed = [entry for entry in chosen if entry.can_be_removed and (args.dry_run or remove(root, entry))]
+        are_removed = remove_all(_chosen(args.names, entries), entries, root, args.dry_run)
     except (UserError, OSError) as error:
         complain("pipeline cache rm", error)
         return 1
-    freed = before - disk_bytes(entry for entry in entries if entry not in removed)
-    report_removed(removed, [entry for entry in chosen if entry not in removed], freed, root, args.dry_run)
-    return 0 if len(removed) == len(chosen) else 1
+    return 0 if are_removed else 1
 
 
 def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:

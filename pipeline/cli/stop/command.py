@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server, pid_of
@@ -75,10 +75,8 @@ def _is_draining(server: str) -> bool:
 
 
 def _send(fd: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # it has ended
         signal.pidfd_send_signal(fd, signal.SIGTERM)
-    except ProcessLookupError:
-        pass  # it has ended
 
 
 def _report(servers: dict[int, str], timeout_s: float, begin_s: float) -> None:
