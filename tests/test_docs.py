@@ -8,7 +8,7 @@ import pytest
 from pipeline import __main__ as cli
 from pipeline.config.load import load
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("pipeline/", "stages/", "kernels/", "shm/", "config/", "tests/", "tools/", "docs/")
 COMMAND = re.compile(r"^(?:\.venv/bin/)?pipeline (.+?)(?: +#.*| > .*)?$", re.MULTILINE)
@@ -22,6 +22,36 @@ def test_every_link_and_path_exists(document: Path) -> None:
     missing = [link for link in links if not (document.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+def _headings(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,6} (.+?)\s*$", text, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return {f"{slug}-{before}" if (before := found[:place].count(slug)) else slug for place, slug in enumerate(found)}
+
+
+HEADINGS = {document: _headings(document) for document in DOCUMENTS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_is_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", document.read_text())
+    inside = [(file, anchor) for file, anchor in links if "://" not in file]
+    missing = [
+        f"{file}#{anchor}"
+        for file, anchor in inside
+        if anchor not in HEADINGS.get((document.parent / file).resolve() if file else document, set())
+    ]
+    assert missing == []
+
+
+def test_headings_have_githubs_anchors(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# … get JSON?\n## llama.cpp and `vLLM`\n```sh\n# no heading\n```\n## Two\n## Two\n")
+    assert _headings(tmp_path / "a.md") == {"-get-json", "llamacpp-and-vllm", "two", "two-1"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
