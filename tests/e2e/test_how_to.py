@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +27,7 @@ COMMANDS = [
 ]
 STARTS = ("pipeline serve",)
 CHANGES = ("pipeline reload", "pipeline restart")
-"""What replaces processes or settings of a running server, which other tests use too: tests/e2e/test_settings.py and
-tests/e2e/test_recovery.py run these commands."""
+"""What replaces processes or settings of a running server: not for the one that other tests use too."""
 LOOKS = [one for one in COMMANDS if not one.startswith((*STARTS, *CHANGES))]
 OF_A_SERVER = ("ps", "top", "bench", "usage")
 
@@ -56,6 +58,35 @@ def test_a_command_works_as_written(server: Server, tmp_path: Path, command: str
             assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
         if "json_schema" in command:
             assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "country"}
+
+
+def test_settings_and_processes_change_and_the_server_stops_while_a_request_runs() -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+    with Server("supervisor.drain_timeout_s=120") as server, ThreadPoolExecutor() as pool:
+        port = server.url.rpartition(":")[2]
+
+        def run(command: str, *more: str, code: int = 0) -> str:
+            words = [sys.executable, "-m", *command.split(), "--port", port, *more]
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+            assert done.returncode == code, done.stderr
+            return done.stderr
+
+        for command in [one for one in COMMANDS if one.startswith(CHANGES)]:
+            run(command)
+        reply = pool.submit(post, server, body)
+        server.until(lambda health: health["running"] > 0)
+        run("pipeline stop", "--timeout", "0.1", code=1)
+        assert "is stopping already; requests in flight may end first" in run("pipeline stop")
+        assert reply.result(60)["usage"]["completion_tokens"] == 2000
+        assert server.process.wait(10) == 0
+
+
+def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
 
 
 def test_the_page_has_commands_of_each_kind() -> None:
