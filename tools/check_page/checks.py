@@ -205,15 +205,21 @@ async def a_new_chat_can_be_undone(tab: Tab) -> None:
     await tab.until("document.querySelectorAll('.message').length === 2")
 
 
+async def begin_completion(tab: Tab, num_tokens: int) -> None:
+    """Send a request that the page does not wait for, and that may fail."""
+    prompt = f"prompt: 'Once', max_tokens: {num_tokens}, ignore_eos: true"
+    body = f"{{model: document.querySelector('#model').textContent, {prompt}}}"
+    await tab.run(
+        "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
+        f"body: JSON.stringify({body})}}).then(one => one.text()).catch(() => null)"
+    )
+
+
 async def the_stages_are_live(tab: Tab) -> None:
     await tab.click("#to-pipeline")
     await tab.until("document.querySelectorAll('.requests li').length > 0")
     await tab.until("document.querySelectorAll('.lines g').length === 8")
-    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 1500, ignore_eos: true}"
-    await tab.run(
-        "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
-        f"body: JSON.stringify({body})}}).then(one => one.text())"
-    )
+    await begin_completion(tab, 1500)
     await tab.until("document.querySelector('.box.execute .request') && document.querySelector('.requests li.open')")
     await tab.until("document.querySelector('.tokens-out .large').textContent !== '0 / s'")
     await tab.until("document.querySelectorAll('.lines .flows').length > 0")
@@ -317,11 +323,7 @@ async def a_short_context_needs_no_setting(tab: Tab) -> None:
 async def a_server_that_has_died_is_not_shown_alive(tab: Tab, kill: Callable[[], object]) -> None:
     """For a tab whose server `kill` ends."""
     await tab.run("location.hash = '#pipeline'")
-    body = "{model: document.querySelector('#model').textContent, prompt: 'Once', max_tokens: 240, ignore_eos: true}"
-    await tab.run(
-        "void fetch('v1/completions', {method: 'POST', headers: {'Content-Type': 'application/json'}, "
-        f"body: JSON.stringify({body})}}).then(one => one.text()).catch(() => null)"
-    )
+    await begin_completion(tab, 240)
     await tab.until("document.querySelector('.server .dot.good')")
     await tab.until("document.querySelector('.tokens-out .large').textContent.includes('/ s')")
     kill()
