@@ -15,6 +15,8 @@ from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.signals import SAME_SIGNAL_S
 
+STAGES_S = 0.1
+"""For the stages to answer, of which nothing is asked but the server's state."""
 POLL_S = 60.0
 """Longest wait of one poll, which can't take any number."""
 
@@ -69,7 +71,7 @@ def _stop(servers: dict[int, str], now: bool, timeout_s: float) -> int:
 def _is_draining(server: str) -> bool:
     try:
         with Admin(server) as admin:
-            return bool(admin.stats().state == "draining")
+            return bool(admin.stats(STAGES_S).state == "draining")
     except UserError:  # a server that does not answer is to be stopped, too
         return False
 
