@@ -64,7 +64,7 @@ class Arrivals:
         self._handshakes: set[Handshake] = set()
         self._has_ended = False
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        """Makes room to close a connection, when no descriptor is left."""
+        """Makes room to close a connection, when no descriptor is left. -1 if it could not be opened again."""
         self._is_closed = False
         listener.setblocking(False)
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -79,7 +79,7 @@ class Arrivals:
             self._is_closed = True
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
-            os.close(self._spare)
+            self._close_spare()
 
     async def end(self) -> None:
         """Close, and end what has not begun."""
@@ -113,11 +113,17 @@ class Arrivals:
 
     def _shed(self) -> None:
         """Close connections that wait for a descriptor, else the loop would spin."""
-        os.close(self._spare)
+        self._close_spare()
         with contextlib.suppress(OSError):
             for _ in range(64):
                 self._listener.accept()[0].close()
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a thread, or another process, took it: there is none until the next time
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def late(self, arrival: "Arrival") -> asyncio.TimerHandle:
         return self._loop.call_later(self._timeout_s, arrival.end)
@@ -141,6 +147,9 @@ class Arrivals:
         except OSError:  # the client has left
             connection.close()
             return
+        except BaseException:
+            connection.close()
+            raise
         if handshake is not None:
             self._handshakes.add(handshake)
             if self._has_ended:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import socket
 import ssl
 import time
@@ -240,3 +241,30 @@ def test_without_descriptors_new_connections_are_closed_and_the_loop_does_not_sp
         assert len(closed) == 2
 
     in_loop(make_loop, test)
+
+
+async def test_a_spare_descriptor_that_others_have_taken_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of something else by then."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    accepting = Arrivals(listening, lambda: pytest.fail(), HttpConnections(), tls=None, timeout_s=1.0)
+    spare, closed = accepting._spare, list[int]()
+    open_, close = os.open, os.close
+
+    def fail(*_: Any) -> int:
+        raise OSError(errno.ENFILE, "too many open files in the system")
+
+    monkeypatch.setattr(os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    monkeypatch.setattr(os, "open", fail)
+    accepting._shed()
+    accepting._shed()
+    assert closed == [spare]
+    monkeypatch.setattr(os, "open", open_)
+    accepting._shed()
+    await accepting.end()
+    assert len(closed) == 2 and not spare_is_open(closed[1])
+
+
+def spare_is_open(descriptor: int) -> bool:
+    with suppress(OSError):
+        return bool(os.fstat(descriptor))
+    return False
