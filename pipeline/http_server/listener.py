@@ -70,7 +70,7 @@ class HttpConnection(web.RequestHandler):
         self._connections = connections
         self._refusal_log = refusal_log
         self._is_held = False
-        """Others that send much are read first."""
+        """`raw` is not read until the next turn, which it waits for unless aiohttp has paused reading."""
         self._max_msg_queue_size, self._msg_queue_resume_size = MAX_PIPELINED, MAX_PIPELINED - 1
         self._max_head = max_head_bytes(self.max_field_size)
         self._num_of_head = 0
@@ -193,8 +193,8 @@ class HttpConnection(web.RequestHandler):
                 self._connections.wait_turn(self)
 
     def go_on(self) -> None:
-        self._is_held = False
         if self.raw is not None and not self._reading_paused and not self._buffer_paused:
+            self._is_held = False
             self.raw.resume_reading()
 
     def _resume_transport_reading(self) -> None:

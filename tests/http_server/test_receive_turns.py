@@ -2,18 +2,23 @@
 
 import asyncio
 import http.client
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pipeline.http_server.arrivals import Arrivals
+from pipeline.http_server.connections import Connection, HttpConnections
 from pipeline.http_server.listener import HttpConnection
 from pipeline.http_server.receive_turns import NUM_READS, ReceiveTurns
+from pipeline.http_server.refusal_log import RefusalLog
 from tests.http_server.listeners import LISTENERS, listener
 from tests.rig import PATIENCE_S
 
@@ -163,3 +168,45 @@ async def test_one_turn_of_the_loop_reads_few_of_many_connections(
     (turns,), (starts,) = reads.values(), begun.values()
     assert sum(turns) >= NUM_UPLOADS + 3 * NUM_SILENT and max(turns) <= 2 * NUM_READS, max(turns)
     assert sum(starts) == NUM_UPLOADS + 2 * NUM_SILENT and max(starts) <= NUM_READS, max(starts)
+
+
+class FakeTransport:
+    """Remembers whether it is read."""
+
+    is_read = True
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class CountedConnections(HttpConnections):
+    num_waits = 0
+
+    def wait_turn(self, connection: Connection) -> None:
+        self.num_waits += 1
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_turn_that_comes_while_aiohttp_has_paused_reading_is_not_lost(has_tls: bool) -> None:
+    connections, loop = CountedConnections(), asyncio.get_running_loop()
+    manager = web.Server(lambda _: pytest.fail())
+    connection = HttpConnection(manager, connections, RefusalLog(logging.getLogger()), loop=loop)
+    raw: Any = FakeTransport()
+    connection.raw, connection.transport = raw, FakeTransport() if has_tls else raw  # type: ignore[assignment]
+    connection.wait_turn()
+    assert connections.num_waits == 1 and not raw.is_read
+    connection._reading_paused = True
+    connection.go_on()
+    assert not raw.is_read
+    connection._reading_paused = False
+    connection._resume_transport_reading()
+    if not raw.is_read:
+        assert connections.num_waits == 2
+        connection.go_on()
+    assert raw.is_read
