@@ -50,8 +50,8 @@ class SharedKeys:
     def use(self, keys: Keys) -> None:
         """Replace the keys that gateways read."""
         assert self._keys is not None
-        self._keys = keys
         keys.write(self.fd)
+        self._keys = keys
         self._slots |= {one.name: one.slot for one in keys.all}
 
     def close(self) -> None:
