@@ -13,22 +13,19 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.http_server.access_log import CLIENT_LEFT, AccessLog
-from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.guard import unauthorized
-from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
+from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
-from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.access_details import details_of
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.embeddings import POOLING
@@ -38,6 +35,7 @@ from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
+from pipeline.stages.gateway.zmq.large_messages import GenerateHead, LargeMessages
 from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
 from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
@@ -63,8 +61,6 @@ LINE_S = 1.0
 """Shortest time between log lines about connections that were ended for others."""
 LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
-
-T = TypeVar("T")
 
 
 class ClientPeer:
@@ -171,9 +167,7 @@ class ZmqServer:
         )
         self._sweeper: asyncio.TimerHandle | None = None
         """Set while there are connections."""
-        self._large_lock = LargeBodyLock()
-        self._thread = WorkPool("parse-zmq")
-        """The lock bounds what waits for it."""
+        self._large_messages = LargeMessages(self._decode)
         self._pending_bytes = 0
         """Of all peers."""
         self._num_ended: Counter[str] = Counter()
@@ -203,21 +197,21 @@ class ZmqServer:
             self._drop(peer, error)
 
     async def _receive_large(self, peer: ClientPeer, data: bytes | bytearray) -> None:
-        """Parse a large message in a thread, in a turn that is fair to keys, as large bodies over HTTP are."""
+        """As `_receive`, in a thread."""
         try:
-            async with AsyncExitStack() as stack:
-                async with asyncio.timeout(TURN_TIMEOUT_S):
-                    turn = await stack.enter_async_context(self._large_lock.hold(len(data), peer.scope))
-                limits = self._limits_of(peer)
-                parsed = await self._in_thread(lambda: turn.run(lambda: self._parsed(data, limits)))
+            found = await self._large_messages.read(
+                data, peer.scope, lambda: self._limits_of(peer), lambda: self._refusal_of(peer)
+            )
             if self._peers.get(peer.connection) is peer:
-                message, request = parsed
-                if isinstance(message, p.Generate):
-                    self._generate(peer, message, lambda: request)
-                else:
-                    self._handle(peer, message)
-        except TimeoutError:
-            self._drop(peer, overloaded(f"other large messages were parsed for {TURN_TIMEOUT_S:g} s", by_size=True))
+                match found.message:
+                    case GenerateHead() as head:
+                        assert isinstance(found.request, ApiError)
+                        self._require_new(peer, head.request_id)
+                        self._refused(peer, head, self._loop.time(), found.request)
+                    case p.Generate() as message:
+                        self._generate(peer, message, lambda: found.request)
+                    case message:
+                        self._handle(peer, message)
         except ApiError as error:
             self._drop(peer, error)
         except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
@@ -227,33 +221,20 @@ class ZmqServer:
             peer.parsing = None
             self._socket.go_on(peer.connection)
 
-    def _parsed(
-        self, data: bytes | bytearray, limits: RequestLimits
-    ) -> tuple[p.ClientMessage, ParsedRequest | ApiError | None]:
-        """A message, and the request that it asks for or why there is none. Raises ApiError if the client violates the
-        protocol."""
-        message = self._decode(data)
-        if not isinstance(message, p.Generate):
-            return message, None
-        try:
-            self._readiness.require_ready()
-            return message, parse_generate(message, limits)
-        except ApiError as error:
-            return message, error.with_traceback(None)  # else it would keep the message
-
     def _limits_of(self, peer: ClientPeer) -> RequestLimits:
         """Those of the client's key, which may use some models only."""
         account = self._requests.accounts.of_scope(peer.scope)
         return self._limits if account is None else self._limits.for_key(account.key.models)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Returns only when the thread has ended its work, also if the client has left: the next message waits."""
-        task = asyncio.ensure_future(self._thread.run(work))
+    def _refusal_of(self, peer: ClientPeer) -> ApiError | None:
+        """Why no request of the client is admitted now, whatever it asks for."""
         try:
-            return await asyncio.shield(task)
-        finally:
-            if not task.done():
-                await asyncio.wait([task])
+            self._readiness.require_ready()
+            if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
+                account.check()
+        except ApiError as error:
+            return error.with_traceback(None)  # else it would keep this frame
+        return None
 
     def _decode(self, data: bytes | bytearray) -> p.ClientMessage:
         try:
@@ -339,8 +320,7 @@ class ZmqServer:
     ) -> None:
         """`parse` returns the message's request, or why there is none, or raises that."""
         request_id = message.request_id
-        if request_id in peer.streams:
-            raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
+        self._require_new(peer, request_id)
         begin_s = self._loop.time()
         account = self._requests.accounts.of_scope(peer.scope)
         try:
@@ -360,7 +340,12 @@ class ZmqServer:
         task = self._tasks.create_task(self._run(peer, stream, begin_s))
         peer.streams[request_id] = stream, task
 
-    def _refused(self, peer: ClientPeer, message: p.Generate, begin_s: float, error: ApiError) -> None:
+    def _require_new(self, peer: ClientPeer, request_id: int) -> None:
+        """Raises ApiError if the id is in use."""
+        if request_id in peer.streams:
+            raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
+
+    def _refused(self, peer: ClientPeer, message: p.Generate | GenerateHead, begin_s: float, error: ApiError) -> None:
         if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
             account.refused(error.status)
         self.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))

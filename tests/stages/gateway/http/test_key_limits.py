@@ -15,6 +15,7 @@ from pipeline.config.settings import KeySettings
 from pipeline.http_server import key_accounts
 from pipeline.http_server.cors import EXPOSED
 from pipeline.http_server.key_accounts import Account, RateLimited
+from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime import key_usage
 from pipeline.runtime import messages as m
@@ -22,6 +23,7 @@ from pipeline.runtime.api_keys import ApiKey, Keys
 from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.key_usage import UsageMemory
 from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.zmq.server import ZmqServer
 from tests.stages.gateway.gate import COMPLETION, MODEL, Gate
 from tests.stages.gateway.http.test_guard import free_port
 from tests.stages.gateway.peers import RawPeer
@@ -200,6 +202,36 @@ def test_zeromq_has_the_same_limits_and_models(tmp_path: Path) -> None:
         assert (failure.status, failure.code) == (429, "rate_limit_exceeded") and failure.retry_after_s
         used = one.used("alice")
         assert (used.num_requests, used.num_rate_limited, used.num_invalid) == (1, 1, 1)
+
+
+def test_a_large_message_of_a_key_over_its_limit_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its id and its name are read: the rest may be a million objects."""
+    sizes: list[int] = []
+    decode = ZmqServer._decode
+    monkeypatch.setattr(ZmqServer, "_decode", lambda self, data: sizes.append(len(data)) or decode(self, data))
+    address, text = f"tcp://127.0.0.1:{free_port()}", "a" * (LARGE_BYTES + 1)
+    with (
+        keyed(tmp_path, table("alice", ALICE, rpm=1), zmq=address) as one,
+        RawPeer(address, hello=False) as peer,
+    ):
+        peer.send(p.Hello(1, 1, "a test", ALICE))
+        peer.receive(p.Welcome)
+        peer.generate(1, text)
+        one.gate.submit()
+        assert max(sizes) > LARGE_BYTES, "the first one is decoded"
+        sizes.clear()
+        peer.generate(2, text)
+        failed = peer.receive(p.Failed)
+        assert (failed.request_id, failed.failure.status) == (2, 429)
+        peer.send(msgspec.msgpack.encode(["ping", 5, text]))  # other messages are handled
+        assert peer.receive(p.Pong).nonce == 5
+        assert max(sizes) > LARGE_BYTES and len(sizes) == 1
+        used = one.used("alice")
+        assert (used.num_requests, used.num_rate_limited) == (1, 1)
+        peer.generate(1, text)
+        assert peer.receive(p.Error).failure.code == "duplicate_id", "as of a message that is decoded"
 
 
 def test_what_a_key_uses_is_counted(tmp_path: Path) -> None:

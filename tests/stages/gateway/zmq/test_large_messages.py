@@ -14,7 +14,7 @@ from pipeline.client import protocol as p
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
-from pipeline.stages.gateway.zmq import server as server_module
+from pipeline.stages.gateway.zmq import large_messages
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer
@@ -40,7 +40,7 @@ class Parser:
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parser]:
     parser = Parser()
-    monkeypatch.setattr(server_module, "parse_generate", parser)
+    monkeypatch.setattr(large_messages, "parse_generate", parser)
     yield parser
     parser.may_go_on.set()
 
@@ -117,7 +117,7 @@ def test_a_gateway_that_stops_does_not_wait_for_messages_that_wait(tmp_path: Pat
 
 def test_a_fault_ends_the_connection_and_not_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Gate(tmp_path) as gate, RawPeer(gate) as client, RawPeer(gate) as other:
-        monkeypatch.setattr(server_module, "parse_generate", lambda *_: 1 // 0)
+        monkeypatch.setattr(large_messages, "parse_generate", lambda *_: 1 // 0)
         client.generate(1, TEXT)
         assert client.receive(p.Error).failure.message == "internal server error" and client.is_disconnected()
         assert other.is_still_served()

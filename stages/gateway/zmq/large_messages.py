@@ -1,0 +1,104 @@
+"""Reads large messages of ZeroMQ clients in a thread, in turns that are fair to keys, as large bodies over HTTP are.
+
+    message ──turn──► thread: decode, parse ──► the message, and its request or why there is none
+
+If no request is admitted now, because its key has used its limit, only what the refusal needs is decoded: the rest may
+be a million objects.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from pipeline.client import protocol as p
+from pipeline.http_server.body_reader import TURN_TIMEOUT_S
+from pipeline.http_server.large_body_lock import LargeBodyLock
+from pipeline.runtime.work_pool import WorkPool
+from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+
+T = TypeVar("T")
+Data = bytes | bytearray
+
+
+class GenerateHead(p.WireMessage, frozen=True, tag="generate"):
+    """A `p.Generate` of which only the id and the name are decoded."""
+
+    request_id: int
+    model: msgspec.Raw
+    prompt: msgspec.Raw
+    params: msgspec.Raw
+    credits: int
+    received: msgspec.Raw = msgspec.Raw()
+    name: str | None = None
+
+
+class LargeMessage(NamedTuple):
+    """What `LargeMessages.read` returns."""
+
+    message: "p.ClientMessage | GenerateHead"
+    request: ParsedRequest | ApiError | None = None
+    """That `message` asks for, or why there is none; None if it does not ask for one."""
+
+
+class LargeMessages:
+    """Belongs to one loop."""
+
+    def __init__(self, decode: Callable[[Data], p.ClientMessage]) -> None:
+        """`decode` raises ApiError if a message is malformed. It is called in a thread."""
+        self._decode = decode
+        self._lock = LargeBodyLock()
+        self._thread = WorkPool("parse-zmq")
+        """The lock bounds what waits for it."""
+
+    async def read(
+        self,
+        data: Data,
+        scope: str,
+        limits: Callable[[], RequestLimits],
+        refusal: Callable[[], ApiError | None],
+    ) -> LargeMessage:
+        """Read a message of a key with this scope. When its turn has come, `limits` returns those of the key, and
+        `refusal` why no request is admitted now, or None. Raises ApiError if the client violates the protocol, or if
+        others had all turns."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(TURN_TIMEOUT_S):
+                    turn = await stack.enter_async_context(self._lock.hold(len(data), scope))
+            except TimeoutError:
+                message = f"other large messages were parsed for {TURN_TIMEOUT_S:g} s"
+                raise overloaded(message, by_size=True) from None
+            bounds, why_not = limits(), refusal()
+            return await self._in_thread(lambda: turn.run(lambda: self._read(data, bounds, why_not)))
+
+    def _read(self, data: Data, limits: RequestLimits, refusal: ApiError | None) -> LargeMessage:
+        if refusal is not None and (head := _head_of(data)) is not None:
+            return LargeMessage(head, refusal)
+        message = self._decode(data)
+        if not isinstance(message, p.Generate):
+            return LargeMessage(message)
+        try:
+            return LargeMessage(message, parse_generate(message, limits))
+        except ApiError as error:
+            return LargeMessage(message, error.with_traceback(None))  # else it would keep the message
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Returns only when the thread has ended its work, also if the client has left: the next message waits."""
+        task = asyncio.ensure_future(self._thread.run(work))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if not task.done():
+                await asyncio.wait([task])
+
+
+def _head_of(data: Data) -> GenerateHead | None:
+    """None if it is another message, or malformed."""
+    try:
+        return msgspec.msgpack.decode(data, type=GenerateHead)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
