@@ -16,7 +16,7 @@ from pipeline.stages.gateway.parsing.integral_floats import with_integers
 
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
     """Decode a body. Raises ApiError if it is invalid, or if it has a field that is not supported."""
-    with _without_gc():
+    with without_gc():
         request = _decode(decoder, body)
     for name, values in neutral.items():
         if not is_neutral(getattr(request, name), values):
@@ -25,9 +25,9 @@ def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Disable garbage collection: a body may decode to a million lists, and scanning these while they are created takes
-    four times as long as creating them. They have no cycles."""
+def without_gc() -> Iterator[None]:
+    """Disable garbage collection: a body or a message may decode to a million lists, and scanning these while they are
+    created takes four times as long as creating them. They have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -18,6 +18,7 @@ from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.large_body_lock import LargeBodyLock
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.parsing.decode import without_gc
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 
@@ -78,7 +79,8 @@ class LargeMessages:
     def _read(self, data: Data, limits: RequestLimits, refusal: ApiError | None) -> LargeMessage:
         if refusal is not None and (head := _head_of(data)) is not None:
             return LargeMessage(head, refusal)
-        message = self._decode(data)
+        with without_gc():
+            message = self._decode(data)
         if not isinstance(message, p.Generate):
             return LargeMessage(message)
         try:
