@@ -32,7 +32,7 @@ _PAGE_FILE = re.compile(rf"{PAGE_PREFIX}[A-Za-z0-9_-]+(?:[./][A-Za-z0-9_-]+)*", 
 KEY_HEADER = "x-api-key"
 """Clients of Anthropic's API send their key in it. `Authorization` takes precedence."""
 _scope: ContextVar[str] = ContextVar("scope", default=NO_SCOPE)
-"""Scope of the request in the current task; aiohttp has a task for each connection."""
+"""Scope of the request in the current task. aiohttp has a task for each request, whose context begins without one."""
 
 
 class OpenPaths:
@@ -53,7 +53,7 @@ def require_key(handle: Handle, keys: Keys, open_paths: Container[str]) -> Handl
             key = headers[0].strip() if len(headers) == 1 else None
         is_open = request.method in OPEN_METHODS and request.rel_url.raw_path in open_paths
         scope = keys.scope_of(key)
-        _scope.set(scope or NO_SCOPE)  # also of a refused request: the connection's last one may have had a key
+        _scope.set(scope or NO_SCOPE)
         if scope is None and not is_open:
             return _refusal(
                 request,

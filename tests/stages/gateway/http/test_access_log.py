@@ -90,6 +90,20 @@ def test_refused_requests_have_a_line_without_the_key(tmp_path: Path) -> None:
         assert "sk-" not in path.read_text() and ALICE not in path.read_text()
 
 
+def test_a_preflight_has_no_line_of_the_key_before_it_on_the_connection(tmp_path: Path) -> None:
+    """A proxy may send requests of several users over one connection. A preflight is answered before any key is read;
+    it has no scope because aiohttp handles each request in a context of its own."""
+    with logged(tmp_path, allowed_origins=("https://a.example",)) as (one, path):
+        assert one.get(ALICE, "/v1/models").status_code == 200
+        headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        assert one.gate.client.options("/v1/models", headers=headers).status_code == 204
+        found = lines_of(path, 2)
+        assert [(line.get("key"), line["method"], line["status"]) for line in found] == [
+            ("alice", "GET", 200),
+            (None, "OPTIONS", 204),
+        ]
+
+
 def test_a_client_that_leaves_has_status_499(tmp_path: Path) -> None:
     with logged(tmp_path) as (one, path):
         one.gate.client.headers["Authorization"] = f"Bearer {ALICE}"
