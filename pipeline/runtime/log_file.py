@@ -7,12 +7,14 @@ A line is written in one piece with others, at most PIECE_BYTES, so processes do
 or removed by others, such as logrotate: then a new one is begun. Only one process rotates at a time (flock).
 """
 
+import contextlib
 import fcntl
 import logging
 import os
 import stat
 import sys
 import threading
+import time
 from pathlib import Path
 
 from pipeline.own_files import descriptor
@@ -22,6 +24,8 @@ PIECE_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 8 * 1024**2
 """Lines of about 300 bytes: those of 25,000 requests."""
 INTERVAL_S = 0.05
+LOCK_S = 1.0
+"""Time that a process waits for another that rotates. It takes less than a millisecond, unless the other is stopped."""
 CLOSE_S = 1.0
 """Time to write what waits when the process ends."""
 
@@ -72,17 +76,34 @@ class RotatingFile:
         return (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
 
     def _rotate(self, num_bytes: int) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_EX)  # `close` releases it
-        if self._is_current() and os.fstat(self._fd).st_size + num_bytes > self._max_bytes:
-            name = self._path.name
-            with descriptor(self._path.parent) as folder:
-                for number in range(self._max_files - 1, -1, -1):
-                    before = f"{name}.{number}" if number else name
-                    try:
-                        os.rename(before, f"{name}.{number + 1}", src_dir_fd=folder, dst_dir_fd=folder)
-                    except FileNotFoundError:
-                        continue
+        """Begin a new file, unless another process has begun one. If another rotates for longer than LOCK_S, the file
+        grows meanwhile. Raises OSError."""
+        if not self._lock():
+            return
+        try:
+            if self._is_current() and os.fstat(self._fd).st_size + num_bytes > self._max_bytes:
+                self._rename()
+        finally:
+            self.close()  # releases the lock, also if a file can't be renamed: others would wait for it
         self._open()
+
+    def _lock(self) -> bool:
+        end_s = time.monotonic() + LOCK_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            if time.monotonic() >= end_s:
+                return False
+            time.sleep(LOCK_S / 200)
+
+    def _rename(self) -> None:
+        name = self._path.name
+        with descriptor(self._path.parent) as folder:
+            for number in range(self._max_files - 1, -1, -1):
+                before = f"{name}.{number}" if number else name
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(before, f"{name}.{number + 1}", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 class StandardError:

@@ -68,6 +68,34 @@ def test_a_file_that_was_moved_is_begun_again(tmp_path: Path) -> None:
     assert sorted(lines_of(tmp_path)) == ["one", "three"]
 
 
+def test_a_process_that_can_t_rotate_does_not_stop_others(tmp_path: Path) -> None:
+    (tmp_path / "log.1").mkdir()
+    (tmp_path / "log.1" / "not empty").mkdir()
+    first, second = (RotatingFile(tmp_path / "log", 10, 1) for _ in range(2))
+    first.write(b"line one\n")
+    for file in (first, second, first):
+        with pytest.raises(IsADirectoryError):
+            file.write(b"line two\n")
+    (tmp_path / "log.1").rename(tmp_path / "other")
+    second.write(b"line two\n")
+    first.write(b"end\n")
+    assert (tmp_path / "log.1").read_text() == "line two\n" and (tmp_path / "log").read_text() == "end\n"
+
+
+def test_a_process_that_is_stopped_while_it_rotates_does_not_stop_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_file, "LOCK_S", 0.01)
+    stopped, other = (RotatingFile(tmp_path / "log", 10, 1) for _ in range(2))
+    other.write(b"line one\n")
+    assert stopped._lock()
+    other.write(b"line two\n")  # the file grows meanwhile
+    assert (tmp_path / "log").read_text() == "line one\nline two\n"
+    stopped.close()
+    other.write(b"line three\n")
+    assert (tmp_path / "log").read_text() == "line three\n"
+
+
 def test_links_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "other")
