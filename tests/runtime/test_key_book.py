@@ -116,7 +116,7 @@ def test_gateways_read_replaced_keys(tmp_path: Path) -> None:
         fewer.write(fd)
         found = Keys.inherited(fd)
         assert found.admits(PLAIN) and not found.admits(ALICE)
-        os.pwrite(fd, b"x", 40)
+        os.pwrite(fd, bytes([os.pread(fd, 1, 40)[0] ^ 1]), 40)
         with pytest.raises(ValueError, match="are not valid keys"):
             Keys.inherited(fd)
     finally:
