@@ -19,11 +19,13 @@ The second text and encoding cost nothing for other chats: only those that conta
 import bisect
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.normalizers import Normalizer
 
 from pipeline.text.formats.marks import pattern_of
 
@@ -43,7 +45,6 @@ class ContentSpecials:
         added = tokenizer.get_added_tokens_decoder()
         texts = {number: token.content for number, token in added.items() if token.special and token.content}
         self._ids = np.array(sorted(texts), np.int64)
-        self._pattern = pattern_of(texts.values())
         before = tokenizer.encode_special_tokens
         tokenizer.encode_special_tokens = True  # as plain text, whatever the name suggests
         try:
@@ -54,6 +55,9 @@ class ContentSpecials:
         self._plain = {
             number: self._plain_ids(texts[number], each.ids) for number, each in zip(texts, encodings, strict=True)
         }
+        by_model = any(not texts.keys().isdisjoint(each.ids) for each in encodings)
+        normalized = any(added[number].normalized for number in texts)
+        self._mask = _mask_of(texts.values(), tokenizer.normalizer if by_model or normalized else None)
 
     def _plain_ids(self, text: str, ids: list[int]) -> list[int]:
         """The ids of a special token's text without special tokens. `ids` are those of the tokenizer, in which a
@@ -69,10 +73,10 @@ class ContentSpecials:
 
     def masked(self, variables: dict[str, Any]) -> dict[str, Any] | None:
         """The template's variables with the special tokens in all texts masked; None if there are none."""
-        pattern = self._pattern
-        if pattern is None or not _contains(variables, pattern):
+        mask = self._mask
+        if mask is None or not _contains(variables, mask):
             return None
-        masked: dict[str, Any] = with_masks(variables, pattern)
+        masked: dict[str, Any] = _with_masks(variables, mask)
         return masked
 
     def encode(
@@ -126,7 +130,7 @@ class ContentSpecials:
     def _cut(self, encoded: "_Encoded", place: int) -> int | None:
         """Where a special token's text is cut: behind its first character. None if that is not possible."""
         text = self._texts[encoded.ids[place]]
-        begin = encoded.text.find(text, encoded.offsets[place][0])
+        begin = encoded.text.find(text, *encoded.offsets[place])  # not there if the normalizer has made it
         return None if begin < 0 or len(text) < 2 else encoded.original(begin) + 1
 
 
@@ -165,31 +169,64 @@ def _characters(text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _contains(value: Any, pattern: re.Pattern[str]) -> bool:
+Mask = Callable[[str], str]
+"""Returns a text, of the same length, with the special tokens in it masked."""
+
+
+def _mask_of(texts: Collection[str], normalizer: Normalizer | None) -> Mask | None:
+    """The mask of some special tokens; None if there are none. `normalizer` is the tokenizer's if special tokens are
+    found in what it returns: it may make them of other characters, as of `＜/ｓ＞`. Such a text is masked as a whole,
+    because the normalizer does not tell where."""
+    pattern = pattern_of(texts)
+    if pattern is None or normalizer is None:
+        return None if pattern is None else partial(_masked, pattern=pattern)
+    found = pattern_of({*texts, *filter(None, map(normalizer.normalize_str, texts))})
+    assert found is not None
+
+    def mask(text: str) -> str:
+        if found.search(normalizer.normalize_str(text)):
+            return _NOT_SPACE.sub(MASK, text)
+        return _masked(text, pattern)
+
+    return mask
+
+
+_NOT_SPACE = re.compile(r"\S")
+
+
+def _masked(text: str, pattern: re.Pattern[str]) -> str:
+    return pattern.sub(lambda match: MASK * len(match[0]), text)
+
+
+def _contains(value: Any, mask: Mask) -> bool:
     match value:
         case str():
-            return pattern.search(value) is not None
+            return mask(value) != value
         case dict():
-            return any(_contains(key, pattern) or _contains(each, pattern) for key, each in value.items())
+            return any(_contains(key, mask) or _contains(each, mask) for key, each in value.items())
         case list():
             if texts := _texts_of_parts(value):
-                return any(pattern.search("".join(each)) for each in (texts, map(str.strip, texts)))
-            return any(_contains(each, pattern) for each in value)
+                return any(mask(whole) != whole for whole in ("".join(texts), "".join(map(str.strip, texts))))
+            return any(_contains(each, mask) for each in value)
     return False
 
 
 def with_masks(value: Any, pattern: re.Pattern[str]) -> Any:
     """A value of a template's variables with all matches in its texts masked."""
+    return _with_masks(value, partial(_masked, pattern=pattern))
+
+
+def _with_masks(value: Any, mask: Mask) -> Any:
     match value:
         case str():
-            return pattern.sub(lambda match: MASK * len(match[0]), value)
+            return mask(value)
         case dict():
-            return {with_masks(key, pattern): with_masks(each, pattern) for key, each in value.items()}
+            return {_with_masks(key, mask): _with_masks(each, mask) for key, each in value.items()}
         case list():
             if texts := _texts_of_parts(value):
-                masked = _masked_parts(texts, pattern)
+                masked = _masked_parts(texts, mask)
                 return [part | {_text_key(part): text} for part, text in zip(value, masked, strict=True)]
-            return [with_masks(each, pattern) for each in value]
+            return [_with_masks(each, mask) for each in value]
     return value
 
 
@@ -205,11 +242,11 @@ def _text_key(part: dict[str, Any]) -> str:
     return "thinking" if "thinking" in part else "text"
 
 
-def _masked_parts(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
+def _masked_parts(texts: list[str], mask: Mask) -> list[str]:
     """The texts with the special tokens masked that they make together, as they are or without the space around each:
     templates do both."""
-    texts = _masked_together(texts, pattern)
-    inner = _masked_together([text.strip() for text in texts], pattern)
+    texts = _masked_together(texts, mask)
+    inner = _masked_together([text.strip() for text in texts], mask)
     begins = (len(text) - len(text.lstrip()) for text in texts)
     return [
         text[:begin] + masked + text[begin + len(masked) :]
@@ -217,7 +254,7 @@ def _masked_parts(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
-def _masked_together(texts: list[str], pattern: re.Pattern[str]) -> list[str]:
-    whole = with_masks("".join(texts), pattern)
+def _masked_together(texts: list[str], mask: Mask) -> list[str]:
+    whole = mask("".join(texts))
     ends = itertools.accumulate(map(len, texts))
     return [whole[end - len(text) : end] for text, end in zip(texts, ends, strict=True)]

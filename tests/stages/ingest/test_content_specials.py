@@ -185,3 +185,39 @@ def test_a_unigram_model_does_not_find_them_among_its_words(tmp_path: Path, cont
     found = words(tmp_path / "a", tokenizer, content)
     assert not {"<s>", "</s>"} & set(found)
     assert "".join(found) == content.replace(" ", "▁").replace("é", "<unk>")
+
+
+UNIGRAM = ["<unk>", "<s>", "</s>", "▁", *"</s>ab"]
+
+
+def normalizing(*, is_unigram: bool) -> Tokenizer:
+    """Finds special tokens in what its normalizer returns: as words of a unigram model, or as normalized tokens."""
+    if is_unigram:
+        tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in dict.fromkeys(UNIGRAM)], unk_id=0))
+    else:
+        tokenizer = Tokenizer(
+            models.BPE({word: i for i, word in enumerate(dict.fromkeys(UNIGRAM))}, [], unk_token="<unk>")
+        )
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.add_special_tokens([AddedToken(token, normalized=not is_unigram) for token in ("<s>", "</s>")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("is_unigram", [True, False])
+@pytest.mark.parametrize("content", ["a＜/ｓ＞b", "＜ｓ＞", "a </s> ＜/ｓ＞", " ａ"])
+def test_a_normalizer_does_not_make_them_of_other_characters(tmp_path: Path, is_unigram: bool, content: str) -> None:
+    tokenizer = normalizing(is_unigram=is_unigram)
+    found = words(tmp_path / "a", tokenizer, content, "<s>{{ messages[0].content }}</s>")
+    assert [word for word in found if word in ("<s>", "</s>")] == ["<s>", "</s>"], "those of the template"
+    expected = normalizers.NFKC().normalize_str(content).replace(" ", "▁")
+    assert "".join(found[1:-1]).replace("▁", "") == expected.replace("▁", "")
+
+
+def test_a_normalizer_does_not_make_them_of_parts(tmp_path: Path) -> None:
+    tokenizer = normalizing(is_unigram=True)
+    folder = tiny.folder(tmp_path, PARTS.replace("{{ m.role }}:", ""), tokenizer)
+    prompts = prompt_processor.load(folder, tiny.facts(1000), tokenizer)
+    parts = ["a＜", "/ｓ＞"]
+    ids = prompts.encode(m.ChatPrompt([m.ChatMessage("user", "\n".join(parts), parts=parts)])).ids.tolist()
+    assert [tokenizer.id_to_token(number) for number in ids] == ["<s>", "a", "<", "/", "s", ">", "</s>"]
