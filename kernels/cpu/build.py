@@ -135,8 +135,8 @@ def build(
     default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those
     of their instructions that this CPU lacks, and run here. `what` and `about_s` tell the user what is compiled and
     how long it may take, and the compiler is ended after `timeout_s`. Of several processes one compiles and the others
-    wait for it. With `quick`, it is the optimized library if that is in the cache, else one that takes half the time to
-    compile and computes the same bits, a little slower.
+    wait for it. With `quick`, it is the optimized library if that is in the cache, else one that takes two thirds of
+    the time to compile and computes the same bits, up to 1.5 times as long.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with an ISA that has nothing to emulate.

@@ -11,12 +11,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 FIRST_TO_END = b"1000"
 """For /proc/self/oom_score_adj: a compiler takes more memory than small models, and must not cost a server its own."""
+OPTIMIZED_TIMEOUT_S = 3600.0
+"""At the lowest priority, beside a server that computes on all cores, the compiler gets little of them."""
 
 RUN = (
     "import sys; sys.path.append(sys.argv.pop(1)); from pipeline.kernels.cpu.compile_ahead import main; "
@@ -28,7 +31,7 @@ def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None"
     """Start to compile the optimized library in a process of its own; None if it can't be started."""
     root = Path(__file__).absolute().parents[3]  # of the package; links are left as they are
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             (sys.executable, "-P", "-S", "-c", RUN, str(root), "--optimized", str(cache_root or ""), isa),
             process_group=0,  # only the supervisor gets a terminal's Ctrl-C
             stdin=subprocess.DEVNULL,
@@ -37,6 +40,9 @@ def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None"
         )
     except OSError:
         return None
+    # Whoever started it waits for it only at its own end: until then it would stay a zombie.
+    threading.Thread(target=process.wait, name="compile-ahead", daemon=True).start()
+    return process
 
 
 def main(args: list[str]) -> None:
@@ -45,22 +51,24 @@ def main(args: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:
         return
-    from pipeline.kernels.cpu.build import BuildError, build
+    from pipeline.kernels.cpu.build import COMPILE_TIMEOUT_S, BuildError, build
     from pipeline.kernels.cpu.isa import Isa, available
 
     isa: Isa
     root: Path | None = None
+    timeout_s = COMPILE_TIMEOUT_S
     is_quick = args[:1] != ["--optimized"]
     if is_quick:
         isa = available()[0]
     else:
         root, isa = Path(args[1]) if args[1] else None, args[2]  # type: ignore[assignment]
+        timeout_s = OPTIMIZED_TIMEOUT_S
         with contextlib.suppress(OSError):
             os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
     with contextlib.suppress(BuildError, OSError):
-        build(isa, partial(print, flush=True), cache_root=root, quick=is_quick)
+        build(isa, partial(print, flush=True), cache_root=root, quick=is_quick, timeout_s=timeout_s)
 
 
 if __name__ == "__main__":

@@ -319,6 +319,13 @@ def test_the_optimized_library_is_compiled_ahead_in_a_process_that_ends_with_its
     eventually(lambda: not is_running(compiler))
 
 
+def test_compiling_for_the_next_start_leaves_no_zombie(bench: Bench) -> None:
+    bench.compile_with("exit 1")
+    process = compile_ahead.start("portable", bench.cache_root)
+    assert process is not None
+    eventually(lambda: not Path(f"/proc/{process.pid}").exists())
+
+
 # --- incomplete libraries ---
 
 
