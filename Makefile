@@ -28,13 +28,16 @@ clean:
 
 # Packages come over the network, so a core has time to compile the kernels meanwhile. pip need not compile transformers'
 # thousands of modules, of which serving imports none; the others are compiled for all processes that are going to import
-# them. setuptools comes first, from constraints.txt: a build of its own would fetch whatever version is newest.
+# them; as in pip, a module that can't be compiled is no error. setuptools comes first, from constraints.txt: a build of
+# its own would fetch whatever version is newest.
 $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pipeline.kernels.cpu.compile_ahead & \
+	$(VENV)/bin/python -m pipeline.kernels.cpu.compile_ahead & compiling=$$!; \
 	$(PIP) install --no-compile -c constraints.txt setuptools && \
-	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e . && \
-	$(VENV)/bin/python -m compileall -q -j 0 -x '/(transformers|setuptools|pip|pkg_resources)/' $(VENV)/lib/python*/site-packages; \
-	code=$$?; wait; exit $$code
+	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e . || \
+	{ code=$$?; kill $$compiling 2>/dev/null; wait; exit $$code; }; \
+	$(VENV)/bin/python -m compileall -q -j 0 -x '/site-packages/(transformers|setuptools|pip|pkg_resources)/' \
+		$(VENV)/lib/python*/site-packages; \
+	wait
 	touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
