@@ -48,14 +48,16 @@ class ContentSpecials:
         before = tokenizer.encode_special_tokens
         tokenizer.encode_special_tokens = True  # as plain text, whatever the name suggests
         try:
-            encodings = tokenizer.encode_batch(list(texts.values()), add_special_tokens=False)
+            *encodings, unknown = tokenizer.encode_batch([*texts.values(), SEPARATOR], add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = before
         self._texts = texts
         self._plain = {
             number: self._plain_ids(texts[number], each.ids) for number, each in zip(texts, encodings, strict=True)
         }
-        by_model = any(not texts.keys().isdisjoint(each.ids) for each in encodings)
+        self._unknown = texts.keys() & set(unknown.ids)
+        """The id of characters that the vocabulary lacks."""
+        by_model = any((texts.keys() - self._unknown) & set(each.ids) for each in encodings)
         normalized = any(added[number].normalized for number in texts)
         self._mask = _mask_of(texts.values(), tokenizer.normalizer if by_model or normalized else None)
 
@@ -123,9 +125,14 @@ class ContentSpecials:
         found = []
         for place in np.flatnonzero(np.isin(encoded.ids, self._ids)).tolist():
             begin, end = map(encoded.original, encoded.offsets[place])
-            if num_masked[end] > num_masked[begin]:
+            if num_masked[end] > num_masked[begin] and not self._is_unknown(encoded, place):
                 found.append(place)
         return found
+
+    def _is_unknown(self, encoded: "_Encoded", place: int) -> bool:
+        """Whether an id stands for characters that the vocabulary lacks, in a text that is masked as a whole."""
+        text = encoded.text[slice(*encoded.offsets[place])]
+        return encoded.ids[place] in self._unknown and self._mask is not None and self._mask(text) == text
 
     def _cut(self, encoded: "_Encoded", place: int) -> int | None:
         """Where a special token's text is cut: behind its first character. None if that is not possible."""

@@ -200,18 +200,18 @@ def normalizing(*, is_unigram: bool) -> Tokenizer:
         )
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.add_special_tokens([AddedToken(token, normalized=not is_unigram) for token in ("<s>", "</s>")])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=not is_unigram) for token in ("<s>", "</s>", "<unk>")])
     return tokenizer
 
 
 @pytest.mark.parametrize("is_unigram", [True, False])
-@pytest.mark.parametrize("content", ["a＜/ｓ＞b", "＜ｓ＞", "a </s> ＜/ｓ＞", " ａ"])
+@pytest.mark.parametrize("content", ["a＜/ｓ＞b", "＜ｓ＞", "a </s> ＜/ｓ＞", " ａ", "漢＜/ｓ＞"])
 def test_a_normalizer_does_not_make_them_of_other_characters(tmp_path: Path, is_unigram: bool, content: str) -> None:
     tokenizer = normalizing(is_unigram=is_unigram)
     found = words(tmp_path / "a", tokenizer, content, "<s>{{ messages[0].content }}</s>")
     assert [word for word in found if word in ("<s>", "</s>")] == ["<s>", "</s>"], "those of the template"
-    expected = normalizers.NFKC().normalize_str(content).replace(" ", "▁")
-    assert "".join(found[1:-1]).replace("▁", "") == expected.replace("▁", "")
+    expected = normalizers.NFKC().normalize_str(content).replace("漢", "<unk>")
+    assert "".join(found[1:-1]).replace("▁", "") == expected.replace(" ", "")
 
 
 def test_a_normalizer_does_not_make_them_of_parts(tmp_path: Path) -> None:
