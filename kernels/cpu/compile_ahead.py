@@ -40,7 +40,7 @@ def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None"
         )
     except OSError:
         return None
-    # Whoever started it waits for it only at its own end: until then it would stay a zombie.
+    # The executor waits for it only at its own end: until then it would stay a zombie.
     threading.Thread(target=process.wait, name="compile-ahead", daemon=True).start()
     return process
 

@@ -1,6 +1,5 @@
 """A model given by the name that `pipeline models` lists it with: what it was prepared from."""
 
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def source_of(model: str, root: Path) -> Source:
     try:
         return parse(model)
     except NoSuchModel as error:
-        known = dict(_sources(root))
+        known = _sources(root)
         if not (sources := sorted(known.get(model, ()))):
             near = closest(model, known) or _closest_path(model)
             if not near:
@@ -54,7 +53,7 @@ def _closest_path(model: str) -> str:
     return closest(path.name, [one.name for one in beside if one.suffix.lower() == ".gguf" or is_folder(one)])
 
 
-def _sources(root: Path) -> Iterator[tuple[str, set[str]]]:
+def _sources(root: Path) -> dict[str, set[str]]:
     """The names of prepared models, each with what they were prepared from."""
     found: dict[str, set[str]] = {}
     wheels = {str(path): _stamp(path).source for path in _entries(root, "wheel-")}
@@ -67,7 +66,7 @@ def _sources(root: Path) -> Iterator[tuple[str, set[str]]]:
         wheel = next((wheels[one] for one in wheels if Path(source).is_relative_to(one)), None)
         if source and " with " not in source:  # those with another chat template have the name of their model
             found.setdefault(name, set()).add(wheel or source)
-    yield from found.items()
+    return found
 
 
 def _entries(root: Path, prefix: str) -> list[Path]:
