@@ -111,6 +111,10 @@ class Quarantine:
             self._strikes.set(request_id, num_strikes)
             size = min(_size_after(num_strikes), sizes.get(request_id, GROUP_SIZES[0]))
             self._insert(request_id, num_sequences, size, num_running=0)
+        if failed:
+            # Nothing runs before their failures are sent: if another request killed schedule first, they would come
+            # again and kill the executor again, and so on.
+            self._groups.appendleft(Group({}))
         return failed
 
     def _insert(self, request_id: int, num_sequences: int, size: int, *, num_running: int) -> None:

@@ -26,6 +26,8 @@ INCOMPLETE = "\ufffd"
 """The text of an incomplete character."""
 ENOUGH_DEATHS = 3
 """Of the executor or of schedule, for a request to fail; see stages/schedule/quarantine.py."""
+ENOUGH_DEATHS_OF = {"schedule": ENOUGH_DEATHS, "ingest": 2}
+"""Of those stages whose deaths fail requests with the code stage_died; see stages/gateway/recovery.py."""
 
 
 class Outcome(msgspec.Struct):
@@ -207,10 +209,10 @@ class Ledger:
         if (failure := request.failure) is not None:
             is_killer = self._num_deaths.get("execute", 0) >= ENOUGH_DEATHS and EXECUTOR_DIED in failure.message
             if failure.code == "stage_died":
-                # Random kills accuse too; in a run with a request that kills, there are none of schedule.
-                is_killer = case.has_killed or self._num_random_deaths.get("schedule", 0) >= ENOUGH_DEATHS
-                stages = ("schedule died ", "ingest died ") if self._is_strict else "schedule died "
-                assert failure.status == 500 and failure.message.startswith(stages), f"{where}: {failure}"
+                # Random kills accuse too, in runs that are not strict.
+                stage = failure.message.partition(" died ")[0]
+                assert failure.status == 500 and stage in ENOUGH_DEATHS_OF, f"{where}: {failure}"
+                is_killer = case.has_killed or self._num_random_deaths.get(stage, 0) >= ENOUGH_DEATHS_OF[stage]
             if self._is_strict:
                 is_killer = case.has_killed
             may_fail = any(outcome.finish == Finish.ERROR for outcome in case.outcomes)

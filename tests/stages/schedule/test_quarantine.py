@@ -337,6 +337,15 @@ def test_the_successor_of_schedule_goes_on_counting_the_executor_s_deaths() -> N
     assert successor(memory).num_strikes(1) == 0 and not any(memory)
 
 
+def test_nothing_runs_before_the_failure_of_a_request_is_sent() -> None:
+    """Another request that kills schedule as soon as it waits would take the failure with it, again and again."""
+    quarantine = Quarantine()
+    quarantine.add(2, num_deaths=1, uncleared=[])
+    assert [quarantine.died({1: 1}, is_alone=True) for _ in range(MAX_STRIKES)] == [[], [], [1]]
+    assert quarantine.is_cleared and all(map(quarantine.excludes, (1, 2, 3)))
+    assert quarantine.next_group() and not quarantine.excludes(2) and quarantine.excludes(3)
+
+
 def test_a_process_that_is_replaced_counts_until_its_successor_gets_a_request() -> None:
     memory = memoryview(bytearray(STRIKES_BYTES))
     after = successor(memory)
