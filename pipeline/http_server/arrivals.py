@@ -162,6 +162,7 @@ class Arrival:
     """An accepted connection that has sent nothing yet, or waits for its turn."""
 
     is_idle = True
+    num_read = 0
 
     def __init__(self, owner: Arrivals, connection: socket.socket, address: str) -> None:
         self._owner = owner
@@ -196,6 +197,7 @@ class Handshake(asyncio.BufferedProtocol):
 
     is_idle = True
     """As long as it lasts."""
+    num_read = 0
 
     def __init__(
         self, make: Callable[[], Accepted], connections: HttpConnections, tls: ssl.SSLContext, timeout_s: float

@@ -60,6 +60,7 @@ class HttpConnection(web.RequestHandler):
         "_refusal_log",
         "address",
         "descriptor",
+        "num_read",
         "raw",
     )
 
@@ -80,6 +81,8 @@ class HttpConnection(web.RequestHandler):
         self.address = ""
         """Of its client."""
         self.descriptor = -1
+        self.num_read = 0
+        """Bytes of the last read."""
         self.raw: asyncio.Transport | None = None
         """The transport whose reading takes turns: over TLS, the one below."""
 
@@ -131,6 +134,7 @@ class HttpConnection(web.RequestHandler):
         num_messages = len(self._messages)
         is_in_head = self._last_payload is None or self._last_payload.is_eof()
         self._connections.heard(self)
+        self.num_read = len(data)
         super().data_received(data)
         if len(self._messages) > num_messages:
             self._stop_head_timer()

@@ -36,6 +36,10 @@ class Receiver(Protocol):
     def descriptor(self) -> int:
         """Of its socket, also after its end."""
 
+    @property
+    def num_read(self) -> int:
+        """Bytes of its last read: one that sent much does so again, and does not make others wait."""
+
     def go_on(self) -> None:
         """Read once, and then wait for the next turn."""
 
@@ -98,7 +102,7 @@ class ReceiveTurns:
             receiver = self._known.get(descriptor)
             if receiver is not None and receiver in self._watched:
                 self._watched.discard(receiver)
-                self._queue.push(receiver, None, receiver.address, 1)
+                self._queue.push(receiver, None, receiver.address, max(1, receiver.num_read))
         self._go_on()
 
     def _go_on(self) -> None:

@@ -30,6 +30,8 @@ NUM_SILENT = 60
 class Fake:
     """A connection that reads one byte in each turn."""
 
+    num_read = 1
+
     def __init__(self, turns: ReceiveTurns, address: str = "one") -> None:
         self.address = address
         self._turns = turns
@@ -92,6 +94,18 @@ async def test_a_few_are_read_in_each_turn_of_the_loop_and_addresses_alternate()
                 await asyncio.sleep(0)
                 assert len(order) - num_before <= NUM_READS
         assert many[-1] in order[: NUM_READS + 1]
+
+
+async def test_one_that_sent_little_does_not_wait_for_those_of_its_address_that_sent_much() -> None:
+    """Behind a proxy, all clients have one address."""
+    async with fakes(4 * NUM_READS) as (_, many):
+        order: list[Fake] = []
+        for one in many:
+            one.turns_of_all = order
+            one.num_read = 256 * 1024 if one is not many[-1] else 200
+            one.there.send(b"a")
+        await until(lambda: len(order) >= NUM_READS)
+        assert many[-1] in order[:NUM_READS]
 
 
 async def test_a_descriptor_that_another_connection_has_now_stays_watched() -> None:
