@@ -36,7 +36,7 @@ from pipeline.runtime.messages import ExecuteFacts
 from pipeline.version import VERSION
 
 MAGIC = b"PLRECORD"
-FORMAT = 2
+FORMAT = 3
 """Raised when a message changes otherwise than by a new last field: recordings of another format are refused."""
 MAX_FRAME_BYTES = 2**30
 """Upper limit of an entry's size. A larger length means that the file is damaged."""
@@ -302,9 +302,13 @@ class RecordingReader:
         if data is None:
             raise UserError(f"{self.path} is empty: {self.flaw or 'it ends before its header'}")
         try:
-            number = msgspec.msgpack.decode(data, type=list[msgspec.Raw])[0]
-            if (format := msgspec.msgpack.decode(number, type=int)) != FORMAT:
-                raise UserError(f"{self.path} has recording format {format}; this version reads {FORMAT}")
+            fields = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+            if (format := msgspec.msgpack.decode(fields[0], type=int)) != FORMAT:
+                recorded = msgspec.msgpack.decode(fields[1], type=str)
+                raise UserError(
+                    f"{self.path} has recording format {format}, and this version, {VERSION}, replays format {FORMAT}: "
+                    f"replay it with the version that recorded it, {recorded}"
+                )
             return _headers.decode(data)
         except (msgspec.DecodeError, IndexError) as error:
             raise UserError(f"{self.path} is not a recording: its header can't be read: {error}") from error

@@ -1,6 +1,6 @@
 """Replays the clients of a recorded gateway.
 
-A recording starts behind HTTP: it has each parsed request, and when the parts of its response were written.
+A recording has what each client sent, which is parsed again, and when the parts of its response were written.
 Connections and their bytes are not recorded.
 """
 
@@ -16,8 +16,9 @@ from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption
+from pipeline.stages.gateway.received import Received, parse_again
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.replies.resume_points import Continuation
 from pipeline.stages.gateway.request import PromptRequest, Request
@@ -41,10 +42,12 @@ class ReplayedClients:
         aborter: RequestAborter,
         resetter: PrefixCacheResetter,
         preemption: Preemption,
+        limits: RequestLimits,
     ) -> None:
         self._requests = requests
+        self._limits = limits
         self._aborter = aborter
-        self._decoder = msgspec.msgpack.Decoder(ParsedRequest)
+        self._decoder = msgspec.json.Decoder(Received)
         self._open_requests: dict[int, tuple[Request, shapes.Events | None]] = {}
         """By number, with the events of those that are streamed."""
         replay_context.perform("open", self._open)
@@ -68,7 +71,7 @@ class ReplayedClients:
     def _open(self, number: int, data: bytes) -> None:
         self._requests.num_opened = number - 1
         try:
-            request = self._requests.open(self._decoder.decode(data))
+            request = self._requests.open(parse_again(self._decoder.decode(data), self._limits), None)
         except ApiError:
             return  # a queue was full for one of its prompts
         self._open_requests[number] = request, shapes.events(request) if request.parsed.stream else None

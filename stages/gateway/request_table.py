@@ -35,6 +35,7 @@ from pipeline.stages.gateway.late_stages import LateStages
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.gateway.open_bytes import bounded, fixed_bytes, measured, output_cost, size_of, submitted_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.received import Received
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.responses_api.event_log import EventLog as ResponseLog
 from pipeline.stages.gateway.timings import RecentRequests
@@ -214,16 +215,16 @@ class RequestTable:
         self.metrics.num_timed_out += 1
         return timeout_error(timeout_s)
 
-    def open(self, parsed: ParsedRequest) -> Request:
-        """Create a prompt request for each prompt and send them to ingest. Raises ApiError: 503 if too much is open or
-        a stage is late, 504 if the deadline has passed already."""
+    def open(self, parsed: ParsedRequest, received: Received | None) -> Request:
+        """Create a prompt request for each prompt and send them to ingest. `received` is for a recording, and None in a
+        replay. Raises ApiError: 503 if too much is open or a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
         self._check_late_stages(generates=not parsed.is_lookup)
         timeout_s, after_s = self._time_of(parsed)
         if parsed.received_s and not self._stage.replay_context.is_replaying and begin_s >= parsed.received_s + after_s:
             raise self.timed_out(timeout_s)
         try:
-            request = self._open(parsed)
+            request = self._open(parsed, received)
         except ApiError as error:
             if error.code == "overloaded":
                 self.count_overloaded(error)
@@ -236,7 +237,7 @@ class RequestTable:
             self._trace.span("submit", begin_s, time.monotonic(), {"response_id": request.id}, ids)
         return request
 
-    def _open(self, parsed: ParsedRequest) -> Request:
+    def _open(self, parsed: ParsedRequest, received: Received | None) -> Request:
         replay = self._stage.replay_context
         self.num_opened += 1
         if parsed.size is None:
@@ -249,7 +250,7 @@ class RequestTable:
         if not replay.is_replaying:  # a recording has only what was admitted
             parsed, usage = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
         if replay.is_recording:
-            replay.event("open", self.num_opened, msgspec.msgpack.encode(parsed))
+            replay.event("open", self.num_opened, msgspec.json.encode(received))
         cost = output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
         request.usage = usage

@@ -133,7 +133,7 @@ class GatewayStage:
             self._take_requests(self._stage.launch.facts)
         if self._stage.replay_context.is_replaying:  # no client connects
             context = self._stage.replay_context
-            ReplayedClients(context, self._requests, self._aborter, self._resetter, self._preemption)
+            ReplayedClients(context, self._requests, self._aborter, self._resetter, self._preemption, self._limits)
         else:
             for listener in self._listeners():
                 await listener.start()

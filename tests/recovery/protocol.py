@@ -322,7 +322,7 @@ class Server:
             self.rng, self._num_opened, self._vocabulary, MAX_MODEL_LEN, self._facts.num_blocks, BLOCK_SIZE
         )
         try:
-            case.request = gateway.table.open(case.parsed())
+            case.request = gateway.table.open(case.parsed(), None)
         except ApiError:
             return  # an edge is full
         gateway.ledger.add(case)

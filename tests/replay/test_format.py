@@ -23,6 +23,7 @@ from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.memories import Memories
 from pipeline.runtime.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
+from pipeline.version import VERSION
 
 LOG = logging.getLogger("test")
 
@@ -83,11 +84,12 @@ def test_missing_files_folders_and_invalid_names_are_rejected_with_a_clear_error
 
 
 def test_another_format_or_an_invalid_header_is_rejected_with_a_clear_error(tmp_path: Path) -> None:
-    for other in (1, 3):
-        with pytest.raises(UserError, match=f"has recording format {other}; this version reads 2"):
+    for other in (f.FORMAT - 1, f.FORMAT + 1):
+        words = rf"has recording format {other}, and this version, {VERSION}, replays format {f.FORMAT}: .* it, 0$"
+        with pytest.raises(UserError, match=words):
             f.RecordingReader(file_of(tmp_path / "r", header(format=other)))
     data = f.frame(header())
-    for nonsense in (b"\xc1", b"\x90", b"\x93\x02\x02\x03", msgspec.msgpack.encode([2, "x"])):
+    for nonsense in (b"\xc1", b"\x90", b"\x93\x03\x02\x03", msgspec.msgpack.encode([f.FORMAT, "x"])):
         framed = f._HEAD.pack(len(nonsense), __import__("zlib").crc32(nonsense)) + nonsense
         (tmp_path / "r").write_bytes(f.MAGIC + framed)
         with pytest.raises(UserError, match="its header can't be read"):

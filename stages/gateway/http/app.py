@@ -43,21 +43,15 @@ from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.infill.parsing import parse_infill
 from pipeline.stages.gateway.ollama.handlers import OllamaApi
-from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import parse, resumption
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
-from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
-from pipeline.stages.gateway.parsing.invocations import parse_invocation
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.received import PARSERS, Parser, Received, render_chat, render_completion
 from pipeline.stages.gateway.replies import responses
 from pipeline.stages.gateway.replies.anthropic.messages import counted
-from pipeline.stages.gateway.replies.rendering import Rendering
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api.handlers import ResponsesApi
@@ -70,8 +64,6 @@ MAX_KEYS_AT_ONCE = 100
 """The metrics of more API keys are written in a thread: those of a thousand take 20 ms."""
 
 _aborts = msgspec.json.Decoder(AbortBody)
-
-Parser = Callable[[bytes, RequestLimits], ParsedRequest | Rest[ParsedRequest]]
 
 
 class Api:
@@ -169,59 +161,67 @@ class Api:
             response.headers["Connection"] = "close"
 
     async def chat_completions(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse.parse_chat)
+        return await self._generate(http_request, "chat_completions")
 
     async def completions(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse.parse_completion)
+        return await self._generate(http_request, "completions")
 
     async def embeddings(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_embeddings)
+        return await self._generate(http_request, "embeddings")
 
     async def generate(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_tokens_only)
+        return await self._generate(http_request, "generate")
 
     async def render_chat(self, http_request: web.Request) -> web.StreamResponse:
-        rendering = Rendering(parse.read_chat, parse.parse_chat)
-        return await self._generate(http_request, rendering.parse, rendering.body_of)
+        rendering = render_chat()
+        return await self._generate(http_request, "render_chat", rendering.body_of, rendering.parse)
 
     async def render_completion(self, http_request: web.Request) -> web.StreamResponse:
-        rendering = Rendering(parse.read_completion, parse.parse_completion)
-        return await self._generate(http_request, rendering.parse, rendering.body_of)
+        rendering = render_completion()
+        return await self._generate(http_request, "render_completion", rendering.body_of, rendering.parse)
 
     async def messages(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_messages)
+        return await self._generate(http_request, "messages")
 
     async def count_tokens(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_count_tokens, counted)
+        return await self._generate(http_request, "count_tokens", counted)
 
     async def infill(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_infill)
+        return await self._generate(http_request, "infill")
 
     async def invocations(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse_invocation)
+        return await self._generate(http_request, "invocations")
 
     async def tokenize(self, http_request: web.Request) -> web.StreamResponse:
         facts = self._readiness.require_ready()
         return await self._generate(
-            http_request, parse.parse_tokenize, lambda request: responses.tokenized(request, facts.max_model_len)
+            http_request, "tokenize", lambda request: responses.tokenized(request, facts.max_model_len)
         )
 
     async def detokenize(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parse.parse_detokenize, responses.detokenized)
+        return await self._generate(http_request, "detokenize", responses.detokenized)
 
     async def _generate(
-        self, http_request: web.Request, parser: Parser, body_of: Callable[[Request], bytes] | None = None
+        self,
+        http_request: web.Request,
+        api: str,
+        body_of: Callable[[Request], bytes] | None = None,
+        parser: Parser | None = None,
     ) -> web.StreamResponse:
         """Handle a request from its body to its response."""
-        return await self._respond(http_request, await self._read_request(http_request, parser), body_of)
+        return await self._respond(http_request, *await self._read_request(http_request, api, parser), body_of)
 
     async def _respond(
-        self, http_request: web.Request, parsed: ParsedRequest, body_of: Callable[[Request], bytes] | None = None
+        self,
+        http_request: web.Request,
+        parsed: ParsedRequest,
+        received: Received,
+        body_of: Callable[[Request], bytes] | None = None,
     ) -> web.StreamResponse:
         """Open a request and send its response. Aborts what is still open at the end: aiohttp cancels this task when
         the client disconnects."""
-        request = self._requests.open(parsed)
-        del parsed  # so that the request alone decides how long its prompts are kept
+        request = self._requests.open(parsed, received)
+        del parsed, received  # so that the request alone decides how long its prompts are kept
         set_opened(http_request, request)
         try:
             if request.parsed.stream:
@@ -234,29 +234,34 @@ class Api:
         finally:
             self._requests.release(request)
 
-    async def _read_request(self, http_request: web.Request, parser: Parser) -> ParsedRequest:
-        """Read and parse a request that can be opened now. Raises ApiError."""
+    async def _read_request(
+        self, http_request: web.Request, api: str, parser: Parser | None = None
+    ) -> tuple[ParsedRequest, Received]:
+        """Read a request of an API that can be opened now, and parse it. Raises ApiError."""
         received_s = time.monotonic()
         self._readiness.require_ready()
         account = self._account(http_request)
         self._requests.check_room(http_request.content_length or 0)
         if account is not None:
             account.arrive()
-        name = request_ids.of_headers(http_request.headers)
+        limits = self._limits_of_key()
         given_s = time_left.of_headers(http_request.headers)
-        parsed = await self._parse_request(http_request, parser, received_s, given_s)
-        request_id = name or parsed.request_id
-        parsed = msgspec.structs.replace(
-            parsed,
+        head = Received(
+            api=api,
+            body=b"",
             received_s=received_s,
-            request_id=request_id,
-            has_points=RESUMABLE in http_request.headers and resumption.is_resumable(parsed),
-            scope=current_scope(),
-            with_metrics=self._with_metrics,
+            num_point_bytes=resumption.num_point_bytes(http_request.headers),
+            arrived_s=time.time(),
+            request_id=request_ids.of_headers(http_request.headers),
+            wants_points=RESUMABLE in http_request.headers,
             left_s=given_s if given_s < math.inf else None,
+            scope=current_scope(),
+            models=limits.allowed,
+            with_metrics=self._with_metrics,
         )
+        found = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
         self._readiness.require_ready()
-        return parsed
+        return found
 
     def _limits_of_key(self) -> RequestLimits:
         """The limits of the current request's client."""
@@ -289,26 +294,22 @@ class Api:
         return await expect.answer_expect(http_request)
 
     async def _parse_request(
-        self, http_request: web.Request, parser: Parser, received_s: float, given_s: float
-    ) -> ParsedRequest:
-        """Read and parse the body within the server's deadline, and in `given_s`."""
-        left_s = received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
-        num_point_bytes = resumption.num_point_bytes(http_request.headers)
-        limits = self._limits_of_key()
+        self, http_request: web.Request, head: Received, parser: Parser, limits: RequestLimits
+    ) -> tuple[ParsedRequest, Received]:
+        """Read and parse the body, within the server's deadline and in what is left of the time that an ingress has
+        given. Returns `head` with it."""
+        given_s = math.inf if head.left_s is None else head.left_s
+        left_s = head.received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
 
-        def parse_body(body: bytes) -> ParsedRequest | Rest[ParsedRequest]:
-            parsed = parser(body[num_point_bytes:], limits)
+        def parse_body(body: bytes) -> tuple[ParsedRequest, Received] | Rest[tuple[ParsedRequest, Received]]:
+            parsed = parser(body[head.num_point_bytes :], limits)
             if isinstance(parsed, Rest):
                 return parsed.then(lambda parsed: complete(parsed, body))
             return complete(parsed, body)
 
-        def complete(parsed: ParsedRequest, body: bytes) -> ParsedRequest:
-            parsed = measured(parsed)
-            if not num_point_bytes:
-                return parsed
-            arrived_s = time.time() - (time.monotonic() - received_s)
-            max_ids = self._readiness.require_ready().max_model_len
-            return resumption.with_points(parsed, body[:num_point_bytes], arrived_s, max_ids)
+        def complete(parsed: ParsedRequest, body: bytes) -> tuple[ParsedRequest, Received]:
+            received = msgspec.structs.replace(head, body=body)
+            return received.complete(parsed, limits), received
 
         try:
             with self._count_overloaded():

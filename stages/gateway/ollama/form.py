@@ -6,10 +6,7 @@ import msgspec
 
 
 class OllamaForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of Ollama's API, besides its prompt and its sampling options.
-
-    Recordings hold it, so its field names must not change.
-    """
+    """A request of Ollama's API, besides its prompt and its sampling options."""
 
     route: Literal["chat", "generate", "embed", "embeddings"]
     """Its path is /api/ and this."""

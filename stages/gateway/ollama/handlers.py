@@ -14,15 +14,15 @@ from pipeline.stages.gateway.ollama.names import renamed
 from pipeline.stages.gateway.ollama.types import OllamaModelList, OllamaRunningList, OllamaVersion
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.received import Received
 
 VERSION = "0.12.11"
 """The version of Ollama whose API this is: some clients check for a minimum."""
 
 T = TypeVar("T")
-Parser = Callable[[bytes, RequestLimits], ParsedRequest]
-Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
-"""Reads and parses a request's body. Raises ApiError."""
-Respond = Callable[[web.Request, ParsedRequest], Awaitable[web.StreamResponse]]
+Read = Callable[[web.Request, str], Awaitable[tuple[ParsedRequest, Received]]]
+"""Reads a request of an API, and parses its body. Raises ApiError."""
+Respond = Callable[[web.Request, ParsedRequest, Received], Awaitable[web.StreamResponse]]
 """Opens a request and sends its response."""
 
 
@@ -54,25 +54,25 @@ class OllamaApi:
         self._started_s = time.time()
 
     async def ollama_chat(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parsing.parse_chat)
+        return await self._generate(http_request, "ollama_chat")
 
     async def ollama_generate(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parsing.parse_generate)
+        return await self._generate(http_request, "ollama_generate")
 
     async def ollama_embed(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parsing.parse_embed)
+        return await self._generate(http_request, "ollama_embed")
 
     async def ollama_embeddings(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, parsing.parse_embeddings)
+        return await self._generate(http_request, "ollama_embeddings")
 
-    async def _generate(self, http_request: web.Request, parser: Parser) -> web.StreamResponse:
-        parsed = await self._read(http_request, parser)
+    async def _generate(self, http_request: web.Request, api: str) -> web.StreamResponse:
+        parsed, received = await self._read(http_request, api)
         form = parsed.ollama
         assert form is not None
         if not parsed.prompts:
             return web.Response(body=reply.loaded(form), content_type="application/json")
-        response = self._respond(http_request, parsed)
-        del parsed  # as in `_respond`
+        response = self._respond(http_request, parsed, received)
+        del parsed, received  # as in `_respond`
         try:
             return await response
         except ApiError as error:

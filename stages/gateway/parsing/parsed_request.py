@@ -107,10 +107,7 @@ def shown_types(types: Iterable[str]) -> list[str]:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked client request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt.
-
-    Recordings hold it, so its field names must not change.
-    """
+    """A checked request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt."""
 
     is_chat: bool
     model: str

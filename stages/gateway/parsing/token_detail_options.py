@@ -8,7 +8,7 @@ from pipeline.stages.gateway.errors import ApiError, invalid
 
 
 class TokenDetailOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which token details a reply has. None by default. Recordings hold it, so its field names must not change."""
+    """Which token details a reply has. None by default."""
 
     num_top: int | None = None
     """Logprobs of output ids, with this many top logprobs; None for no logprobs."""

@@ -12,10 +12,7 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 
 class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of POST /v1/responses, besides its prompt and its sampling options.
-
-    Recordings hold it, so its field names must not change.
-    """
+    """A request of POST /v1/responses, besides its prompt and its sampling options."""
 
     background: bool = False
     store: bool = False

@@ -20,13 +20,14 @@ from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.received import RESPONSES, Parser, Received
 from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api import reply
 from pipeline.stages.gateway.responses_api.event_log import EventLog
 from pipeline.stages.gateway.responses_api.names import renamed
-from pipeline.stages.gateway.responses_api.parsing import StoredSize, finish_response, read_response
+from pipeline.stages.gateway.responses_api.parsing import Referred, StoredSize, finish_response, read_response
 from pipeline.stages.gateway.responses_api.sizes import SizedItem
 from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.responses_api.types import (
@@ -39,11 +40,10 @@ from pipeline.stages.gateway.responses_api.types import (
     ResponseObject,
 )
 
-Parser = Callable[[bytes, RequestLimits], Rest[ParsedRequest]]
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
-Read = Callable[[web.Request, Parser], Awaitable[ParsedRequest]]
-"""Reads and parses a request's body. Raises ApiError."""
+Read = Callable[[web.Request, str, Parser], Awaitable[tuple[ParsedRequest, Received]]]
+"""Reads a request of an API, and parses its body. Raises ApiError."""
 
 
 class ResponsesApi:
@@ -78,9 +78,10 @@ class ResponsesApi:
         max_bytes = min(self._store.max_bytes, self._requests.admission.max_request_bytes)
         stored = Stored(self._store, self._why_off, current_scope(), max_bytes)
         items: list[SizedItem] = []
+        seed = secrets.token_hex(16)
 
         def parse(body: bytes, limits: RequestLimits) -> Rest[ParsedRequest]:
-            read = read_response(body, limits, stored, secrets.token_hex(16))
+            read = read_response(body, limits, stored, seed)
 
             def finish() -> ParsedRequest:
                 parsed = finish_response(read, limits, stored)
@@ -90,7 +91,10 @@ class ResponsesApi:
 
             return Rest(read.num_stored_bytes, finish)
 
-        request = self._requests.open(await self._read(http_request, parse))
+        parsed, received = await self._read(http_request, RESPONSES, parse)
+        received = msgspec.structs.replace(received, seed=seed, referred=stored.referred)
+        request = self._requests.open(parsed, received)
+        del parsed, received  # so that the request alone decides how long its prompts are kept
         form, scope = request.parsed.response, request.parsed.scope
         assert form is not None
         set_opened(http_request, request, in_background=form.background)
@@ -268,13 +272,16 @@ class Stored:
         self.is_on = not why_off
         self.why_off = why_off
         self._scope = scope
+        self.referred = Referred(self.is_on)
+        """What was asked for."""
 
     def size(self, response_id: str) -> StoredSize:
         stored = self._complete(response_id)
         return StoredSize(stored.conversation_bytes, stored.num_parts)
 
     def conversation(self, response_id: str) -> list[SizedItem]:
-        return self._complete(response_id).conversation
+        self.referred.before = self._complete(response_id).conversation
+        return self.referred.before
 
     def _complete(self, response_id: str) -> StoredResponse:
         try:
@@ -292,7 +299,8 @@ class Stored:
     def item(self, param: str, item_id: str) -> SizedItem:
         if not self.is_on:
             raise unsupported(param, self.why_off)
-        return self._store.item(param, item_id, self._scope)
+        self.referred.items[item_id] = found = self._store.item(param, item_id, self._scope)
+        return found
 
     def check_size(self, param: str, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:

@@ -72,6 +72,29 @@ class StoredSize(NamedTuple):
     """As `num_parts`"""
 
 
+class Referred(msgspec.Struct, omit_defaults=True):
+    """What a request took from the stored responses. It takes their place when the request is parsed again."""
+
+    is_on: bool
+    before: list[SizedItem] = []
+    """The conversation that it continues."""
+    items: dict[str, SizedItem] = {}
+    """Those that it names, by id."""
+    why_off: str = ""
+
+    def size(self, _: str) -> "StoredSize":
+        return StoredSize(sum_of(self.before), num_parts(one.item for one in self.before))
+
+    def conversation(self, _: str) -> list[SizedItem]:
+        return self.before
+
+    def item(self, _: str, item_id: str) -> SizedItem:
+        return self.items[item_id]
+
+    def check_size(self, param: str, num_bytes: int) -> None:
+        """It was checked."""
+
+
 class ReadResponse(NamedTuple):
     """A body, without the conversation that it continues: that may be large even if the body is small."""
 

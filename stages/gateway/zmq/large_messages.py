@@ -18,6 +18,7 @@ from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.large_body_lock import LargeBodyLock
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.parsing.decode import without_gc
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -84,7 +85,7 @@ class LargeMessages:
         if not isinstance(message, p.Generate):
             return LargeMessage(message)
         try:
-            return LargeMessage(message, parse_generate(message, limits))
+            return LargeMessage(message, measured(parse_generate(message, limits)))
         except ApiError as error:
             return LargeMessage(message, error.with_traceback(None))  # else it would keep the message
 

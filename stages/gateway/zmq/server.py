@@ -32,10 +32,11 @@ from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.received import ZMQ, Received
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
-from pipeline.stages.gateway.zmq.large_messages import GenerateHead, LargeMessages
+from pipeline.stages.gateway.zmq.large_messages import Data, GenerateHead, LargeMessages
 from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
 from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
@@ -192,7 +193,7 @@ class ZmqServer:
             peer.parsing = self._tasks.create_task(self._receive_large(peer, data))
             return
         try:
-            self._handle(peer, self._decode(data))
+            self._handle(peer, self._decode(data), data)
         except ApiError as error:
             self._drop(peer, error)
 
@@ -209,9 +210,9 @@ class ZmqServer:
                         self._require_new(peer, head.request_id)
                         self._refused(peer, head, self._loop.time(), found.request)
                     case p.Generate() as message:
-                        self._generate(peer, message, lambda: found.request)
+                        self._generate(peer, message, data, lambda: found.request)
                     case message:
-                        self._handle(peer, message)
+                        self._handle(peer, message, data)
         except ApiError as error:
             self._drop(peer, error)
         except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
@@ -253,15 +254,15 @@ class ZmqServer:
         else:
             self._disconnect(peer)
 
-    def _handle(self, peer: ClientPeer, message: p.ClientMessage) -> None:
-        """Raises ApiError if the client violates the protocol."""
+    def _handle(self, peer: ClientPeer, message: p.ClientMessage, data: Data) -> None:
+        """`data` is the message before decoding. Raises ApiError if the client violates the protocol."""
         if not peer.is_welcome and not isinstance(message, p.Hello):
             raise errors.of_peer("the first message of a connection must be hello", "no_hello")
         match message:
             case p.Hello():
                 self._welcome(peer, message)
             case p.Generate():
-                self._generate(peer, message, lambda: parse_generate(message, self._limits_of(peer)))
+                self._generate(peer, message, data, lambda: parse_generate(message, self._limits_of(peer)))
             case p.Credit(request_id, num_deltas):
                 if request_id in peer.streams:
                     peer.streams[request_id][0].grant(num_deltas)
@@ -316,7 +317,11 @@ class ZmqServer:
         )
 
     def _generate(
-        self, peer: ClientPeer, message: p.Generate, parse: Callable[[], ParsedRequest | ApiError | None]
+        self,
+        peer: ClientPeer,
+        message: p.Generate,
+        data: Data,
+        parse: Callable[[], ParsedRequest | ApiError | None],
     ) -> None:
         """`parse` returns the message's request, or why there is none, or raises that."""
         request_id = message.request_id
@@ -332,7 +337,9 @@ class ZmqServer:
             if isinstance(parsed, ApiError):  # not raised: its traceback would keep this frame and the message
                 self._refused(peer, message, begin_s, parsed)
                 return
-            request = self._requests.open(msgspec.structs.replace(parsed, scope=peer.scope))
+            limits = self._limits_of(peer)
+            received = Received(api=ZMQ, body=bytes(data), scope=peer.scope, models=limits.allowed)
+            request = self._requests.open(received.complete(parsed, limits), received)
         except ApiError as error:
             self._refused(peer, message, begin_s, error)
             return

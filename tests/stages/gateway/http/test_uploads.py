@@ -21,6 +21,7 @@ from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMAL
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing import parse
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.received import PARSERS
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, read_until
 from tests.stages.gateway.test_metrics import counts_of
@@ -250,7 +251,7 @@ def test_other_clients_are_served_while_a_large_body_is_parsed(gate: Gate, monke
             assert may_end.wait(PATIENCE_S)
         return original(body, limits)
 
-    monkeypatch.setattr(parse, "parse_completion", parse_slowly)
+    monkeypatch.setitem(PARSERS, "completions", parse_slowly)
     with ThreadPoolExecutor(1) as pool:
         body = COMPLETION | {"prompt": "a" * LARGE_BYTES, "max_tokens": -1}
         large = pool.submit(gate.client.post, "/v1/completions", json=body)

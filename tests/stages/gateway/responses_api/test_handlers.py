@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseCompletedEvent
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.http import app
+from pipeline.stages.gateway import received
 from pipeline.stages.gateway.responses_api import parsing
 from pipeline.stages.gateway.responses_api.store import ResponseStore
 from pipeline.text.formats.lark import AddedToken
@@ -343,7 +343,7 @@ def test_what_a_small_body_continues_is_read_and_stored_in_a_thread(
     large = reply(gate, BODY | {"input": long, "truncation": "auto"})
     watch(parsing, "messages_of")
     watch(parsing, "sum_of")
-    watch(app, "measured")
+    watch(received, "measured")
     watch(ResponseStore, "put")
 
     def names(response: Any) -> set[str]:

@@ -126,10 +126,10 @@ def test_small_messages_of_one_key_do_not_queue_before_another_key(address: str)
     order: list[str] = []
     really_handle, really_read = server_module.ZmqServer._handle, listener.ZmtpListener.read
 
-    def handle(server: Any, client: Any, message: Any) -> None:
+    def handle(server: Any, client: Any, message: Any, data: Any) -> None:
         if isinstance(message, p.Ping):
             order.append("flood" if message.nonce else "other")
-        really_handle(server, client, message)
+        really_handle(server, client, message, data)
 
     def read(owner: listener.ZmtpListener, connection: listener.Connection) -> None:
         transport = connection.transport

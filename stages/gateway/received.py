@@ -1,0 +1,119 @@
+"""What a client sent, as recordings hold it. Parsed again, it gives the same request.
+
+A request depends on more than its body: on headers, on the key of its client, and on the stored responses that a body
+of /v1/responses names. All of that is here. The server's own limits are not: a replay has them from the settings and
+from the messages of the stages.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from pipeline.client import protocol as p
+from pipeline.http_server.body_reader import Rest
+from pipeline.runtime.channels import MessageDecoder
+from pipeline.stages.gateway.infill.parsing import parse_infill
+from pipeline.stages.gateway.ollama import parsing as ollama
+from pipeline.stages.gateway.open_bytes import measured
+from pipeline.stages.gateway.parsing import parse, resumption
+from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
+from pipeline.stages.gateway.parsing.invocations import parse_invocation
+from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
+from pipeline.stages.gateway.replies.rendering import Rendering
+from pipeline.stages.gateway.responses_api.parsing import Referred, parse_response
+
+Parser = Callable[[bytes, RequestLimits], ParsedRequest | Rest[ParsedRequest]]
+
+RESPONSES = "create_response"
+ZMQ = "zmq"
+_generates: MessageDecoder[p.Generate] = MessageDecoder(p.Generate)
+
+
+def render_chat() -> Rendering:
+    return Rendering(parse.read_chat, parse.parse_chat)
+
+
+def render_completion() -> Rendering:
+    return Rendering(parse.read_completion, parse.parse_completion)
+
+
+PARSERS: dict[str, Callable[[bytes, RequestLimits], ParsedRequest]] = {
+    "chat_completions": parse.parse_chat,
+    "completions": parse.parse_completion,
+    "messages": parse_messages,
+    "count_tokens": parse_count_tokens,
+    "embeddings": parse_embeddings,
+    "render_chat": lambda body, limits: render_chat().parse(body, limits),
+    "render_completion": lambda body, limits: render_completion().parse(body, limits),
+    "generate": parse_tokens_only,
+    "ollama_chat": ollama.parse_chat,
+    "ollama_generate": ollama.parse_generate,
+    "ollama_embed": ollama.parse_embed,
+    "ollama_embeddings": ollama.parse_embeddings,
+    "tokenize": parse.parse_tokenize,
+    "detokenize": parse.parse_detokenize,
+    "infill": parse_infill,
+    "invocations": parse_invocation,
+    ZMQ: lambda body, limits: parse_generate(_generates.decode(body), limits),
+}
+"""By the handler of the route. That of `RESPONSES` needs more than a body."""
+
+
+class Received(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request before parsing."""
+
+    api: str
+    """A key of `PARSERS`, or `RESPONSES`"""
+    body: bytes
+    """With the resume points in front."""
+    received_s: float = 0.0
+    """When it began to arrive, by time.monotonic(); 0 if unknown."""
+    num_point_bytes: int = 0
+    """Of the resume points at the start of `body`."""
+    arrived_s: float = 0.0
+    """`received_s` in Unix time, for resume points."""
+    request_id: str | None = None
+    """From the headers; it goes before one in the body."""
+    wants_points: bool = False
+    """The client asks for resume points in the stream."""
+    left_s: float | None = None
+    """What it may take from `received_s` on, if an ingress has said so."""
+    scope: str = ""
+    """Of the client's API key."""
+    models: tuple[str, ...] = ()
+    """The names that the client's API key may use; empty for all."""
+    with_metrics: bool = False
+    """The reply has vLLM's metrics."""
+    seed: str = ""
+    """Of /v1/responses: makes the ids of new items unique."""
+    referred: Referred | None = None
+    """Of /v1/responses: what it took from the stored responses."""
+
+    def complete(self, parsed: ParsedRequest, limits: RequestLimits) -> ParsedRequest:
+        """Add to a parsed body what is not in it, and its size. Raises ApiError."""
+        parsed = msgspec.structs.replace(
+            parsed if parsed.size is not None else measured(parsed),
+            received_s=self.received_s,
+            request_id=self.request_id or parsed.request_id,
+            has_points=self.wants_points and resumption.is_resumable(parsed),
+            scope=self.scope,
+            with_metrics=self.with_metrics,
+            left_s=self.left_s,
+        )
+        if not self.num_point_bytes:
+            return parsed
+        assert limits.max_prompt_tokens is not None, "the server was ready"
+        points = self.body[: self.num_point_bytes]
+        return resumption.with_points(parsed, points, self.arrived_s, limits.max_prompt_tokens)
+
+
+def parse_again(received: Received, limits: RequestLimits) -> ParsedRequest:
+    """The request as it was parsed when it arrived. Raises ApiError."""
+    limits, body = limits.for_key(received.models), received.body[received.num_point_bytes :]
+    if received.api == RESPONSES:
+        assert received.referred is not None
+        return received.complete(parse_response(body, limits, received.referred, received.seed).request, limits)
+    return received.complete(PARSERS[received.api](body, limits), limits)
