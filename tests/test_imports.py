@@ -82,6 +82,25 @@ def test_no_file_has_a_forbidden_import() -> None:
             "import huggingface_hub",
             "stages/execute/a.py:1: stages.execute never imports huggingface_hub",
         ),
+        *(
+            (
+                f"stages/execute/{place}.py",
+                f"def f():\n    {source}",
+                f"stages/execute/{place}.py:2: stages.execute.{place.partition('/')[0]} never imports "
+                f"pipeline.stages.execute.{back_end}",
+            )
+            for place, source, back_end in (
+                ("cuda/a", "from pipeline.stages.execute.cpu.program import Program", "cpu"),
+                ("cuda/graphs/a", "from ...cpu import runner", "cpu"),
+                ("cpu/a", "import pipeline.stages.execute.cuda.device", "cuda"),
+                ("models/a", "from pipeline.stages.execute.cpu.program import Program", "cpu"),
+                ("layers/a", "from pipeline.stages.execute import cpu", "cpu"),
+                ("ranks/a", "from ..cuda.ranks import join", "cuda"),
+                ("grammar_masks/a", "import pipeline.stages.execute.cpu", "cpu"),
+                ("kv", "from pipeline.stages.execute.cpu.program import SwapArray", "cpu"),
+                ("stages", "from .cuda import runner", "cuda"),
+            )
+        ),
         (
             "stages/prepare/a.py",
             "import pipeline.kernels.x",
@@ -104,6 +123,9 @@ def test_a_forbidden_import_is_found_with_its_place(tmp_path: Path, file: str, s
         ("pipeline/a.py", "from pipeline import messages\nfrom pipeline.shm.arena import Arena\nimport zmq, aiohttp"),
         ("stages/ingest/a.py", "from pipeline.stages.ingest import b\nfrom . import c\nfrom pipeline import stage"),
         ("stages/execute/a.py", "import torch\nfrom pipeline.kernels import x\nfrom pipeline.shm import arrays"),
+        ("stages/execute/stage.py", "from .cpu import runner\nfrom .cuda import runner"),
+        ("stages/execute/measuring/a.py", "from pipeline.stages.execute.cpu.runner import CpuRunner"),
+        ("stages/execute/cpu/drafts/a.py", "from pipeline.stages.execute.cpu import b\nfrom ...models import c"),
         ("stages/prepare/a.py", "import torch, transformers, huggingface_hub"),
         ("tests/a.py", "import torch, transformers\nfrom pipeline.stages.x import stage\nfrom tests.config import a"),
     ],

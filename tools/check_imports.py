@@ -21,6 +21,13 @@ TRANSFORMERS = ("transformers", "huggingface_hub")
 TORCH = ("torch", "safetensors.torch")
 """Modules that import torch."""
 
+EXECUTE = "pipeline.stages.execute"
+BACK_ENDS = ("cpu", "cuda")
+"""Folders of execute. Models, layers and everything else that both need import neither, and they don't import each
+other."""
+CHOOSE_BACK_ENDS = ("stage", "measuring")
+"""The modules and folders of execute that start a back end."""
+
 
 class Rules(NamedTuple):
     """The project's modules that a folder may import, and foreign modules that it must not. Prefixes of dotted
@@ -65,7 +72,7 @@ def wrong_imports(root: Path = ROOT) -> list[str]:
         for folder in CHECKED
         for path in _files(root / folder)
         for found in imports_of(ast.parse(path.read_bytes(), str(path)), _package(path, root))
-        if (fault := _fault(found.target, _room(path, root)))
+        if (fault := _fault(found.target, _room(path, root)) or _back_end_fault(found.target, path.relative_to(root)))
     ]
 
 
@@ -146,6 +153,17 @@ def _fault(target: str, room: str) -> str | None:
         return f"{room} never imports {top}"
     if top == "pipeline" and not any(_is_ours(target, allowed) for allowed in rules.ours):
         return f"{room} may not import {target}"
+    return None
+
+
+def _back_end_fault(target: str, path: Path) -> str | None:
+    """Why a file of execute must not import a name of a back end; None if it may."""
+    if path.parts[:2] != ("stages", "execute"):
+        return None
+    place = path.with_suffix("").parts[2]
+    for back_end in BACK_ENDS:
+        if place not in (back_end, *CHOOSE_BACK_ENDS) and _within(target, f"{EXECUTE}.{back_end}"):
+            return f"stages.execute.{place} never imports {EXECUTE}.{back_end}"
     return None
 
 

@@ -34,9 +34,9 @@ def serve(pipe: Connection, settings: Settings, folder: str, number: int, fds: t
     """A process that computes: answers each case with the seconds of a step. `fds` are the memory of the ranks of its
     stage, and that of all stages."""
     from pipeline.stages.execute.cores import use_cores
-    from pipeline.stages.execute.cpu.rank_group import RankPlace
     from pipeline.stages.execute.cpu.runner import CpuRunner
     from pipeline.stages.execute.measuring.planned import row_add, step, take
+    from pipeline.stages.execute.ranks.place import RankPlace
 
     use_cores(settings, number)
     execute = settings.execute

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import AttentionWeights
+from pipeline.stages.execute.program import AttentionWeights
 from pipeline.stages.execute.rope import rotation
 
 NEAR = 256

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
-from pipeline.stages.execute.cpu.program import SwapArray
+
+SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
+"""Swap space: [num_swap_blocks, bytes of a block with all layers]. The program defines the layout of a block."""
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 """The size of a number in the KV cache."""

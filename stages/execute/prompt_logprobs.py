@@ -7,33 +7,14 @@ logits.
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import ByteArray, ScoreInputs
-from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
-from pipeline.stages.execute.cpu.program import Program
+from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 NO_BYTES: ByteArray = np.zeros(0, np.uint8)
 NO_PLACES: LongArray = np.zeros(0, np.int64)
 NO_IDS: IntArray = np.zeros(0, np.int32)
-
-
-def score_prompts(
-    table: RowTable, rows: IntArray, program: Program, inputs: StepInputs, scores: ScoreInputs
-) -> ByteArray:
-    """Logprobs of the prompt tokens that follow each position of a step, for the entries that request them, in
-    order."""
-    num = len(rows)
-    places, ids, num_top = prompt_places(table, rows, inputs.starts[:num], inputs.counts[:num], inputs.offsets[:num])
-    if not len(places):
-        return NO_BYTES
-    parts = []
-    for begin in range(0, len(places), inputs.max_num_rows):
-        piece = slice(begin, begin + inputs.max_num_rows)
-        scores.fill(places[piece], ids[piece], num_top[piece])
-        program.score()
-        parts.append(scores.logprobs.memory)
-    return np.concatenate(parts)
 
 
 def prompt_places(

@@ -25,8 +25,8 @@ from pipeline.stages.execute.cores import threads_of, use_cores
 from pipeline.stages.execute.metrics import ExecuteMetrics
 
 if TYPE_CHECKING:
-    from pipeline.stages.execute.cpu.rank_group import RankPlace
     from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.ranks.place import RankPlace
     from pipeline.stages.execute.runner import Runner
 
 Serve = Callable[[Stage[m.ExecuteInbox]], None]
@@ -121,7 +121,7 @@ def _refuse_alone(launch: m.Launch) -> None:
 
 def _place(launch: m.Launch) -> "RankPlace":
     """The place of this process among the ranks."""
-    from pipeline.stages.execute.cpu.rank_group import RankPlace
+    from pipeline.stages.execute.ranks.place import RankPlace
 
     execute = launch.settings.execute
     stage, rank = divmod(launch.rank, execute.tensor_parallel)
@@ -224,8 +224,8 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
     from pipeline.stages.execute.adapter_reports import AdapterReports
-    from pipeline.stages.execute.cpu.rank_group import StepAbandonedError
     from pipeline.stages.execute.publishing import Publisher, StepTiming
+    from pipeline.stages.execute.ranks.place import StepAbandonedError
 
     idle_since = stage.replay_context.monotonic()
     place = _place(stage.launch)

@@ -24,11 +24,12 @@ from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
-from pipeline.stages.execute.cpu.program import Program, SwapArray
-from pipeline.stages.execute.cpu.rank_group import RankGroup, RankPlace
-from pipeline.stages.execute.cpu.share import share_of, unevenness
-from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.layer_split import Part
+from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.ranks.layer_split import Part
+from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.ranks.share import share_of, unevenness
 
 
 class Library(NamedTuple):

@@ -17,11 +17,12 @@ from pipeline.runtime import model_folder
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
-from pipeline.stages.execute.cpu.program import AnyMatrix, Head, Norm, Program
+from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
+from pipeline.stages.execute.program import AnyMatrix, Head, Norm
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.weights import DTYPES, FLOAT_FORMATS, Weights, converted
 

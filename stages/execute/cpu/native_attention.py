@@ -22,10 +22,10 @@ from pipeline.stages.execute.cpu.native_layers import NativeLayers
 from pipeline.stages.execute.cpu.native_memory import NativeMemory, turning_order
 from pipeline.stages.execute.cpu.native_norms import NativeNorms
 from pipeline.stages.execute.cpu.native_ranks import RankMemory
-from pipeline.stages.execute.cpu.program import AttentionWeights, HeadNorms, Linear, SwapArray
-from pipeline.stages.execute.cpu.share import Share
 from pipeline.stages.execute.key_center import allows_center, key_center
-from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.ranks.share import Share
 from pipeline.stages.execute.rope import rope_table, rotations
 
 

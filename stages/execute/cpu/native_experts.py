@@ -17,8 +17,8 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model_folder import Experts, ModelConfig
 from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, have_one_format, swiglu_order
 from pipeline.stages.execute.cpu.native_ranks import RankMemory
-from pipeline.stages.execute.cpu.program import ExpertsWeights, Linear
-from pipeline.stages.execute.cpu.share import Share
+from pipeline.stages.execute.program import ExpertsWeights, Linear
+from pipeline.stages.execute.ranks.share import Share
 
 SPARE_ROWS = 16
 """Tiles read sixteen rows at a time, from any row on."""

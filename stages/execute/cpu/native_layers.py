@@ -13,8 +13,8 @@ from pipeline.stages.execute.cpu.native_lora import NativeLora
 from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native_norms import NativeNorms
 from pipeline.stages.execute.cpu.native_ranks import RankMemory
-from pipeline.stages.execute.cpu.program import AnyMatrix, Linear, Norm
-from pipeline.stages.execute.cpu.share import Share
+from pipeline.stages.execute.program import AnyMatrix, Linear, Norm
+from pipeline.stages.execute.ranks.share import Share
 
 
 class NativeLayers:

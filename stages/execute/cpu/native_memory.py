@@ -14,7 +14,7 @@ from pipeline.kernels.cpu.native import Activations, Form
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.stages.execute.cpu.panel_file import PanelStore, key_of
-from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Linear
+from pipeline.stages.execute.program import AnyMatrix, AnyVector, Linear
 
 PAIR = 8
 """Half of a panel: the distance between outputs that rotate together, and between those of gate and up."""

@@ -8,7 +8,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_memory import NativeMemory
-from pipeline.stages.execute.cpu.program import Linear, Norm
+from pipeline.stages.execute.program import Linear, Norm
 
 
 class NativeNorms:

@@ -26,24 +26,22 @@ from pipeline.stages.execute.cpu.native_norms import NativeNorms
 from pipeline.stages.execute.cpu.native_ranks import RankMemory
 from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
-from pipeline.stages.execute.cpu.program import (
+from pipeline.stages.execute.cpu.program import MasksLate, Program
+from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.models.features import NATIVE, missing
+from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
     Embedding,
     ExpertsWeights,
     Head,
     LogitArray,
-    MasksLate,
     MlpWeights,
     Norm,
-    Program,
-    SwapArray,
 )
-from pipeline.stages.execute.cpu.rank_group import RankGroup
-from pipeline.stages.execute.cpu.share import share_of
-from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.layer_split import Part
-from pipeline.stages.execute.models.features import NATIVE, missing
+from pipeline.stages.execute.ranks.layer_split import Part
+from pipeline.stages.execute.ranks.share import share_of
 
 MASKS_LATE = 1
 RANK_LATE = 2

@@ -33,7 +33,7 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.model_folder import PANELS
 from pipeline.runtime.regular_files import open_regular
-from pipeline.stages.execute.cpu.rank_group import RankPlace
+from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.weights import TensorFile
 
 MIN_BYTES = 64 * 1024**2

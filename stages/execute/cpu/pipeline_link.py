@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import native
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.cpu.rank_group import LOAD_TIMEOUT_S, RankLateError, RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace, StepAbandonedError
 
 LINE = 64
 HIDDEN_HEADER = np.dtype([("step", "<u8"), ("num_tokens", "<i8"), ("seconds", "<f8")])

@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -19,19 +18,8 @@ import numpy as np
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.cpu.share import Share
-
-LOAD_TIMEOUT_S = 600.0
-"""At barriers while the ranks load: one may have read its weights long before another. The supervisor has a shorter
-deadline for all."""
-
-
-class RankLateError(UserError):
-    """A rank did not come to a barrier in time. The message names it, and where it stood."""
-
-
-class StepAbandonedError(RuntimeError):
-    """A step was not computed: its scheduler has died, and not all ranks may have got it."""
+from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.share import Share
 
 
 class Begun(IntEnum):
@@ -49,48 +37,6 @@ class Outcome(IntEnum):
     """The ids are in the shared memory."""
     AGAIN = 1
     """The program runs again: grammar masks were late."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """A rank's place in the group that computes a stage of the pipeline, and that stage's place."""
-
-    rank: int
-    num_ranks: int
-    """Of one stage."""
-    fd: int
-    """Memory that the group shares, empty at first; not used by a group of one."""
-    timeout_s: float
-    stage: int = 0
-    num_stages: int = 1
-    link_fd: int = -1
-    """Memory that all stages share, empty at first."""
-
-    @property
-    def number(self) -> int:
-        """N in the name `execute.N`."""
-        return self.first_of(self.stage) + self.rank
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.num_stages - 1
-
-    @property
-    def answers(self) -> bool:
-        """Whether it samples, and sends the results."""
-        return self.is_last_stage and self.rank == 0
-
-    def first_of(self, stage: int) -> int:
-        """The number of rank 0 of a stage."""
-        return stage * self.num_ranks
-
-    def __str__(self) -> str:
-        """For logs, as `pp0/tp1`."""
-        return f"pp{self.stage}/tp{self.rank}"
-
-
-ALONE = RankPlace(0, 1, -1, 0.0)
-"""Of a process that computes the whole model."""
 
 
 class RankGroup:

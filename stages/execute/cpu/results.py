@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import ByteArray, FloatArray
+from pipeline.kernels.logprob_inputs import ByteArray, FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID
-from pipeline.kernels.step_inputs import IntArray, LongArray
+from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_places
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
@@ -147,3 +148,21 @@ def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[Floa
     if embeddings:
         token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
     return computed._replace(ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
+
+
+def score_prompts(
+    table: RowTable, rows: IntArray, program: Program, inputs: StepInputs, scores: ScoreInputs
+) -> ByteArray:
+    """Logprobs of the prompt tokens that follow each position of a step, for the entries that request them, in
+    order."""
+    num = len(rows)
+    places, ids, num_top = prompt_places(table, rows, inputs.starts[:num], inputs.counts[:num], inputs.offsets[:num])
+    if not len(places):
+        return NO_BYTES
+    parts = []
+    for begin in range(0, len(places), inputs.max_num_rows):
+        piece = slice(begin, begin + inputs.max_num_rows)
+        scores.fill(places[piece], ids[piece], num_top[piece])
+        program.score()
+        parts.append(scores.logprobs.memory)
+    return np.concatenate(parts)

@@ -32,17 +32,18 @@ from pipeline.stages.execute.cpu.backend import (
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
-from pipeline.stages.execute.cpu.program import LogitArray, MasksLate, Program
-from pipeline.stages.execute.cpu.rank_group import ALONE, Outcome, RankPlace, StepAbandonedError
-from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, with_embeddings
-from pipeline.stages.execute.cpu.share import most_kv_heads
+from pipeline.stages.execute.cpu.program import MasksLate, Program
+from pipeline.stages.execute.cpu.rank_group import Outcome
+from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
 from pipeline.stages.execute.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
-from pipeline.stages.execute.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.prompt_logprobs import score_prompts
+from pipeline.stages.execute.program import LogitArray
+from pipeline.stages.execute.ranks.layer_split import Part, kv_layout_of, most_places, split
+from pipeline.stages.execute.ranks.place import ALONE, RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.share import most_kv_heads
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature

@@ -22,7 +22,8 @@ from pipeline.kernels.matrix import Matrix, as_tensor
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, StoredMatrix
 from pipeline.kernels.triton.gemm.device_matrix import Quantization, group_of
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import (
+from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.program import (
     AnyMatrix,
     AnyVector,
     AttentionWeights,
@@ -34,8 +35,7 @@ from pipeline.stages.execute.cpu.program import (
     MlpWeights,
     ProgramBuilder,
 )
-from pipeline.stages.execute.cpu.share import PANEL, Share, cut
-from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.ranks.share import PANEL, Share, cut
 
 LARGEST_GROUP = 256
 """Columns of the largest block."""

@@ -11,7 +11,7 @@ from pipeline.kernels.triton import experts as kernels
 from pipeline.kernels.triton.experts import ExpertLinear, Order
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import ExpertsWeights, Linear
+from pipeline.stages.execute.program import ExpertsWeights, Linear
 
 
 @dataclass(frozen=True, slots=True)

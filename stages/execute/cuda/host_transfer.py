@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton import copy
-from pipeline.stages.execute.cpu.program import SwapArray
 from pipeline.stages.execute.cuda.device import Device, StreamEvent, locked_blocks
+from pipeline.stages.execute.kv import SwapArray
 
 PACKED_BYTES = 32 * 1024**2
 """Size of a staging buffer; it holds at least one block."""

@@ -12,12 +12,12 @@ from typing import assert_never
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.adapter_reports import AdapterReports
-from pipeline.stages.execute.cpu.rank_group import StepAbandonedError
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.publishing import Publisher, StepTiming
+from pipeline.stages.execute.ranks.place import StepAbandonedError
 from pipeline.stages.execute.runner import Sampled
 
 IDLE_S = 1.0

@@ -18,7 +18,13 @@ from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
-from pipeline.stages.execute.cpu.program import (
+from pipeline.stages.execute.cuda.attention import AttentionLayer, DeviceAttention
+from pipeline.stages.execute.cuda.device import Device
+from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
+from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
+from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
+from pipeline.stages.execute.cuda.rank_link import RankLink
+from pipeline.stages.execute.program import (
     AnyVector,
     AttentionWeights,
     Embedding,
@@ -29,12 +35,6 @@ from pipeline.stages.execute.cpu.program import (
     Norm,
     ProgramBuilder,
 )
-from pipeline.stages.execute.cuda.attention import AttentionLayer, DeviceAttention
-from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
-from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
-from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
-from pipeline.stages.execute.cuda.rank_link import RankLink
 
 EARLY_BYTES = 128 * 1024**2
 """Programmatic dependent launch is for layers whose matrices are floats of at most this size. On an H200, it makes a

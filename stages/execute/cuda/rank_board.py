@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.stages.execute.cpu.rank_group import LOAD_TIMEOUT_S, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace
 
 LINE_WORDS = 64
 """Of a rank: 512 bytes."""

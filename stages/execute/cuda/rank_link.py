@@ -23,9 +23,9 @@ from pipeline.kernels.triton.all_reduce import (
     symmetric_words,
 )
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.stages.execute.cpu.share import PANEL, Share, cut
 from pipeline.stages.execute.cuda.collectives import Collectives
 from pipeline.stages.execute.cuda.rank_board import RankBoard
+from pipeline.stages.execute.ranks.share import PANEL, Share, cut
 
 GATHERED_TOKENS = 64
 """Gathering sends R - 1 parts to each rank, reducing at most two: beyond this, the bytes cost more than the latency."""

@@ -16,8 +16,6 @@ import torch
 from pipeline.config.settings import Settings
 from pipeline.kernels.triton.gemm.device_matrix import Quantization
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.rank_group import RankPlace, StepAbandonedError
-from pipeline.stages.execute.cpu.share import Share, share_of, unevenness
 from pipeline.stages.execute.cuda.collectives import Collectives, TorchCollectives
 from pipeline.stages.execute.cuda.cut import Cut, rank_config
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
@@ -25,6 +23,8 @@ from pipeline.stages.execute.cuda.model import DeviceModel
 from pipeline.stages.execute.cuda.rank_board import RankBoard
 from pipeline.stages.execute.cuda.rank_link import RankLink, one_shot_of
 from pipeline.stages.execute.kv import KVPlan
+from pipeline.stages.execute.ranks.place import RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.share import Share, share_of, unevenness
 
 Connect = Callable[[RankBoard, torch.device], Collectives]
 Join = Callable[[Settings, ModelConfig, torch.device, int], "DeviceRanks"]

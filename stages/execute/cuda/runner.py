@@ -24,7 +24,6 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
-from pipeline.stages.execute.cpu.program import LogitArray
 from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, check_plan
 from pipeline.stages.execute.cuda.captures import Captures
 from pipeline.stages.execute.cuda.device import Device, make_device
@@ -48,6 +47,7 @@ from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of

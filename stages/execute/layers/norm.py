@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import Norm
+from pipeline.stages.execute.program import Norm
 from pipeline.stages.execute.weights import Weights
 
 

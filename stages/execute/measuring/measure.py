@@ -30,10 +30,11 @@ from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.program import AnyMatrix, AnyVector, Program
+from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.measuring.plain_adapter import plain_adapter
 from pipeline.stages.execute.models.registry import build_program
+from pipeline.stages.execute.program import AnyMatrix, AnyVector
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION
 

@@ -13,12 +13,13 @@ from pipeline.stages.execute.adapters import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
-from pipeline.stages.execute.cpu.program import Linear, Program, SwapArray
+from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.rank_group import RankGroup
 from pipeline.stages.execute.cpu.torch_calls import Buffer
 from pipeline.stages.execute.cpu.torch_program import TorchProgram
-from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.layer_split import Part
+from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.program import Linear
+from pipeline.stages.execute.ranks.layer_split import Part
 
 
 class StreamedProgram(TorchProgram):

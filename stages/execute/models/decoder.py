@@ -12,12 +12,12 @@ embedding → layers × (norm → attention, norm → feed-forward → + both) �
 """
 
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.program import AnyMatrix, Embedding, Head, ProgramBuilder
-from pipeline.stages.execute.layer_split import Part
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.program import AnyMatrix, Embedding, Head, ProgramBuilder
+from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.weights import Weights
 
 

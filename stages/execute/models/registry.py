@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import get_args
 
 from pipeline.runtime.model_folder import Architecture, ModelConfig
-from pipeline.stages.execute.cpu.program import ProgramBuilder
-from pipeline.stages.execute.layer_split import Part
 from pipeline.stages.execute.models import decoder
+from pipeline.stages.execute.program import ProgramBuilder
+from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.weights import Weights
 
 MODELS: dict[Architecture, Callable[[ModelConfig, Weights, ProgramBuilder, Part], None]] = dict.fromkeys(

@@ -84,7 +84,7 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         from pipeline.kernels.matrix import Matrix
         from pipeline.runtime.model_folder import Experts
         from pipeline.stages.execute.cpu.native_experts import stacked_parts
-        from pipeline.stages.execute.cpu.program import Linear
+        from pipeline.stages.execute.program import Linear
 
         halves = [Matrix("bf16", half.contiguous(), inner, depth) for half in identity.split(inner)]
         experts = Experts(num=3, num_per_token=1, intermediate_size=inner)

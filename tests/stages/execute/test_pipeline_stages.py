@@ -17,9 +17,9 @@ from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.kv_groups import kv_layout
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_memory import NativeMemory
-from pipeline.stages.execute.cpu.rank_group import RankLateError, StepAbandonedError
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.layer_split import balanced, kv_layout_of, split
+from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split
+from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.driver import make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, write

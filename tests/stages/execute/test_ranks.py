@@ -15,8 +15,8 @@ from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native_memory import NativeMemory
-from pipeline.stages.execute.cpu.rank_group import RankLateError, StepAbandonedError
-from pipeline.stages.execute.cpu.share import possible, share_of
+from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
+from pipeline.stages.execute.ranks.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.driver import Driver, make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write

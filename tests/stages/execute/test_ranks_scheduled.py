@@ -13,7 +13,7 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.cpu.share import most_kv_heads
+from pipeline.stages.execute.ranks.share import most_kv_heads
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request
 from tests.stages.execute.rank_driver import RankRunners

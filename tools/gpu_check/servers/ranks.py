@@ -111,10 +111,10 @@ def _run(
 
 def _rank(task: dict[str, Any]) -> None:
     """Runs in a process of its own."""
-    from pipeline.stages.execute.cpu.rank_group import RankPlace
     from pipeline.stages.execute.cuda.device import make_device
     from pipeline.stages.execute.cuda.ranks import join_by
     from pipeline.stages.execute.cuda.runner import CudaRunner
+    from pipeline.stages.execute.ranks.place import RankPlace
 
     folder, is_timed = Path(task["model"]), task["is_timed"]
     config = ModelConfig.load(folder)

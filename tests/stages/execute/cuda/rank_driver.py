@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.rank_group import RankPlace
 from pipeline.stages.execute.cuda.collectives import Collectives
 from pipeline.stages.execute.cuda.rank_board import RankBoard
 from pipeline.stages.execute.cuda.ranks import join_by
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import Driver
 

@@ -15,11 +15,11 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.rank_group import RankLateError, RankPlace
 from pipeline.stages.execute.cuda import rank_link, ranks
 from pipeline.stages.execute.cuda.device import Calls, Device, Interpreted
 from pipeline.stages.execute.cuda.rank_board import RankBoard
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.ranks.place import RankLateError, RankPlace
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver

@@ -1,0 +1,158 @@
+"""The forward pass as a program: recorded once when the model is loaded, replayed for each step.
+
+A model describes itself by calling the methods below in order; nothing is computed. A back end turns each call into
+torch calls, ops of the CPU library, or a captured graph. All ops share one residual, float32 [tokens, hidden_size]: it
+sums up all layers, and rounding it to bfloat16 in each would lose the most precision.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from pipeline.kernels.stored_matrix import StoredMatrix
+from pipeline.runtime.model_folder import Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.kernels.matrix import Matrix
+
+LogitArray = np.ndarray[Any, np.dtype[np.float32]]
+
+AnyMatrix: TypeAlias = "StoredMatrix | Matrix"
+"""A weight as it is stored, or in torch. The CPU library takes both, without importing torch."""
+
+AnyVector: TypeAlias = "LogitArray | Tensor"
+"""float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Stacked matrices [outputs, inputs] with the same input, and their bias, float32 [all outputs]."""
+
+    matrices: tuple[AnyMatrix, ...]
+    bias: "AnyVector | None" = None
+    group: int = 0
+    """Columns with a common scale, where the matrices are a part of larger ones that are quantized while loading; 0:
+    the back end chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of hidden states, of the kind in `ModelConfig.norm`. Weight and bias are [hidden_size]."""
+
+    weight: AnyVector
+    bias: "AnyVector | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the first hidden states are made of."""
+
+    table: AnyMatrix
+    """[vocab_size, hidden_size]"""
+    positions: "AnyMatrix | None" = None
+    """Learned positions, [position_embeddings, hidden_size]."""
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights of the norms of queries and keys, before rotary embedding: [head_dim], or [num_heads * head_dim] and
+    [num_kv_heads * head_dim] unless `ModelConfig.qk_norm_kind` is "head"."""
+
+    query: AnyVector
+    key: AnyVector
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Self-attention and the norms before and after it."""
+
+    norm: Norm | None
+    qkv: Linear
+    """Queries, keys and values, stacked."""
+    out: Linear
+    head_norms: HeadNorms | None = None
+    window: int | None = None
+    """Number of positions that a token attends to, including its own; None for no limit."""
+    rope: Rope | None = None
+    sinks: "AnyVector | None" = None
+    """[num_heads], the scores of the heads' sinks."""
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The feed-forward layer and the norms before and after it."""
+
+    norm: Norm | None
+    gate_up: Linear
+    """Gate and up, stacked; only up if the layer is not gated."""
+    down: Linear
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """A mixture of experts and the norms before and after it."""
+
+    norm: Norm | None
+    router: Linear
+    """[experts, hidden_size]; if the shared expert has a gate, that is the last row of [experts + 1, hidden_size]."""
+    gate_up: Linear
+    """Gate and up of the first expert, then those of the next one; only up if the layer is not gated."""
+    down: Linear
+    """Of the first expert, then that of the next one."""
+    selection_bias: "AnyVector | None" = None
+    """[experts]"""
+    shared: tuple[Linear, Linear] | None = None
+    """Gate and up, and down, of the expert that computes every token."""
+    post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The last norm and the LM head [vocab_size, hidden_size]."""
+
+    norm: Norm | None
+    """None if the hidden states are normed already."""
+    matrix: AnyMatrix
+    bias: "AnyVector | None" = None
+
+
+class ProgramBuilder(ABC):
+    """Records a model's forward pass when it is loaded. Fields of `ModelConfig` say how each op computes."""
+
+    last_norm: Norm
+    """The norm in `sample`; its arrays are float32 in host memory."""
+
+    @abstractmethod
+    def embed(self, embedding: Embedding | None) -> None:
+        """residual = norm(table[ids] * embedding_scale + positions[position]). None: the caller writes `residual`
+        before each step, which not all back ends support."""
+
+    @abstractmethod
+    def attention(self, weights: AttentionWeights) -> None:
+        """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier. Writes
+        the step's keys and values to the next layer's cache first."""
+
+    @abstractmethod
+    def mlp(self, weights: MlpWeights) -> None:
+        """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual). Without
+        gate: down(activation(up(x)))"""
+
+    @abstractmethod
+    def experts(self, weights: ExpertsWeights) -> None:
+        """residual += post_norm(the weighted sum of the experts that the router chooses for each token, and the shared
+        expert times its gate), each as in `mlp`; all of them read norm(residual)."""
+
+    @abstractmethod
+    def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
+        """Both of the above, from the residual before either. If the feed-forward layer has no norm, attention's."""
+
+    @abstractmethod
+    def sample(self, head: Head) -> None:
+        """ids = sample(head(norm(residual)) * logit_scale), for the tokens to sample. Ends the program."""
