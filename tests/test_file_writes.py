@@ -70,7 +70,7 @@ REASONS: dict[str, dict[str, str]] = {
         "kernels/cpu/compile_ahead.py": "write_bytes",
         "pipeline/__main__.py": "O_WRONLY",
         "pipeline/runtime/api_keys.py": "write_text",
-        "stages/execute/cuda/rank_board.py": "O_RDWR",
+        "stages/execute/cuda/ranks/board.py": "O_RDWR",
         "tools/ranks_bench.py": "O_RDWR*2",
         "tools/simulator/__main__.py": "O_WRONLY",
     },

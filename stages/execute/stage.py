@@ -192,7 +192,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
         require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir), launch.rank)
         from pipeline.stages.execute.cuda import loop
         from pipeline.stages.execute.cuda.device import make_device
-        from pipeline.stages.execute.cuda.ranks import join_by
+        from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
         from pipeline.stages.execute.cuda.runner import CudaRunner
 
         place = _place(launch)

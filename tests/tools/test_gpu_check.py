@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.stages.execute.cuda import launches
+from pipeline.stages.execute.cuda.measuring import launches
 from tests.tools import gpu_check_fakes as fakes
 from tools.gpu_check import child, gpu, parent, report, runners
 from tools.gpu_check.child import Context, Task

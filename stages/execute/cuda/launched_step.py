@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray, LongArray
-from pipeline.stages.execute.cuda.batches import Batch, BoolArray
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.host_transfer import HostTransfer
-from pipeline.stages.execute.cuda.model import HiddenStates
-from pipeline.stages.execute.cuda.staging import Slot
+from pipeline.stages.execute.cuda.model.device_model import HiddenStates
+from pipeline.stages.execute.cuda.rows.batches import Batch, BoolArray
+from pipeline.stages.execute.cuda.rows.staging import Slot
 
 
 @dataclass(slots=True)

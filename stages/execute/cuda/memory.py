@@ -7,8 +7,8 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.rows import NUM_FIELDS
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
-from pipeline.stages.execute.cuda.rows import LIST_MEMORY_WORDS
-from pipeline.stages.execute.cuda.staging import NUM_SLOTS
+from pipeline.stages.execute.cuda.rows.device_rows import LIST_MEMORY_WORDS
+from pipeline.stages.execute.cuda.rows.staging import NUM_SLOTS
 from pipeline.stages.execute.eagle import MAX_PENDING, MAX_SHARED
 from pipeline.stages.execute.kv import layout_of
 

@@ -10,9 +10,9 @@ from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
 from pipeline.runtime.messages import Finish
-from pipeline.stages.execute.cuda.batches import BoolArray
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.rows.batches import BoolArray
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.rows import RowTable

@@ -24,24 +24,24 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
-from pipeline.stages.execute.cuda.batches import Batch, BoolArray, batch_of, check_plan
-from pipeline.stages.execute.cuda.captures import Captures
 from pipeline.stages.execute.cuda.device import Device, make_device
-from pipeline.stages.execute.cuda.draft_model import DeviceDraftModel, DraftWeights
-from pipeline.stages.execute.cuda.draft_steps import DraftSteps
-from pipeline.stages.execute.cuda.eagle import DeviceEagleHead, HeadWeights
-from pipeline.stages.execute.cuda.graphs import CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.drafts.draft_model import DeviceDraftModel, DraftWeights
+from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.drafts.eagle import DeviceEagleHead, HeadWeights
+from pipeline.stages.execute.cuda.graphs.captures import Captures
+from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep, ProposerStates, pooled_entries
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.ranks import Join, busy
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.ranks.device_ranks import Join, busy
 from pipeline.stages.execute.cuda.results import ResultReader
-from pipeline.stages.execute.cuda.row_changes import RowChangeSender
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.rows.batches import Batch, BoolArray, batch_of, check_plan
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
+from pipeline.stages.execute.cuda.rows.row_changes import RowChangeSender
+from pipeline.stages.execute.cuda.rows.staging import Run, Staging
 from pipeline.stages.execute.cuda.sampling_extras import SPIN_S, SamplingExtras
-from pipeline.stages.execute.cuda.staging import Run, Staging
-from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.draft_model import draft_block_bytes
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv

@@ -3,7 +3,7 @@
     logits ──► top logprobs ──► masks, logits processors ──► sample ──► logprobs of the ids
 
 The launches for logprobs are not captured in a graph, because they differ from step to step. Without logprobs, masks,
-logits processors and sampling are one graph (graphs.py).
+logits processors and sampling are one graph (graphs/step_graphs.py).
 """
 
 import logging
@@ -23,12 +23,12 @@ from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.sampling import logprobs
 from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
 from pipeline.kernels.triton.sampling.logprobs import LogprobScratch
-from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs.step_graphs import SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.launched_step import PendingLogprobs
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates
+from pipeline.stages.execute.cuda.rows.batches import Batch
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable

@@ -112,7 +112,7 @@ def _run(
 def _rank(task: dict[str, Any]) -> None:
     """Runs in a process of its own."""
     from pipeline.stages.execute.cuda.device import make_device
-    from pipeline.stages.execute.cuda.ranks import join_by
+    from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
     from pipeline.stages.execute.cuda.runner import CudaRunner
     from pipeline.stages.execute.ranks.place import RankPlace
 

@@ -6,7 +6,7 @@ Profiling slows a process down for good, so this section measures nothing else.
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from pipeline.stages.execute.cuda.launches import Launches, traced
+from pipeline.stages.execute.cuda.measuring.launches import Launches, traced
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.readings import Reading
 from tools.gpu_check.speed.steps import MODELS, Model, SpeedRows, stand_in, started

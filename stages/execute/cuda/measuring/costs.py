@@ -10,8 +10,8 @@ import torch
 from pipeline.cli.profile.results import Case, KernelTime, MachineRates, OpTime, StepTime
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.launches import Launches
-from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.cuda.measuring.launches import Launches
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.measuring.measure import floor_of
 
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"

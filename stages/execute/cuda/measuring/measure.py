@@ -21,8 +21,8 @@ from pipeline.errors import UserError
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.device import make_device
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
-from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.measuring.costs import GpuSamples, costs_of, summarize, weight_bytes
+from pipeline.stages.execute.cuda.measuring.launches import Launches, traced
 from pipeline.stages.execute.cuda.measuring.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.kv import kv_dtype

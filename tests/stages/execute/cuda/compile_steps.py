@@ -18,13 +18,13 @@ from pipeline.kernels.stored_matrix import Format, row_bytes
 from pipeline.kernels.triton.gemm import quantize
 from pipeline.kernels.triton.launch import compiling
 from pipeline.kernels.triton.rows import NUM_FIELDS, RowState
-from pipeline.stages.execute.cuda.collectives import Collectives
-from pipeline.stages.execute.cuda.cut import Cut, rank_config
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
-from pipeline.stages.execute.cuda.graphs import CapturedStepKind, StepGraphs
-from pipeline.stages.execute.cuda.model import DeviceModel, allocate_kv
-from pipeline.stages.execute.cuda.rank_link import OneShot, RankLink
-from pipeline.stages.execute.cuda.step_shapes import StepShapes
+from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStepKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs.step_shapes import StepShapes
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.ranks.collectives import Collectives
+from pipeline.stages.execute.cuda.ranks.cut import Cut, rank_config
+from pipeline.stages.execute.cuda.ranks.link import OneShot, RankLink
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.ranks.share import share_of
 from tests.kernels.triton.pretending import pretend, pretend_h100

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cuda.collectives import Collectives
-from pipeline.stages.execute.cuda.rank_board import RankBoard
-from pipeline.stages.execute.cuda.ranks import join_by
+from pipeline.stages.execute.cuda.ranks.board import RankBoard
+from pipeline.stages.execute.cuda.ranks.collectives import Collectives
+from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.runner import Sampled

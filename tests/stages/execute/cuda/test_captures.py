@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
-from pipeline.stages.execute.cuda.graphs import SamplerKind
+from pipeline.stages.execute.cuda.graphs.step_graphs import SamplerKind
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.cuda.conftest import on_device

@@ -8,8 +8,8 @@ import torch
 from pipeline.cli.profile.results import Case, MachineRates
 from pipeline.kernels.triton.attention import decode, prefill
 from pipeline.kernels.triton.gemm import dequantize, skinny, vector
-from pipeline.stages.execute.cuda.launches import Launches
 from pipeline.stages.execute.cuda.measuring.costs import Cost, GpuSamples, costs_of, op_of, summarize
+from pipeline.stages.execute.cuda.measuring.launches import Launches
 from tests.stages.execute import checkpoints
 
 RATES = MachineRates(read_bytes=100.0, float32_flops=10.0, bf16_flops=50.0, int8_ops=None)

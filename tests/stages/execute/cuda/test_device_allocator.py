@@ -2,7 +2,7 @@
 
 import random
 
-from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
+from pipeline.stages.execute.cuda.rows.device_allocator import DeviceAllocator
 
 
 def test_ranges_never_overlap_and_are_all_freed() -> None:

@@ -13,8 +13,8 @@ from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.errors import UserError
-from pipeline.stages.execute.cuda.launches import Launches, traced
 from pipeline.stages.execute.cuda.measuring import measure as module
+from pipeline.stages.execute.cuda.measuring.launches import Launches, traced
 from pipeline.stages.execute.measuring import profile as entry
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cuda.test_costs import LAUNCHED

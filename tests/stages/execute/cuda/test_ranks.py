@@ -15,9 +15,10 @@ import torch
 
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cuda import rank_link, ranks
 from pipeline.stages.execute.cuda.device import Calls, Device, Interpreted
-from pipeline.stages.execute.cuda.rank_board import RankBoard
+from pipeline.stages.execute.cuda.ranks import device_ranks as ranks
+from pipeline.stages.execute.cuda.ranks import link as rank_link
+from pipeline.stages.execute.cuda.ranks.board import RankBoard
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.ranks.place import RankLateError, RankPlace
 from tests.stages.execute import checkpoints, tiny_architectures

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.stages.execute.cuda import model_layers as model_module
 from pipeline.stages.execute.cuda import runner
 from pipeline.stages.execute.cuda.device import Interpreted
-from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.cuda.model import layers as model_module
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 

@@ -6,9 +6,9 @@ import torch
 
 from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import RowState
-from pipeline.stages.execute.cuda.batches import EMPTY, Batch
 from pipeline.stages.execute.cuda.device import Interpreted
-from pipeline.stages.execute.cuda.staging import NUM_SLOTS, Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.rows.batches import EMPTY, Batch
+from pipeline.stages.execute.cuda.rows.staging import NUM_SLOTS, Run, Staging, num_words, split_runs
 
 
 def runs_of(lengths: list[int], seed: int) -> list[Run]:

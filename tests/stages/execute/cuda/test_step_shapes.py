@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline.stages.execute.cuda.step_shapes import MAX_TOKENS, StepShapes, decode_sizes, mixed_sizes
+from pipeline.stages.execute.cuda.graphs.step_shapes import MAX_TOKENS, StepShapes, decode_sizes, mixed_sizes
 
 LIMITS = [(1, 16), (2, 96), (7, 40), (16, 2048), (64, 96), (256, 2048), (300, 8192), (1024, 512), (4096, 2**20)]
 

@@ -13,13 +13,13 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.step import STAMP_WORDS
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.batches import Batch, batch_of
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates, allocate_kv
-from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.staging import Slot, Staging
-from pipeline.stages.execute.cuda.step_shapes import StepShapes
+from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs.step_shapes import StepShapes
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates, allocate_kv
+from pipeline.stages.execute.cuda.rows.batches import Batch, batch_of
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
+from pipeline.stages.execute.cuda.rows.staging import Slot, Staging
 from pipeline.stages.execute.draft_model import require_all_positions
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rows import BoolArray, RowTable

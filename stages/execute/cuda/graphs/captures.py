@@ -13,12 +13,12 @@ compile.
 from collections.abc import Iterable, Iterator
 
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.draft_steps import DraftSteps
-from pipeline.stages.execute.cuda.graphs import CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStepKind, SamplerKind, StepGraphs
+from pipeline.stages.execute.cuda.graphs.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier
-from pipeline.stages.execute.cuda.ranks import DeviceRanks
+from pipeline.stages.execute.cuda.ranks.device_ranks import DeviceRanks
 from pipeline.stages.execute.cuda.sampling_extras import SamplingExtras
-from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, StepShapes
 
 NUM_FIRST_VERIFYING = 3
 """Shapes of steps that verify proposed ids to capture before the server is ready: those for one row."""

@@ -7,7 +7,7 @@ There are three variants:
     few, decode   norm+linear · rotary+attention · linear · norm+linear+silu_mul · linear
 
 The last is for steps that are bound by reading weights and by launches, and for layers like Llama's (`is_fusible` in
-model_layers.py). If a matrix has so many programs that repeating the norm in each takes longer than a launch, the norm
+layers.py). If a matrix has so many programs that repeating the norm in each takes longer than a launch, the norm
 is a separate launch there too. A linear layer returns split-K partials [P, M, N], and the next kernel sums them.
 
 What models do beyond Llama is part of these launches (factors, norms after a layer), or a launch more:
@@ -35,8 +35,8 @@ from pipeline.kernels.triton.norm import PLAIN, NormWeights
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
-from pipeline.stages.execute.cuda.model_layers import AttentionOnDevice, DeviceLayers, ExpertsOnDevice, MlpOnDevice
+from pipeline.stages.execute.cuda.model.layers import AttentionOnDevice, DeviceLayers, ExpertsOnDevice, MlpOnDevice
+from pipeline.stages.execute.cuda.model.linear import Gemm, GemmMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ import torch
 from pipeline.config.settings import Settings
 from pipeline.kernels.triton.gemm.device_matrix import Quantization
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.collectives import Collectives, TorchCollectives
-from pipeline.stages.execute.cuda.cut import Cut, rank_config
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
-from pipeline.stages.execute.cuda.model import DeviceModel
-from pipeline.stages.execute.cuda.rank_board import RankBoard
-from pipeline.stages.execute.cuda.rank_link import RankLink, one_shot_of
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel
+from pipeline.stages.execute.cuda.ranks.board import RankBoard
+from pipeline.stages.execute.cuda.ranks.collectives import Collectives, TorchCollectives
+from pipeline.stages.execute.cuda.ranks.cut import Cut, rank_config
+from pipeline.stages.execute.cuda.ranks.link import RankLink, one_shot_of
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.ranks.place import RankPlace, StepAbandonedError
 from pipeline.stages.execute.ranks.share import Share, share_of, unevenness

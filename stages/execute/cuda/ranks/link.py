@@ -23,8 +23,8 @@ from pipeline.kernels.triton.all_reduce import (
     symmetric_words,
 )
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.stages.execute.cuda.collectives import Collectives
-from pipeline.stages.execute.cuda.rank_board import RankBoard
+from pipeline.stages.execute.cuda.ranks.board import RankBoard
+from pipeline.stages.execute.cuda.ranks.collectives import Collectives
 from pipeline.stages.execute.ranks.share import PANEL, Share, cut
 
 GATHERED_TOKENS = 64

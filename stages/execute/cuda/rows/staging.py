@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.step import HEADER, RUN_WORDS, STAMP_WORDS, Head, result_words, words_of
-from pipeline.stages.execute.cuda.batches import Batch
 from pipeline.stages.execute.cuda.device import Device, StreamEvent
+from pipeline.stages.execute.cuda.rows.batches import Batch
 
 NUM_SLOTS = 8
 """More than the scheduler has steps in flight."""

@@ -11,8 +11,8 @@ from pipeline.kernels.logits_processor_inputs import LogitsProcessors, num_words
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.device_allocator import DeviceAllocator
-from pipeline.stages.execute.cuda.staging import Run
+from pipeline.stages.execute.cuda.rows.device_allocator import DeviceAllocator
+from pipeline.stages.execute.cuda.rows.staging import Run
 from pipeline.stages.execute.rows import GroupArray, RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 

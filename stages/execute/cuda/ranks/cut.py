@@ -5,7 +5,7 @@
     o                   columns: the inputs from its heads    a part of the sum over the ranks
     gate, up            rows: intermediate                    the rank's own
     down                columns: intermediate                 a part of the sum over the ranks
-    embedding, head     rows: vocabulary                      see rank_link.py
+    embedding, head     rows: vocabulary                      see link.py
 
 Only rank 0 has the biases of o and down, and learned positions: sums have them once. Experts are cut like gate, up and
 down, so each rank has a part of every expert; routers are whole. Columns are cut between groups that have a common
@@ -22,7 +22,7 @@ from pipeline.kernels.matrix import Matrix, as_tensor
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, StoredMatrix
 from pipeline.kernels.triton.gemm.device_matrix import Quantization, group_of
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cuda.model import DeviceModel
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AnyVector,

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore
 
 from pipeline.errors import UserError
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.stages.execute.cuda.rank_board import RankBoard
+from pipeline.stages.execute.cuda.ranks.board import RankBoard
 from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S
 
 

@@ -19,9 +19,9 @@ from pipeline.kernels.triton import step as ends
 from pipeline.kernels.triton.rows import RowState, StepArrays
 from pipeline.kernels.triton.sampling import sample
 from pipeline.stages.execute.cuda.device import Calls, Device
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
-from pipeline.stages.execute.cuda.rank_link import RankLink
-from pipeline.stages.execute.cuda.step_shapes import PaddedStepShape, decode_sizes
+from pipeline.stages.execute.cuda.graphs.step_shapes import PaddedStepShape, decode_sizes
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates
+from pipeline.stages.execute.cuda.ranks.link import RankLink
 
 
 class CapturedStepKind(Enum):

@@ -28,9 +28,9 @@ from pipeline.runtime import model_folder
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.draft_steps import DraftSteps
-from pipeline.stages.execute.cuda.model import DeviceModel, HiddenStates
-from pipeline.stages.execute.cuda.rows import DeviceRows
+from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.draft_model import captured_layers, prepared_draft
 from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan

@@ -1,9 +1,9 @@
 """Sends the row changes of steps to the GPU."""
 
-from pipeline.stages.execute.cuda.batches import EMPTY, Batch
-from pipeline.stages.execute.cuda.graphs import StepGraphs
-from pipeline.stages.execute.cuda.rows import DeviceRows
-from pipeline.stages.execute.cuda.staging import Run, Staging, num_words, split_runs
+from pipeline.stages.execute.cuda.graphs.step_graphs import StepGraphs
+from pipeline.stages.execute.cuda.rows.batches import EMPTY, Batch
+from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
+from pipeline.stages.execute.cuda.rows.staging import Run, Staging, num_words, split_runs
 
 
 class RowChangeSender:

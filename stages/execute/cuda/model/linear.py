@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeline.kernels.triton.gemm import segments
 from pipeline.kernels.triton.gemm.segments import SegmentedMatrix
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS
-from pipeline.stages.execute.cuda.lora import LoraSite
+from pipeline.stages.execute.cuda.model.lora import LoraSite
 
 
 @dataclass(frozen=True, slots=True)

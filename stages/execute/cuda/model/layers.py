@@ -18,12 +18,12 @@ from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
-from pipeline.stages.execute.cuda.attention import AttentionLayer, DeviceAttention
 from pipeline.stages.execute.cuda.device import Device
-from pipeline.stages.execute.cuda.experts import ExpertMatrices, ExpertMemory
-from pipeline.stages.execute.cuda.linear import Gemm, GemmMemory
-from pipeline.stages.execute.cuda.lora import DeviceLora, PackedAdapter
-from pipeline.stages.execute.cuda.rank_link import RankLink
+from pipeline.stages.execute.cuda.model.attention import AttentionLayer, DeviceAttention
+from pipeline.stages.execute.cuda.model.experts import ExpertMatrices, ExpertMemory
+from pipeline.stages.execute.cuda.model.linear import Gemm, GemmMemory
+from pipeline.stages.execute.cuda.model.lora import DeviceLora, PackedAdapter
+from pipeline.stages.execute.cuda.ranks.link import RankLink
 from pipeline.stages.execute.program import (
     AnyVector,
     AttentionWeights,
@@ -96,7 +96,7 @@ class DeviceLayers(ProgramBuilder):
     ) -> None:
         """`quantization` applies to layers' matrices that are floats. Without `adapters`, none can be loaded. A step
         has at most `max_num_rows` entries, and as many samples unless `max_num_samples` is more. With `ranks`, the
-        config and the weights are those of a rank (cut.py).
+        config and the weights are those of a rank (ranks/cut.py).
 
         With `early`, steps of few tokens use programmatic dependent launch, if the device has it and matrices are
         small: a launch loads weights before it waits for the previous one.

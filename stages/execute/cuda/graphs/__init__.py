@@ -1,0 +1,1 @@
+"""Steps as CUDA graphs: which shapes there are, how they are captured, and when."""

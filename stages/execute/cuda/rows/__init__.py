@@ -1,0 +1,1 @@
+"""The rows in GPU memory, and what each step sends to them."""
