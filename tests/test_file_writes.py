@@ -33,7 +33,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/lora/adapter_file.py": "open replace unlink*2",
         "pipeline/runtime/log_file.py": "O_CREAT O_WRONLY rename",
         "pipeline/supervisor/crash_reports.py": "mkdir rename rmtree*2",
-        "stages/execute/cpu/panel_file.py": "O_RDWR O_TMPFILE link unlink",
+        "stages/execute/cpu/native/panel_file.py": "O_RDWR O_TMPFILE link unlink",
         "stages/prepare/adapters.py": "unlink",
         "stages/prepare/cache.py": "open rename*2 rmtree unlink*2 utime",
         "stages/prepare/draft.py": "replace symlink_to",

@@ -26,8 +26,8 @@ CONVERTED = "converted.txt"
 NOTES = "notes.txt"
 """Lines about what the model's files say in two ways, and which of them counts. Absent if there is nothing to say."""
 PANELS = "weights.panels"
-"""Belongs to execute, see stages/execute/cpu/panel_file.py. Ranks have files whose names begin with this one. A folder
-is complete without them."""
+"""Belongs to execute, see stages/execute/cpu/native/panel_file.py. Ranks have files whose names begin with this one. A
+folder is complete without them."""
 STAMP = "complete.json"
 """The file that prepare writes last."""
 MAX_FILE_BYTES = 256 * 1024**2

@@ -10,7 +10,7 @@ from pipeline.kernels.logits_processor_inputs import NO_IDS
 from pipeline.kernels.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import ADAPTER_FAILED, ExecuteFacts, GenerationOptions, Step
-from pipeline.stages.execute.adapters import AdapterSlots
+from pipeline.stages.execute.adapters.slots import AdapterSlots
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES

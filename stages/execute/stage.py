@@ -161,7 +161,7 @@ def preload(launch: m.Launch) -> None:
         import_module("torch")
         return
     if settings.execute.kernels == "torch":
-        import_module("pipeline.stages.execute.cpu.torch_program")
+        import_module("pipeline.stages.execute.cpu.pytorch.program")
     import_module("pipeline.stages.execute.cpu.runner")
 
 
@@ -223,7 +223,7 @@ def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
 
 
 def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
-    from pipeline.stages.execute.adapter_reports import AdapterReports
+    from pipeline.stages.execute.adapters.reports import AdapterReports
     from pipeline.stages.execute.publishing import Publisher, StepTiming
     from pipeline.stages.execute.ranks.place import StepAbandonedError
 

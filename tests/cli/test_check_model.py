@@ -16,7 +16,7 @@ from pipeline.__main__ import main
 from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
-from pipeline.stages.execute.cpu.native_attention import NativeAttention
+from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.prepare import gguf_reference, random_checkpoint
 from pipeline.stages.prepare.gguf import model as gguf_model
 from pipeline.stages.prepare.reference import Reference

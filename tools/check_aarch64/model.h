@@ -1,4 +1,4 @@
-// A tiny model with random weights, recorded through the library's C interface as stages/execute/cpu/native_program.py
+// A tiny model with random weights, recorded through the library's C interface as stages/execute/cpu/native/program.py
 // records a real one.
 #pragma once
 

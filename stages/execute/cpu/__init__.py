@@ -1,0 +1,1 @@
+"""The executor on a CPU: a step is computed when its message arrives."""

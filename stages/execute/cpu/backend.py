@@ -19,13 +19,13 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.messages import Backend
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import LoraPlan
+from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
-from pipeline.stages.execute.cpu.native_program import NativeProgram, unsupported
-from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.native.program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.program import Program
-from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.cpu.ranks.group import RankGroup
+from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.place import RankPlace
@@ -78,7 +78,7 @@ def make_program(
         # Imported here: the CPU library needs no torch, whose import takes most of a start.
         import torch
 
-        from pipeline.stages.execute.cpu.torch_program import TorchProgram
+        from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 
         torch.set_num_threads(num_threads)
         return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
@@ -119,7 +119,7 @@ def join(library: Library | None, settings: Settings, config: ModelConfig, place
     """A rank's view of its group. Raises UserError if the model can't be cut into so many ranks, or needs torch."""
     share = share_of(config, place.rank, place.num_ranks)
     if settings.execute.kv_dtype == "int8" and place.num_ranks > config.num_kv_heads:
-        # The factors of a key (key_calibration.py) come from all its queries, which several ranks would have.
+        # The factors of a key (native/key_calibration.py) come from all its queries, which several ranks would have.
         raise UserError(
             f"execute.kv_dtype: 'int8' is possible with at most as many ranks as KV heads, {config.num_kv_heads}; "
             f"execute.tensor_parallel is {place.num_ranks}"

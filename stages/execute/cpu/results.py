@@ -9,11 +9,11 @@ from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
+from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_places
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
-from pipeline.stages.execute.speculation import Speculator, Verified, merged
 
 NO_SIZES: LongArray = np.zeros(0, np.int64)
 

@@ -18,7 +18,7 @@ from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
+from pipeline.stages.execute.adapters.slots import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import (
     cache_root,
@@ -30,12 +30,13 @@ from pipeline.stages.execute.cpu.backend import (
     max_num_prefill_tokens,
 )
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
-from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.cpu.pipeline_stage import PipelineStage
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import MasksLate, Program
-from pipeline.stages.execute.cpu.rank_group import Outcome
+from pipeline.stages.execute.cpu.ranks.group import Outcome
+from pipeline.stages.execute.cpu.ranks.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
-from pipeline.stages.execute.draft_model import captured_layers, draft_block_bytes
+from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
+from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -47,7 +48,6 @@ from pipeline.stages.execute.ranks.share import most_kv_heads
 from pipeline.stages.execute.rows import BoolArray, RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
-from pipeline.stages.execute.speculation import Proposer, Speculator
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
@@ -162,8 +162,8 @@ class CpuRunner:
         """What proposes ids; None for n-grams."""
         if settings.speculative.method == "ngram":
             return None
-        from pipeline.stages.execute.cpu.draft_model import load_proposer
-        from pipeline.stages.execute.cpu.eagle import Target
+        from pipeline.stages.execute.cpu.drafts.draft_model import load_proposer
+        from pipeline.stages.execute.cpu.drafts.eagle import Target
 
         return load_proposer(
             settings, self.rows, kv, num_threads, Target(self._config, weights, self.program, self._library)

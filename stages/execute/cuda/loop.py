@@ -11,7 +11,7 @@ from typing import assert_never
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
-from pipeline.stages.execute.adapter_reports import AdapterReports
+from pipeline.stages.execute.adapters.reports import AdapterReports
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner

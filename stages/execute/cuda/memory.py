@@ -9,7 +9,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
 from pipeline.stages.execute.cuda.rows.device_rows import LIST_MEMORY_WORDS
 from pipeline.stages.execute.cuda.rows.staging import NUM_SLOTS
-from pipeline.stages.execute.eagle import MAX_PENDING, MAX_SHARED
+from pipeline.stages.execute.drafts.eagle import MAX_PENDING, MAX_SHARED
 from pipeline.stages.execute.kv import layout_of
 
 GRAPHS_BYTES = 512 * 1024**2

@@ -23,7 +23,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.runtime.messages import ExecuteFacts, Step
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import AdapterSlots, LoraPlan
+from pipeline.stages.execute.adapters.slots import AdapterSlots, LoraPlan
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.drafts.draft_model import DeviceDraftModel, DraftWeights
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
@@ -42,7 +42,8 @@ from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.cuda.rows.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows.staging import Run, Staging
 from pipeline.stages.execute.cuda.sampling_extras import SPIN_S, SamplingExtras
-from pipeline.stages.execute.draft_model import draft_block_bytes
+from pipeline.stages.execute.drafts.draft_model import draft_block_bytes
+from pipeline.stages.execute.drafts.speculation import Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.models.registry import build_program
@@ -52,7 +53,6 @@ from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
-from pipeline.stages.execute.speculation import Speculator
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Publish = Callable[[LaunchedStep, Sampled], None]

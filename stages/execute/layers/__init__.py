@@ -1,1 +1,1 @@
-"""Reads the weights of a model's layers."""
+"""The layers of a model, loaded from its weights."""

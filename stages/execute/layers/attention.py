@@ -1,6 +1,6 @@
 """Grouped-query self-attention and, in some models, rotary embedding, biases, norms of queries and keys, windows.
 
-The rows of queries and keys are loaded in the order that the kernels rotate (stages/execute/rope.py).
+The rows of queries and keys are loaded in the order that the kernels rotate (stages/execute/layers/rope.py).
 """
 
 import zlib
@@ -11,8 +11,8 @@ from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.layers.rope import head_order
 from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, HeadNorms, Linear
-from pipeline.stages.execute.rope import head_order
 from pipeline.stages.execute.weights import Weights
 
 

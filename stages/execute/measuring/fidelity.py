@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import make_program
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import kv_block_bytes

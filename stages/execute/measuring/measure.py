@@ -27,9 +27,9 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
-from pipeline.stages.execute.adapters import LoraPlan
+from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.measuring.plain_adapter import plain_adapter

@@ -9,14 +9,14 @@ from pipeline.kernels.matrix import Matrix, as_matrix, as_tensor
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import LoraPlan
+from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
-from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import Program
-from pipeline.stages.execute.cpu.rank_group import RankGroup
-from pipeline.stages.execute.cpu.torch_calls import Buffer
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.pytorch.calls import Buffer
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
+from pipeline.stages.execute.cpu.ranks.group import RankGroup
+from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.program import Linear
 from pipeline.stages.execute.ranks.layer_split import Part

@@ -83,7 +83,7 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         identity = torch.eye(depth).tile(3, 1).bfloat16()
         from pipeline.kernels.matrix import Matrix
         from pipeline.runtime.model_folder import Experts
-        from pipeline.stages.execute.cpu.native_experts import stacked_parts
+        from pipeline.stages.execute.cpu.native.experts import stacked_parts
         from pipeline.stages.execute.program import Linear
 
         halves = [Matrix("bf16", half.contiguous(), inner, depth) for half in identity.split(inner)]

@@ -10,8 +10,8 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.execute.runner import Sampled
 
 GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)

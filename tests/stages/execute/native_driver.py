@@ -16,7 +16,7 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig, format_key
 from pipeline.stages.execute.cpu import backend
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.k_quants import quantize
 from tests.kernels.cpu.samplers import EMULATED

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.runner import Sampled

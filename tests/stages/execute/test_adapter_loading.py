@@ -14,7 +14,7 @@ from pipeline.lora.convert import convert
 from pipeline.replay.compare import compare
 from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.torch_lora import TorchLora
+from pipeline.stages.execute.cpu.pytorch.lora import TorchLora
 from tests.lora.random_adapters import write_adapter
 from tests.rig import Rig
 from tests.stages.execute import checkpoints

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline.config.settings import Settings
-from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings

@@ -13,8 +13,8 @@ from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, native
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.stages.execute.cpu import backend
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write

@@ -16,9 +16,9 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write

@@ -14,9 +14,9 @@ from pipeline.config.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, Driver, i32, make_step, row_add, settings, take
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write

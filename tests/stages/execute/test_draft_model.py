@@ -16,7 +16,7 @@ from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import GenerationOptions
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.draft_model import DraftModel
+from pipeline.stages.execute.drafts.draft_model import DraftModel
 from pipeline.stages.execute.kv import kv_block_bytes, layout_of
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write

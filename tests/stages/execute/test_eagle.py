@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.kernels.cpu.build import default_cache_root
 from pipeline.kernels.step_inputs import IntArray, block_bytes
-from pipeline.stages.execute.cpu.eagle import EagleHead
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.drafts.eagle import EagleHead
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.prepare import draft
 from pipeline.stages.prepare.eagle import prepare_head

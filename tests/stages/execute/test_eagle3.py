@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import IntArray, block_bytes
-from pipeline.stages.execute.cpu.eagle3 import Eagle3Head
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.drafts.eagle3 import Eagle3Head
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.prepare import draft
 from pipeline.stages.prepare.eagle import prepare_head

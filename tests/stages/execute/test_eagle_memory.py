@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
+from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.rows import BoolArray, RowTable
 
 

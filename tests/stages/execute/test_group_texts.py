@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.kv_groups import KVGroup
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.native_driver import random_ids

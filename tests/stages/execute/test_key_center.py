@@ -8,8 +8,8 @@ import torch
 
 from pipeline.kernels.hadamard import transform_heads
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.key_calibration import KeyFactors, hadamard
-from pipeline.stages.execute.key_center import key_center
+from pipeline.stages.execute.cpu.native.key_calibration import KeyFactors, hadamard
+from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
 from tests.stages.execute.checkpoints import config_of
 from tests.stages.execute.native_driver import ISAS, Native, write

@@ -13,7 +13,7 @@ from pipeline.kernels.step_inputs import block_bytes
 from pipeline.lora.adapter_file import path_of
 from pipeline.lora.convert import convert
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.lora.random_adapters import merge, write_adapter
 from tests.stages.execute import checkpoints

@@ -17,7 +17,7 @@ from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import MasksLate
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from tests.kernels.cpu.samplers import EMULATED
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import EOS_ID

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.cpu import native
 from pipeline.runtime.model_folder import PANELS
-from pipeline.stages.execute.cpu import panel_file
-from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.cpu.native import panel_file
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.weights import TensorFile
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import row_add, settings
@@ -204,7 +204,7 @@ def test_a_matrix_that_the_file_lacks_is_packed_and_added(folder: Path, monkeypa
     monkeypatch.setattr(
         panel_file, "key_of", lambda packed, names, rows: f"{order(packed, names, rows)} {'down' in names[0]}"
     )
-    monkeypatch.setattr("pipeline.stages.execute.cpu.native_memory.key_of", panel_file.key_of)
+    monkeypatch.setattr("pipeline.stages.execute.cpu.native.memory.key_of", panel_file.key_of)
     second, third = Start(folder), Start(folder)
     assert second.was_mapped and second.packed
     assert not third.packed

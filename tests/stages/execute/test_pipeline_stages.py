@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.kv_groups import kv_layout
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_memory import NativeMemory
+from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split
 from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError

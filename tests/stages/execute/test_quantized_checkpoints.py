@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver

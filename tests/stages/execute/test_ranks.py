@@ -14,7 +14,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_memory import NativeMemory
+from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config.settings import Quantization, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.stages.execute.cpu.native_program import NativeProgram
-from pipeline.stages.execute.cpu.torch_program import TorchProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pipeline.config.settings import SpeculativeSettings
 from pipeline.kernels.step_inputs import IntArray, block_bytes
 from pipeline.runtime.messages import Pooling
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.drafts.speculation import NgramProposer, Speculator
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.speculation import NgramProposer, Speculator
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner

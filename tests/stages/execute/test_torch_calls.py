@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.step_inputs import StepInputs
-from pipeline.stages.execute.cpu.torch_calls import MAX_BOUND_SIZES, Extent, TorchCalls
+from pipeline.stages.execute.cpu.pytorch.calls import MAX_BOUND_SIZES, Extent, TorchCalls
 
 
 def fill(inputs: StepInputs, num_tokens: int, samples: bool = True) -> None:

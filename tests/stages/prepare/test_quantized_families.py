@@ -10,7 +10,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_program import NativeProgram
+from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.checkpoints import reference_logits

@@ -20,7 +20,7 @@ from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
-from pipeline.stages.execute.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft
+from pipeline.stages.execute.drafts.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable

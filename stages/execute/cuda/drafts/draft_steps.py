@@ -20,7 +20,7 @@ from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenS
 from pipeline.stages.execute.cuda.rows.batches import Batch, batch_of
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.cuda.rows.staging import Slot, Staging
-from pipeline.stages.execute.draft_model import require_all_positions
+from pipeline.stages.execute.drafts.draft_model import require_all_positions
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.rows import BoolArray, RowTable
 

@@ -5,7 +5,7 @@
     propose       pending ──► head, sample ──ids──► host ──► head, sample ──ids──► host …
 
 A token of the head at position t has the id at t + 1 (`id_shift`). The head's own state of each pass stays on the GPU
-for the next one. The formulas are those of stages/execute/eagle.py and cpu/eagle3.py.
+for the next one. The formulas are those of stages/execute/drafts/eagle.py and cpu/drafts/eagle3.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
-from pipeline.stages.execute.draft_model import captured_layers, prepared_draft
-from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
+from pipeline.stages.execute.drafts.draft_model import captured_layers, prepared_draft
+from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights

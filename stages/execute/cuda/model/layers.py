@@ -17,7 +17,7 @@ from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.kv_groups import KVLayout, undivided
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
+from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.model.attention import AttentionLayer, DeviceAttention
 from pipeline.stages.execute.cuda.model.experts import ExpertMatrices, ExpertMemory

@@ -13,14 +13,14 @@ from pipeline.runtime import model_folder
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
-from pipeline.stages.execute.cpu.eagle import EagleHead, Target
-from pipeline.stages.execute.cpu.eagle3 import Eagle3Head
-from pipeline.stages.execute.cpu.panel_file import PanelPlace
-from pipeline.stages.execute.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
+from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target
+from pipeline.stages.execute.cpu.drafts.eagle3 import Eagle3Head
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.drafts.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
+from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.rows import BoolArray, RowTable
-from pipeline.stages.execute.speculation import Proposer
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 

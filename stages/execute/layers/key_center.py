@@ -12,8 +12,8 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.layers.rope import rotation
 from pipeline.stages.execute.program import AttentionWeights
-from pipeline.stages.execute.rope import rotation
 
 NEAR = 256
 """Positions are weighed by 1 / (position + NEAR), because every sequence has the first ones."""

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
-from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
 from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.rows import RowTable
 

@@ -4,8 +4,8 @@ import ctypes
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
-from pipeline.stages.execute.cpu.native_memory import NativeMemory
-from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.cpu.native.memory import NativeMemory
+from pipeline.stages.execute.cpu.ranks.group import RankGroup
 
 
 class RankMemory:

@@ -13,7 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 
 if TYPE_CHECKING:
-    from pipeline.stages.execute.adapters import AdapterSlots
+    from pipeline.stages.execute.adapters.slots import AdapterSlots
 
 EVENT = "adapters"
 

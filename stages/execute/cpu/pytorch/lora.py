@@ -10,7 +10,7 @@ from pipeline.kernels.linear import multiply
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
+from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
 
 Matrices = list[tuple[int, int, Tensor, Tensor]]
 """The first output and the end, A and B of each projection that an adapter changes."""

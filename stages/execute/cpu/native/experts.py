@@ -15,8 +15,8 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model_folder import Experts, ModelConfig
-from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, have_one_format, swiglu_order
-from pipeline.stages.execute.cpu.native_ranks import RankMemory
+from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, have_one_format, swiglu_order
+from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.program import ExpertsWeights, Linear
 from pipeline.stages.execute.ranks.share import Share
 

@@ -24,13 +24,14 @@ from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.shm.fence import Fence
-from pipeline.stages.execute.adapters import DOWN, OUT, QKV, LoraPlan, gate_up
+from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program
+from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
+from pipeline.stages.execute.cpu.pytorch.lora import Matrices, TorchLora
 from pipeline.stages.execute.cpu.sampler import Sampler
-from pipeline.stages.execute.cpu.torch_calls import Buffer, Extent, TorchCalls
-from pipeline.stages.execute.cpu.torch_lora import Matrices, TorchLora
-from pipeline.stages.execute.key_center import key_center
 from pipeline.stages.execute.kv import KVPlan, SwapArray, kv_dtype
+from pipeline.stages.execute.layers.key_center import key_center
+from pipeline.stages.execute.layers.rope import rotations
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
@@ -42,7 +43,6 @@ from pipeline.stages.execute.program import (
     MlpWeights,
     Norm,
 )
-from pipeline.stages.execute.rope import rotations
 
 POLL_S = 50e-6
 """Poll interval for grammar masks."""

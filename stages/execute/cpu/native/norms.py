@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_memory import NativeMemory
+from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.program import Linear, Norm
 
 

@@ -16,17 +16,17 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form, KVType
 from pipeline.kernels.step_inputs import StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
-from pipeline.stages.execute.adapters import OUT, QKV
-from pipeline.stages.execute.cpu.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
-from pipeline.stages.execute.cpu.native_layers import NativeLayers
-from pipeline.stages.execute.cpu.native_memory import NativeMemory, turning_order
-from pipeline.stages.execute.cpu.native_norms import NativeNorms
-from pipeline.stages.execute.cpu.native_ranks import RankMemory
-from pipeline.stages.execute.key_center import allows_center, key_center
+from pipeline.stages.execute.adapters.slots import OUT, QKV
+from pipeline.stages.execute.cpu.native.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
+from pipeline.stages.execute.cpu.native.layers import NativeLayers
+from pipeline.stages.execute.cpu.native.memory import NativeMemory, turning_order
+from pipeline.stages.execute.cpu.native.norms import NativeNorms
+from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.layers.key_center import allows_center, key_center
+from pipeline.stages.execute.layers.rope import rope_table, rotations
 from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.ranks.share import Share
-from pipeline.stages.execute.rope import rope_table, rotations
 
 
 class NativeAttention:

@@ -18,8 +18,8 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import LoraPlan, num_outputs, row_order
-from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, turning_order
+from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
+from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, turning_order
 
 RANKS = 4
 """Ranks whose A are interleaved; the ranks of a projection are padded to a multiple of them."""

@@ -16,18 +16,18 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters import DOWN, LoraPlan, gate_up
-from pipeline.stages.execute.cpu.native_attention import NativeAttention
-from pipeline.stages.execute.cpu.native_experts import NativeExperts, inputs_of
-from pipeline.stages.execute.cpu.native_layers import NativeLayers
-from pipeline.stages.execute.cpu.native_lora import NativeLora, PackedAdapter
-from pipeline.stages.execute.cpu.native_memory import NativeMemory, have_one_format, rows_of, swiglu_order
-from pipeline.stages.execute.cpu.native_norms import NativeNorms
-from pipeline.stages.execute.cpu.native_ranks import RankMemory
-from pipeline.stages.execute.cpu.panel_file import PanelPlace, PanelStore
-from pipeline.stages.execute.cpu.pipeline_link import PipelineLink
+from pipeline.stages.execute.adapters.slots import DOWN, LoraPlan, gate_up
+from pipeline.stages.execute.cpu.native.attention import NativeAttention
+from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
+from pipeline.stages.execute.cpu.native.layers import NativeLayers
+from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
+from pipeline.stages.execute.cpu.native.memory import NativeMemory, have_one_format, rows_of, swiglu_order
+from pipeline.stages.execute.cpu.native.norms import NativeNorms
+from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.cpu.program import MasksLate, Program
-from pipeline.stages.execute.cpu.rank_group import RankGroup
+from pipeline.stages.execute.cpu.ranks.group import RankGroup
+from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.program import (

@@ -1,7 +1,7 @@
 """Measures keys and queries in the CPU library, to round keys to 8 bits with smaller errors.
 
 The mean keys of each head are subtracted: half of the square of a key, and more, is that of the mean of all keys. It
-costs the rest bits, and nothing of it matters (stages/execute/key_center.py).
+costs the rest bits, and nothing of it matters (stages/execute/layers/key_center.py).
 
 The rest is multiplied with a factor for each dimension, and queries with its inverse. Rounding adds errors of about
 one size to all dimensions of a key: that of a score grows with the root of (sum of k^2 f^2) (sum of q^2 / f^2), where k
@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
-from pipeline.stages.execute.cpu.native_memory import PAIR
+from pipeline.stages.execute.cpu.native.memory import PAIR
 
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -9,10 +9,10 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Form
 from pipeline.lora.adapter_file import Target
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.cpu.native_lora import NativeLora
-from pipeline.stages.execute.cpu.native_memory import PAIR, NativeMemory, rows_of
-from pipeline.stages.execute.cpu.native_norms import NativeNorms
-from pipeline.stages.execute.cpu.native_ranks import RankMemory
+from pipeline.stages.execute.cpu.native.lora import NativeLora
+from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, rows_of
+from pipeline.stages.execute.cpu.native.norms import NativeNorms
+from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.program import AnyMatrix, Linear, Norm
 from pipeline.stages.execute.ranks.share import Share
 

@@ -24,7 +24,7 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile, Target, path_of
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.layers.attention import places_of_heads
-from pipeline.stages.execute.rope import head_order
+from pipeline.stages.execute.layers.rope import head_order
 
 NO_ADAPTER = -1
 LOAD_TIMEOUT_S = 60.0

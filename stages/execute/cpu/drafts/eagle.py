@@ -18,7 +18,7 @@ from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.program import Program
-from pipeline.stages.execute.eagle import MAX_PENDING, EagleProposer
+from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights

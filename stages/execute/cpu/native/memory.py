@@ -13,7 +13,7 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import Activations, Form
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
-from pipeline.stages.execute.cpu.panel_file import PanelStore, key_of
+from pipeline.stages.execute.cpu.native.panel_file import PanelStore, key_of
 from pipeline.stages.execute.program import AnyMatrix, AnyVector, Linear
 
 PAIR = 8

@@ -1,0 +1,1 @@
+"""What proposes ids on a CPU."""

@@ -1,0 +1,1 @@
+"""Programs in the CPU library (kernels/cpu/), and the memory of their weights."""

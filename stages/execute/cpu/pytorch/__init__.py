@@ -1,0 +1,1 @@
+"""Programs in torch: the reference for the other back ends."""

@@ -1,0 +1,1 @@
+"""Memory and barriers of the processes that compute a model together on CPUs."""

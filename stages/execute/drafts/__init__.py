@@ -1,0 +1,1 @@
+"""Speculative decoding: what both back ends have in common."""
