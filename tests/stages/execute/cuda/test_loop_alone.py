@@ -20,6 +20,7 @@ from pipeline.stages.execute.cuda import loop as loops
 from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
+from pipeline.stages.execute.ranks.place import StepAbandonedError
 from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step, row_add
 
@@ -149,6 +150,76 @@ def test_pings_are_answered_during_a_step_unless_it_never_ends(monkeypatch: pyte
     stage.supervisor = SimpleNamespace(send=lambda pong: pongs.append(pong.nonce))
     run(stage, runner)
     assert pongs == [1, *[2] * 59, 4]
+
+
+class EventRunner(IdleRunner):
+    """Records what the loop calls. The oldest step is over when the step `over_in` is launched."""
+
+    def __init__(self, over_in: int = 0) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._over_in = over_in
+
+    def launch(self, step: m.Step, take: Any) -> LaunchedStep:
+        self.events.append(f"launch {step.step_id}")
+        if step.step_id == ABANDONED:
+            raise StepAbandonedError
+        self.num_over += step.step_id == self._over_in
+        return super().launch(step, take)
+
+    def collect(self) -> Sampled:
+        self.events.append(f"publish {self.launched_steps[0].step_id}")
+        return super().collect()
+
+    def drop_all(self, incarnation: int = 0) -> None:
+        self.events.append(f"drop all rows for {incarnation}")
+
+
+def events_of(runner: EventRunner, wakes: list[tuple[float, list[Any], int]]) -> list[str]:
+    """What the loop calls in these wakes. Each step in flight is published in the end, once."""
+    stage, sent = stage_of(ScriptedInbox(runner, wakes), ReplayContext())
+    stage.reconnected = lambda message: runner.events.append("reconnected")
+    stage.release = lambda: runner.events.append("|")
+    run(stage, runner)
+    published = [int(event.split()[1]) for event in runner.events if event.startswith("publish")]
+    assert [one.step_id for one in sent] == published == sorted(published)
+    return runner.events
+
+
+ABANDONED = 99
+
+
+def steps_of(*step_ids: int) -> list[m.Step]:
+    return [make_step(step_id=step_id) for step_id in step_ids]
+
+
+def test_steps_are_launched_while_earlier_ones_are_in_flight() -> None:
+    """If a step is over when another one arrives, the scheduler gets its result first."""
+    wakes: list[tuple[float, list[Any], int]] = [
+        (0.0, [*steps_of(1, 2)], 0),
+        (0.0, [*steps_of(3)], 1),
+        (0.0, [], 1),
+        (0.0, [*steps_of(4)], 0),
+        (0.0, [m.Stop()], 0),
+    ]
+    expected = "launch 1, launch 2, |, publish 1, launch 3, |, publish 2, |, launch 4, |, publish 3, publish 4"
+    assert events_of(EventRunner(), wakes) == expected.split(", ")
+
+
+def test_a_step_that_ends_during_a_launch_is_published_before_the_next_launch() -> None:
+    wakes: list[tuple[float, list[Any], int]] = [(0.0, [*steps_of(1, 2, 3)], 0), (0.0, [m.Stop()], 0)]
+    expected = "launch 1, launch 2, publish 1, launch 3, |, publish 2, publish 3"
+    assert events_of(EventRunner(over_in=2), wakes) == expected.split(", ")
+
+
+def test_steps_in_flight_are_published_before_the_rows_of_a_dead_schedule_are_dropped() -> None:
+    restarted = m.PeerRestarted(7, m.PeerInbox("schedule.0", "", 1), 3, [])
+    wakes: list[tuple[float, list[Any], int]] = [
+        (0.0, [*steps_of(1, 2, ABANDONED), restarted, *steps_of(3)], 0),
+        (0.0, [m.Stop()], 0),
+    ]
+    expected = "launch 1, launch 2, launch 99, publish 1, publish 2, drop all rows for 3, reconnected, launch 3, |"
+    assert events_of(EventRunner(), wakes) == [*expected.split(", "), "publish 3"]
 
 
 def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> PlaybackContext:
