@@ -25,6 +25,15 @@ ACCEPT_S = 0.002
 """No connection is accepted after this time of a turn of the loop: about 100 are."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MOST_EARLY_BYTES = 64 * 1024
+MAX_STEP_BYTES = 8 * 1024
+"""Of TLS that are decrypted before the time is looked at. They may be 300
+updates of the keys, which take 6 ms, or 350 records of one byte."""
+MAX_READ_BYTES = 32 * MAX_STEP_BYTES
+MAX_READ_S = 0.002
+"""CPU time after which a connection over TLS is read no more in its turn. Data of MAX_READ_BYTES takes less."""
+MAX_UNTAKEN_BYTES = 256 * 1024
+"""Bytes besides data that a client over TLS may send while it takes nothing. Each update of the keys may ask for one of
+the server's, which memory keeps until then."""
 
 
 class Accepted(Protocol):
@@ -32,6 +41,14 @@ class Accepted(Protocol):
 
     raw: asyncio.Transport | None
     """The transport whose reading takes turns, if it is not its own."""
+    receive: Callable[[], None] | None
+    """Reads from it, if it has to be asked."""
+    num_read: int
+    """As of Receiver; that of its own data is set by `data_received`."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it wants no more data now."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
 
@@ -193,7 +210,7 @@ class _First(asyncio.Protocol):
 
 class Handshake(asyncio.BufferedProtocol):
     """Stands between the transport of a connection and its TLS protocol, so that its reads take turns: those of the
-    handshake among handshakes, later ones as those of every connection."""
+    handshake among handshakes, later ones as those of every connection. It reads the socket itself, in steps."""
 
     is_idle = True
     """As long as it lasts."""
@@ -213,6 +230,10 @@ class Handshake(asyncio.BufferedProtocol):
         self._num_early = 0
         """Bytes that arrived before it."""
         self._is_over = False
+        self._is_full = False
+        """The client does not take what is sent to it."""
+        self._num_untaken = 0
+        """Bytes besides data that have arrived since."""
         self._task: asyncio.Task[None] | None = None
         self.address = ""
         self.descriptor = -1
@@ -252,7 +273,7 @@ class Handshake(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._protocol = self._make()
-        self._protocol.raw = transport
+        self._protocol.raw, self._protocol.receive = transport, self._receive
         wrapped.set_protocol(self._protocol)  # type: ignore[arg-type]
         self._protocol.connection_made(wrapped)
         if first.data:
@@ -286,8 +307,30 @@ class Handshake(asyncio.BufferedProtocol):
             self._connections.handshake_turns.wait(self)
 
     def go_on(self) -> None:
-        if self._transport is not None:
-            self._transport.resume_reading()
+        self._receive()
+
+    def _receive(self) -> None:
+        """Read in steps, as long as they are cheap. The transport would read all at once, which may take 0.2 s."""
+        end_s, num_read = time.thread_time() + MAX_READ_S, 0
+        while self._transport is not None and self._inner is not None and not self._transport.is_closing():
+            try:
+                num = os.readv(self.descriptor, [self.get_buffer(MAX_STEP_BYTES)])
+            except BlockingIOError:
+                break
+            except OSError:  # the client has left
+                self._transport.abort()
+                return
+            if not num:  # its end, which the transport must see
+                self._transport.resume_reading()
+                return
+            self.buffer_updated(num)
+            num_read += num
+            is_paused = self._protocol is None or self._protocol.is_paused
+            if num < MAX_STEP_BYTES or num_read >= MAX_READ_BYTES or is_paused or time.thread_time() > end_s:
+                break
+        if self._protocol is not None:
+            self._protocol.num_read = num_read
+        self._wait_turn()
 
     def end(self) -> None:
         if self._transport is not None:
@@ -297,28 +340,40 @@ class Handshake(asyncio.BufferedProtocol):
         self._connections.handshake_turns.remove(self)
         self._connections.remove(self)
 
-    def get_buffer(self, sizehint: int) -> "memoryview | bytearray":
+    def get_buffer(self, sizehint: int) -> memoryview:
         if self._inner is not None:
-            return self._inner.get_buffer(sizehint)  # type: ignore[return-value]
+            return memoryview(self._inner.get_buffer(MAX_STEP_BYTES))[:MAX_STEP_BYTES]
         return memoryview(self._early)[self._num_early :]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._inner is not None:
+            if self._protocol is not None:
+                self._protocol.num_read = 0
             self._inner.buffer_updated(nbytes)
+            self._count_untaken(nbytes)
             self._wait_turn()
         else:
             self._num_early += nbytes
             if self._transport is not None:
                 self._transport.pause_reading()
 
+    def _count_untaken(self, num: int) -> None:
+        """End the connection if too much has arrived that is no data, and nothing was taken meanwhile."""
+        if self._is_full and self._protocol is not None:
+            self._num_untaken += max(0, num - self._protocol.num_read)
+            if self._num_untaken > MAX_UNTAKEN_BYTES:
+                self.end()
+
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._inner is not None else False
 
     def pause_writing(self) -> None:
+        self._is_full = True
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_full, self._num_untaken = False, 0
         if self._inner is not None:
             self._inner.resume_writing()
 

@@ -62,6 +62,7 @@ class HttpConnection(web.RequestHandler):
         "descriptor",
         "num_read",
         "raw",
+        "receive",
     )
 
     def __init__(
@@ -85,11 +86,18 @@ class HttpConnection(web.RequestHandler):
         """Bytes of the last read."""
         self.raw: asyncio.Transport | None = None
         """The transport whose reading takes turns: over TLS, the one below."""
+        self.receive: Callable[[], None] | None = None
+        """Reads from it, over TLS."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is being read, except for its head, or answered."""
         return self._current_request is None and not self._messages
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether aiohttp has paused reading."""
+        return self._reading_paused or self._buffer_paused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
@@ -104,7 +112,7 @@ class HttpConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
         self._stop_head_timer()
-        self.raw = None
+        self.raw = self.receive = None
         super().connection_lost(exc)
 
     def _time_head(self) -> None:
@@ -193,13 +201,16 @@ class HttpConnection(web.RequestHandler):
         if self.raw is not None and not self.raw.is_closing() and self.transport is not None:
             self._is_held = True
             self.raw.pause_reading()
-            if not self._reading_paused and not self._buffer_paused:
+            if not self.is_paused:
                 self._connections.wait_turn(self)
 
     def go_on(self) -> None:
-        if self.raw is not None and not self._reading_paused and not self._buffer_paused:
+        if self.raw is not None and not self.is_paused:
             self._is_held = False
-            self.raw.resume_reading()
+            if self.receive is not None:
+                self.receive()
+            else:
+                self.raw.resume_reading()
 
     def _resume_transport_reading(self) -> None:
         """Called by aiohttp when it wants more."""

@@ -13,6 +13,7 @@ cost nothing.
 import asyncio
 import contextlib
 import select
+import time
 from typing import Protocol
 
 from pipeline.runtime.fair_queue import FairQueue
@@ -20,6 +21,8 @@ from pipeline.runtime.fair_queue import FairQueue
 NUM_READS = 8
 """Connections that are read in one turn of the loop: 2 MiB at most, which takes about 2 ms, as the handling of eight
 small requests does."""
+MAX_READ_S = 0.005
+"""No connection is read after this CPU time of a turn of the loop, if reading takes that, as over TLS."""
 MAX_EVENTS = 256
 """Connections that get a place in the queue in one turn of the loop."""
 _EVENTS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -59,6 +62,7 @@ class ReceiveTurns:
         """Those of which nothing has arrived yet."""
         self._num_read = 0
         """In this turn of the loop."""
+        self._took_s = 0.0
         self._is_due = False
 
     def wait(self, receiver: Receiver) -> None:
@@ -106,13 +110,19 @@ class ReceiveTurns:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._num_read < self._num_reads and (turn := self._queue.pop()) is not None:
+        while self._has_room and (turn := self._queue.pop()) is not None:
             self._num_read += 1
+            begin_s = time.thread_time()
             turn[0].go_on()
+            self._took_s += time.thread_time() - begin_s
         if self._num_read and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._next_turn)
 
+    @property
+    def _has_room(self) -> bool:
+        return self._num_read < self._num_reads and self._took_s < MAX_READ_S
+
     def _next_turn(self) -> None:
-        self._is_due, self._num_read = False, 0
+        self._is_due, self._num_read, self._took_s = False, 0, 0.0
         self._go_on()

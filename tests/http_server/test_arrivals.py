@@ -2,12 +2,14 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
 from pipeline.http_server import arrivals
-from pipeline.http_server.arrivals import Arrivals, Handshake
+from pipeline.http_server.arrivals import MAX_STEP_BYTES, MAX_UNTAKEN_BYTES, Arrivals, Handshake
 from pipeline.http_server.connections import NUM_HANDSHAKES, HttpConnections
 from pipeline.http_server.receive_turns import NUM_READS
 from pipeline.runtime.tls import server_context
@@ -73,6 +75,88 @@ def test_requests_and_uploads_arrive_over_tls(make_loop: Any) -> None:
             assert {len(reply.partition(b"\r\n\r\n")[2]) for reply in replies} == {300_000}
 
     in_loop(make_loop, test)
+
+
+@LOOPS
+@pytest.mark.parametrize("is_cheap", [True, False], ids=["cheap", "dear"])
+def test_a_connection_over_tls_is_read_in_small_steps_and_once_in_a_turn_if_they_are_dear(
+    make_loop: Any, is_cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of 256 KiB may be ten thousand updates of the keys: decrypting those takes 0.2 s."""
+    steps: list[list[int]] = [[]]
+    updated = Handshake.buffer_updated
+    seconds = itertools.count(step=0 if is_cheap else 1)
+    clock = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: float(next(seconds)))
+    monkeypatch.setattr(arrivals, "time", clock)
+
+    def counted(self: Handshake, nbytes: int) -> None:
+        steps[-1].append(nbytes)
+        updated(self, nbytes)
+
+    monkeypatch.setattr(Handshake, "buffer_updated", counted)
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+
+        def next_turn() -> None:
+            steps.append([])
+            time.sleep(0.002)
+            loop.call_soon(next_turn)
+
+        async with serving(answer, tls=TLS, client_max_size=2**24) as address:
+            next_turn()
+            assert len((await ask(address, b"x" * 600_000)).partition(b"\r\n\r\n")[2]) == 600_000
+
+    in_loop(make_loop, test)
+    assert max(max(turn, default=0) for turn in steps) <= MAX_STEP_BYTES
+    most = max(len(turn) for turn in steps)
+    assert most > 4 if is_cheap else most <= 2, most
+
+
+class FakeTls:
+    """The inner protocol of a handshake, or the protocol above, or the transport."""
+
+    num_read = 0
+    is_paused = False
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(MAX_STEP_BYTES)
+        self.is_aborted = False
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.buffer
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_a_client_that_sends_no_data_over_tls_and_takes_nothing_is_ended() -> None:
+    """Each update of the keys may ask for one of the server's, which memory would keep."""
+    transport, above = FakeTls(), FakeTls()
+    loop = asyncio.new_event_loop()
+    with closing(loop), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "get_running_loop", lambda: loop)
+        shake: Any = Handshake(FakeTls, HttpConnections(), TLS, 1.0)  # type: ignore[arg-type]
+        shake._transport, shake._inner, shake._protocol = transport, FakeTls(), above
+        num_steps = 2 * MAX_UNTAKEN_BYTES // MAX_STEP_BYTES
+
+        def read(num_data: int) -> None:
+            shake._inner.buffer_updated = lambda _: setattr(above, "num_read", num_data)
+            for _ in range(num_steps):
+                shake.buffer_updated(MAX_STEP_BYTES)
+
+        read(0)  # what it takes is not kept
+        shake.pause_writing()
+        read(MAX_STEP_BYTES - 40)  # an upload
+        shake.resume_writing()
+        read(0)
+        assert not transport.is_aborted
+        shake.pause_writing()
+        read(1)
+        assert transport.is_aborted
 
 
 @LOOPS

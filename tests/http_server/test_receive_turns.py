@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import logging
 import socket
 import time
@@ -9,11 +10,13 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from pipeline.http_server import receive_turns
 from pipeline.http_server.arrivals import Arrivals
 from pipeline.http_server.connections import Connection, HttpConnections
 from pipeline.http_server.listener import HttpConnection
@@ -94,6 +97,22 @@ async def test_a_few_are_read_in_each_turn_of_the_loop_and_addresses_alternate()
                 await asyncio.sleep(0)
                 assert len(order) - num_before <= NUM_READS
         assert many[-1] in order[: NUM_READS + 1]
+
+
+async def test_one_is_read_in_a_turn_of_the_loop_if_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over TLS, where bytes may be dear to decrypt."""
+    seconds = itertools.count()
+    monkeypatch.setattr(receive_turns, "time", SimpleNamespace(thread_time=lambda: float(next(seconds))))
+    async with fakes(2 * NUM_READS) as (_, many):
+        order: list[Fake] = []
+        for one in many:
+            one.turns_of_all = order
+            one.there.send(b"a")
+        async with asyncio.timeout(PATIENCE_S):
+            while len(order) < len(many):
+                num_before = len(order)
+                await asyncio.sleep(0)
+                assert len(order) - num_before <= 2  # what arrives is noticed in another part of the turn
 
 
 async def test_one_that_sent_little_does_not_wait_for_those_of_its_address_that_sent_much() -> None:
