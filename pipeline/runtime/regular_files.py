@@ -16,8 +16,21 @@ PART_BYTES = 8 * 1024**2
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
+class NotRegular(OSError):
+    """It is `kind`, such as "a folder"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(errno.EINVAL, f"this is {kind}, not a regular file")
+        self.kind = kind
+
+
+def kind_of(mode: int) -> str:
+    """What a file of this mode is, if it is no regular one."""
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
 def open_regular(path: Path, flags: int = 0) -> int:
-    """A descriptor for reading. Raises OSError, also if it is no regular file."""
+    """A descriptor for reading. Raises OSError; NotRegular if it is no regular file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | flags)
     except ValueError as error:  # a NUL character, or half of a surrogate pair
@@ -25,7 +38,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
     try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"this is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
+            raise NotRegular(kind_of(mode))
     except OSError:
         os.close(fd)
         raise

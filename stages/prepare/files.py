@@ -14,6 +14,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from pipeline.runtime import regular_files
 from pipeline.stages.prepare.sources.source import ModelError
 
 T = TypeVar("T")
@@ -29,7 +30,6 @@ MAX_TEMPLATE_BYTES = 1024**2
 MAX_SHOWN_BYTES = 256
 """Of a file's begin, to tell what it is."""
 
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 _repr = reprlib.Repr()
@@ -58,7 +58,8 @@ def find(folder: Path, name: str) -> Path | None:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not _is_inside(real, folder.resolve()):
         raise ModelError(f"{path} links to {real}, outside the model folder: replace the link with the file")
-    _require_regular(path, mode)
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is {regular_files.kind_of(mode)}, not a regular file")
     return path
 
 
@@ -75,25 +76,14 @@ def _is_inside(real: Path, folder: Path) -> bool:
     return real.is_relative_to(folder) or (is_snapshot and real.parent == repo / "blobs")
 
 
-def _require_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise ModelError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
-
-
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading, without blocking on a FIFO. Raises ModelError if it is not a regular file."""
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
-    except IsADirectoryError as error:
-        raise ModelError(f"{path} is a folder, not a regular file") from error
+        return os.fdopen(regular_files.open_regular(path), "rb")
+    except regular_files.NotRegular as error:
+        raise ModelError(f"{path} is {error.kind}, not a regular file") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        _require_regular(path, os.fstat(file.fileno()).st_mode)
-    except ModelError:
-        file.close()
-        raise
-    return file
 
 
 def read(path: Path, max_bytes: int) -> bytes:

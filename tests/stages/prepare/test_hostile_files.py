@@ -552,3 +552,14 @@ def test_a_hub_that_lists_files_outside_the_model_is_rejected() -> None:
 def test_every_error_is_one_line() -> None:
     assert str(ModelError("a\nb\x1b[31m\u2028c")) == r"a\nb\x1b[31m\u2028c"
     assert len(str(ModelError("x" * 10**6))) < 10_000
+
+
+def test_what_is_no_regular_file_keeps_no_descriptor(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    for path, words in ((tmp_path, "a folder"), (tmp_path / "fifo", "a FIFO"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ModelError, match=f"is {words}, not a regular file"):
+            files.open_regular(path)
+    with pytest.raises(ModelError, match=r"cannot be read: this is no file name"):
+        files.open_regular(tmp_path / "nu\0l")
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
