@@ -132,17 +132,18 @@ class LogWriter:
         """Why the newest were dropped."""
 
     def write(self, line: bytes) -> None:
-        """`line` ends with a line break."""
+        """`line` ends with a line break. After `close` it is dropped."""
         with self._lock:
-            if self._num_bytes + len(line) > MAX_WAITING_BYTES:
+            if self._is_closing.is_set() or self._num_bytes + len(line) > MAX_WAITING_BYTES:
                 self.num_dropped += 1
-                self._why = "they are written more slowly than they come"
+                is_slow = not self._is_closing.is_set()
+                self._why = "they are written more slowly than they come" if is_slow else "the log was closed"
                 return
             self._lines.append(line)
             self._num_bytes += len(line)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="access log", daemon=True)
+                self._thread.start()
         self._has_lines.set()
 
     def report(self, log: EventLog) -> None:
@@ -151,7 +152,8 @@ class LogWriter:
 
     def close(self) -> None:
         """Write what waits, for CLOSE_S at most."""
-        self._is_closing.set()
+        with self._lock:  # no line comes after those that the thread takes last
+            self._is_closing.set()
         self._has_lines.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)

@@ -151,3 +151,19 @@ def test_lines_that_can_t_be_written_are_counted() -> None:
     writer.write(b"b\n")
     writer.close()
     assert file.written == b"b\n"
+
+
+def test_lines_after_the_end_are_dropped_and_counted() -> None:
+    """They would wait for ever, or begin another thread."""
+    file = StuckFile()
+    file.released.set()
+    for num_before in (0, 1):
+        writer = LogWriter(file)  # type: ignore[arg-type]
+        for _ in range(num_before):
+            writer.write(b"a\n")
+        writer.close()
+        for _ in range(3):
+            writer.write(b"b\n")
+        assert writer.num_dropped == 3 and not writer._lines
+        assert writer._thread is None or not writer._thread.is_alive()
+    assert file.written == b"a\n"
