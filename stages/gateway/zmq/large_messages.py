@@ -78,7 +78,7 @@ class LargeMessages:
             return await self._in_thread(lambda: turn.run(lambda: self._read(data, bounds, why_not)))
 
     def _read(self, data: Data, limits: RequestLimits, refusal: ApiError | None) -> LargeMessage:
-        if refusal is not None and (head := _head_of(data)) is not None:
+        if refusal is not None and (head := head_of(data)) is not None:
             return LargeMessage(head, refusal)
         with without_gc():
             message = self._decode(data)
@@ -99,8 +99,8 @@ class LargeMessages:
                 await asyncio.wait([task])
 
 
-def _head_of(data: Data) -> GenerateHead | None:
-    """None if it is another message, or malformed."""
+def head_of(data: Data) -> GenerateHead | None:
+    """What is decoded of a message to refuse it; None if it is another message, or malformed."""
     try:
         return msgspec.msgpack.decode(data, type=GenerateHead)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

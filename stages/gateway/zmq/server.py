@@ -36,7 +36,7 @@ from pipeline.stages.gateway.received import ZMQ, Received
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
-from pipeline.stages.gateway.zmq.large_messages import Data, GenerateHead, LargeMessages
+from pipeline.stages.gateway.zmq.large_messages import Data, GenerateHead, LargeMessages, head_of
 from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
 from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
@@ -81,6 +81,8 @@ class ClientPeer:
         """When the connection became full."""
         self.parsing: asyncio.Task[None] | None = None
         """Its large message."""
+        self.failure: ApiError | None = None
+        """Why the request of that message is not opened any more."""
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = RETRY_S
 
@@ -213,6 +215,11 @@ class ZmqServer:
                         self._generate(peer, message, data, lambda: found.request)
                     case message:
                         self._handle(peer, message, data)
+        except asyncio.CancelledError:
+            if peer.failure is None or self._peers.get(peer.connection) is not peer:
+                raise
+            if (head := head_of(data)) is not None:
+                self._refused(peer, head, self._loop.time(), peer.failure)
         except ApiError as error:
             self._drop(peer, error)
         except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
@@ -559,9 +566,11 @@ class ZmqServer:
     # ------------------------------------------------------------------------------------------------------- close
 
     def fail_all(self, error: ApiError) -> None:
-        """Fail every request, including those whose clients have granted no credit."""
+        """Fail every request, including those whose clients have granted no credit, and whose message is being
+        parsed."""
         for peer in self._peers.values():
             if peer.parsing is not None:
+                peer.failure = error
                 peer.parsing.cancel()
             for stream, _ in peer.streams.values():
                 stream.fail(error)

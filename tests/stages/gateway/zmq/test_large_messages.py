@@ -121,3 +121,18 @@ def test_a_fault_ends_the_connection_and_not_the_gateway(tmp_path: Path, monkeyp
         client.generate(1, TEXT)
         assert client.receive(p.Error).failure.message == "internal server error" and client.is_disconnected()
         assert other.is_still_served()
+
+
+def test_messages_that_are_parsed_or_wait_fail_when_the_server_does(tmp_path: Path, parser: Parser) -> None:
+    with Gate(tmp_path) as gate, RawPeer(gate) as first, RawPeer(gate) as second, RawPeer(gate) as other:
+        first.generate(1, TEXT)
+        until_begun(gate, parser, 1)
+        second.generate(2, TEXT)
+        other.send(msgspec.msgpack.encode(["abort", TEXT]))  # asks for nothing
+        assert second.receives_nothing()
+        gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
+        failed = second.receive(p.Failed)
+        assert (failed.request_id, failed.failure.code) == (2, "stage_died")
+        parser.may_go_on.set()
+        failed = first.receive(p.Failed)
+        assert (failed.request_id, failed.failure.code) == (1, "stage_died")
