@@ -31,6 +31,7 @@ from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreempt
 from pipeline.stages.schedule.quarantine import Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
 from pipeline.stages.schedule.step_entries import InFlightSteps
@@ -94,6 +95,14 @@ class SequenceLifecycle:
     def is_idle(self) -> bool:
         """Whether there is no sequence at all."""
         return not (len(self._rows) or self.num_waiting or self.swapped)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the rows are all there is to plan: every open sequence runs, none is suspected of having killed a
+        process, and any step of them finds its blocks."""
+        return not (
+            self.num_waiting or self.swapped or self.quarantine.is_active
+        ) and self._kv_cache_manager.windows.are_enough(len(self._rows))
 
     def first_swapped(self) -> Sequence | None:
         """The first swapped sequence that may run."""
@@ -237,7 +246,7 @@ class SequenceLifecycle:
         Samples of steps in flight are dropped, and sampled again with the same noise."""
         swapped: Swapped | None = None
         # The block that a beam gets a copy of may not be there before the next step.
-        if not self._rows.is_beam[row] and self._costs.swaps(row):
+        if not self._rows.flags[row] & RowFlag.BEAM and self._costs.swaps(row):
             swapped = self._kv_cache_manager.swap_out(
                 row, int(self._costs.num_kept(np.array([row]))[0]), self._in_flight.last_step_id + 1
             )
@@ -261,7 +270,7 @@ class SequenceLifecycle:
         """Preempt the last beam search that has rows, with all its beams. Returns whether there was one. Call it if no
         step can be planned though there is work: then beams wait for others that find no room."""
         rows = self._rows
-        beams = rows.order[rows.is_beam[rows.order]]
+        beams = rows.order[rows.have(RowFlag.BEAM, rows.order)]
         if not len(beams):
             return False
         last = rows.sequences[int(beams[-1])]

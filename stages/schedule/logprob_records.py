@@ -9,13 +9,14 @@ import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
 
 
 def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs | None:
     """The records that a step with these entries will return; None if no running request asks for any."""
-    if not rows.num_recorded:
+    if not rows.all_flags & RowFlag.LOGPROBS:
         return None
     prompts = []
     widths = rows.prompt_record_bytes[entries.rows]

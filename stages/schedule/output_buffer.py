@@ -17,6 +17,7 @@ from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import NO_ROWS, Ids, Int64s, Put
 from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 
 
@@ -160,7 +161,8 @@ class OutputBuffer:
 
     def _drafts(self, closings: list[ClosingOutput], fresh: Int64s) -> list[DraftCounts]:
         found = [(place, closing.drafts) for place, closing in enumerate(closings) if closing.drafts is not None]
-        for place in np.flatnonzero(self._rows.has_prediction[fresh]).tolist():
+        has_predictions = self._rows.all_flags & RowFlag.PREDICTION
+        for place in np.flatnonzero(self._rows.have(RowFlag.PREDICTION, fresh)).tolist() if has_predictions else ():
             sequence = self._rows.sequences[int(fresh[place])]
             if sequence is not None and (counts := sequence.draft_counts) is not None:
                 found.append((len(closings) + place, counts))
@@ -168,7 +170,9 @@ class OutputBuffer:
 
     def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
         """The records of a message's ids, empty if no request asks for them."""
-        running = [one.unsent_records for one in self._recorded(fresh)] if self._rows.num_recorded else []
+        running = (
+            [one.unsent_records for one in self._recorded(fresh)] if self._rows.all_flags & RowFlag.LOGPROBS else []
+        )
         records = b"".join([closing.records for closing in closings] + running)
         return put(np.frombuffer(records, np.uint8)) if records else b""
 
@@ -192,7 +196,7 @@ class OutputBuffer:
         self._rows.sent[rows] = known
         self._closings[replica] = []
         self._prompts[replica] = []
-        if self._rows.num_recorded:
+        if self._rows.all_flags & RowFlag.LOGPROBS:
             for sequence in self._recorded(rows):
                 sequence.num_record_bytes_sent = len(sequence.records)
 

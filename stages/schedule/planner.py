@@ -18,6 +18,7 @@ from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.row_flags import RowFlag, may_repeat
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.step_builder import StepBuilder
@@ -61,10 +62,6 @@ class Planner:
         self._run: DecodeRun | None = None
         """Of the last plan, if it can be repeated."""
         self._num_stages = config.num_stages
-        self._may_repeat = (
-            kv_cache_manager.windows.is_plain and not kv_cache_manager.offload.is_on and self._num_stages == 1
-        )
-        """Whether steps of the same rows need nothing else than positions and new blocks."""
 
     def repeat(self) -> m.Step | None:
         """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else
@@ -87,14 +84,14 @@ class Planner:
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
             np.copyto(rows.ahead, rows.planned)
             lifecycle.add_ready_samples()
-        order = rows.order
+        order, flags = rows.order, rows.all_flags
         planned = rows.planned[order]
         total = rows.known[order] + rows.promised[order]
         need = (total - planned) * (total < rows.limit[order])
-        if self._speculation.is_on:
+        if flags & RowFlag.DRAFTS:
             need *= rows.num_drafts[order] == 0
-        if rows.num_beams:  # a search chooses their next ids
-            need *= ~(rows.is_beam[order] & (rows.promised[order] > 0))
+        if flags & RowFlag.BEAM:
+            need *= ~(rows.have(RowFlag.BEAM, order) & (rows.promised[order] > 0))
         max_decodes = self._divide_among_stages(order, need) if self._num_stages > 1 else len(order)
         renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
@@ -123,7 +120,7 @@ class Planner:
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
-        if running is order and len(entries) == 1:
+        if running is order and len(entries) == 1 and may_repeat(flags):
             self._run = self._new_run(entries[0])
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
 
@@ -138,26 +135,18 @@ class Planner:
         return -(-num_decoding // self._num_stages)
 
     def _new_run(self, planned: StepEntries) -> DecodeRun | None:
-        """The run that a step begins, if all running rows decode and none has outputs besides its ids."""
-        rows, order, num = self._rows, planned.rows, len(planned.rows)
-        if (
-            not self._may_repeat
-            or num > MAX_ROWS
-            or self._speculation.is_on
-            or rows.num_recorded
-            or rows.num_beams
-            or np.count_nonzero(planned.samples & (planned.counts == 1)) < num
-            or np.count_nonzero(rows.has_prediction[order])
-        ):
+        """The run that a step of all running rows begins, if all of them decode."""
+        num = len(planned.rows)
+        if num > MAX_ROWS or np.count_nonzero(planned.samples & (planned.counts == 1)) < num:
             return None
-        return DecodeRun(rows, order, planned.starts + 1, self._block_size)
+        return DecodeRun(self._rows, planned.rows, planned.starts + 1, self._block_size)
 
     def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: AppendedBlocks) -> Int64s | None:
         """Let the executor propose ids for running rows that decode, with what is left of the budget, and give the rows
         the blocks for them: at most one in each KV group. Proposals never preempt: without blocks, they end where the
         row's blocks do. Returns the number for each row, or None if there are none."""
         rows, manager = self._rows, self._kv_cache_manager
-        decoding = (running.samples & (running.counts == 1) & ~rows.is_beam[running.rows]).nonzero()[0]
+        decoding = (running.samples & (running.counts == 1) & rows.have(RowFlag.DRAFTS, running.rows)).nonzero()[0]
         order, ends = running.rows[decoding], running.starts[decoding] + 1
         granted = self._speculation.grant(order, ends, budget)
         if not granted.any():

@@ -10,19 +10,24 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from pipeline.stages.schedule.arrays import Int32s, Int64s
+from pipeline.stages.schedule.arrays import Bools, Int32s, Int64s
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.request import NO_ROW, Order, Sequence
+from pipeline.stages.schedule.row_flags import RowFlag, flags_of, flags_of_all
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 
 NEVER_REGISTERED = np.iinfo(np.int64).max
 """`num_registered` of rows whose blocks must never be found in the prefix cache."""
+NOT_KNOWN = -1
 
 
 class RowTracker:
     """A table of `max_num_seqs` rows; row r is row r of the executor."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
-        """`num_groups` is the number of KV groups: each has a block table."""
+    def __init__(self, config: SchedulerConfig) -> None:
+        max_num_seqs, max_model_len, block_size = config.max_num_seqs, config.max_model_len, config.block_size
+        num_groups = len(config.kv_groups)
+        self._flags_of_all = flags_of_all(config)
         self.known: Int64s = np.zeros(max_num_seqs, np.int64)
         """Settled ids, prompt and output."""
         self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
@@ -66,20 +71,13 @@ class RowTracker:
         """Bytes of the record of each sampled id; 0 in rows without records."""
         self.prompt_record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
         """Bytes of the record of each prompt id; 0 in rows without them."""
-        self.num_recorded = 0
-        """Rows with records of either kind."""
-        self.has_prediction = np.zeros(max_num_seqs, np.bool_)
-        """Whether the client gave a predicted output, so that proposed ids are counted for it."""
-        self.is_beam = np.zeros(max_num_seqs, np.bool_)
-        """Whether it is a beam of a beam search (beams.py)."""
-        self.num_beams = 0
-        """Rows that are."""
-        self.needs_full_prefill = np.zeros(max_num_seqs, np.bool_)
-        """The prompt is computed whole, without prefix cache and swap space."""
+        self.flags: Int64s = np.zeros(max_num_seqs, np.int64)
+        """What the row's steps need (row_flags.py)."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._by_age: list[tuple[Order, int]] = []
         self._order: Int64s | None = None
+        self._all_flags = NOT_KNOWN
         self.num_changes = 0
         """How often a sequence has started in a row or left one."""
 
@@ -96,6 +94,18 @@ class RowTracker:
         if self._order is None:
             self._order = np.fromiter((row for _, row in self._by_age), np.int64, len(self._by_age))
         return self._order
+
+    @property
+    def all_flags(self) -> int:
+        """The flags that any row has, as one word."""
+        if self._all_flags == NOT_KNOWN:
+            self._all_flags = int(np.bitwise_or.reduce(self.flags[self.order]))
+        return self._all_flags
+
+    def have(self, flag: RowFlag, rows: Int64s) -> Bools:
+        """Which of these rows have a flag."""
+        having: Bools = (self.flags[rows] & flag) != 0
+        return having
 
     def start(
         self,
@@ -118,11 +128,9 @@ class RowTracker:
         self.promised[row] = 0
         self.num_drafts[row] = 0
         self.limit[row] = sequence.limit
-        is_beam = sequence.request.beam_search is not None
-        self.is_beam[row] = is_beam
-        self.num_beams += is_beam
+        self.flags[row] = flags = flags_of(sequence, self._flags_of_all)
         # The output buffer has the ids of waiting sequences. Beams send nothing before the search is over.
-        self.sent[row] = sequence.limit if is_beam else known
+        self.sent[row] = sequence.limit if flags & RowFlag.BEAM else known
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_given[row] = sequence.num_given
         for group, table in enumerate(tables):
@@ -138,14 +146,11 @@ class RowTracker:
         self.ids[row, :known] = sequence.ids
         self.record_bytes[row] = sequence.request.row_record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
-        self.num_recorded += sequence.is_recorded
-        self.has_prediction[row] = bool(sequence.request.options.predicted_ids)
-        self.needs_full_prefill[row] = sequence.request.needs_full_prefill
         self.sequences[row] = sequence
         sequence.row = row
         sequence.ids = sequence.ids[:0]
         insort(self._by_age, (sequence.order, row))
-        self._order = None
+        self._order, self._all_flags = None, NOT_KNOWN
         self.num_changes += 1
         return row
 
@@ -154,8 +159,6 @@ class RowTracker:
         sequence = self.sequences[row]
         assert sequence is not None and self.active[row], f"row {row} is not running"
         sequence.ids = self.ids[row, : self.known[row]].copy()
-        self.num_recorded -= sequence.is_recorded
-        self.num_beams -= int(self.is_beam[row])
         sequence.row = NO_ROW
         blocks = self.blocks_of(row)
         blocks.reverse()
@@ -164,6 +167,7 @@ class RowTracker:
         del self._by_age[bisect_left(self._by_age, (sequence.order, row))]
         if self._order is not None:
             self._order = self._order[self._order != row]
+        self._all_flags = NOT_KNOWN
         self.num_changes += 1
         self._free.append(row)
         return sequence, blocks

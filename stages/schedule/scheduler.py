@@ -34,6 +34,7 @@ from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import RequestState
 from pipeline.stages.schedule.request_table import Opening, RequestStates
+from pipeline.stages.schedule.row_flags import may_plan_ahead
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
@@ -83,9 +84,7 @@ class Scheduler:
         self.config = config
         self.metrics = ScheduleMetrics()
         self.cost_model = StepCostModel()
-        self.rows = rows = RowTracker(
-            config.max_num_seqs, config.max_model_len, config.block_size, len(config.kv_groups)
-        )
+        self.rows = rows = RowTracker(config)
         self.kv_cache_manager = manager = KVCacheManager(config, rows, kv_index, swap_index, executor)
         self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
         costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
@@ -218,16 +217,13 @@ class Scheduler:
         return step
 
     def can_plan_before_settling(self, result: m.StepResult) -> bool:
-        """Whether the next step would compute the same after `settle`: a plan needs the number of a row's ids, not the
-        ids. So no sequence may end early with this result, and none may wait for what another one releases."""
-        lifecycle, rows = self.lifecycle, self.rows
+        """Whether the next step would compute the same after `settle`: the rows of the oldest step are those that run,
+        the next steps of these need nothing of its result, and it ends none of them."""
+        step = self.in_flight[0]
         return (
-            not (lifecycle.waiting or lifecycle.swapped or lifecycle.quarantine.is_active or lifecycle.adapters)
-            and not lifecycle.parallel_samples.any_running
-            and not rows.num_beams
-            and self.kv_cache_manager.windows.are_enough(len(rows))
-            and rows.num_changes == self.in_flight[0].num_changes
-            and self.in_flight[0].has_drafts is None
+            self.lifecycle.is_steady
+            and self.rows.num_changes == step.num_changes
+            and may_plan_ahead(step.flags)
             and not result.errors
             and isinstance(result.finishes, bytes)
             and not any(result.finishes)

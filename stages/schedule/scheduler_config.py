@@ -59,6 +59,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Whether the executor answers `UseAdapters`: sequences then wait for it, not steps."""
 
     @property
+    def offloads(self) -> bool:
+        """Whether there is swap space for copies of full blocks, and they are made and found."""
+        return self.kv_offload and self.prefix_caching and self.num_swap_blocks > 0
+
+    @property
     def max_chunk(self) -> int:
         """Positions of a sequence that a step computes at most, proposed ids included: they are within its budget."""
         return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)

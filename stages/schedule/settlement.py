@@ -16,6 +16,7 @@ from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
 
@@ -91,14 +92,14 @@ class Settlement:
         if self._lifecycle.quarantine.is_active:
             for row in sampled.tolist():
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
-        if rows.num_beams and np.count_nonzero(is_beam := rows.is_beam[sampled]):
+        if rows.all_flags & RowFlag.BEAM and np.count_nonzero(is_beam := rows.have(RowFlag.BEAM, sampled)):
             is_beam_id = np.repeat(is_beam, num_ids) if len(num_ids) else is_beam
             self._beams.take(sampled[is_beam], ids[is_beam_id])
             ids, sampled, finishes = ids[~is_beam_id], sampled[~is_beam], finishes[~is_beam]
             num_ids, num_drafts = num_ids[~is_beam[: len(num_ids)]], num_drafts[~is_beam[: len(num_drafts)]]
         if len(num_ids):
             self._speculation.observe(sampled, num_drafts, num_ids - 1, finishes == Finish.STOP)
-            for place in np.flatnonzero(rows.has_prediction[sampled]).tolist():
+            for place in np.flatnonzero(rows.have(RowFlag.PREDICTION, sampled)).tolist():
                 sequence, accepted = self._sequence(int(sampled[place])), int(num_ids[place]) - 1
                 sequence.num_accepted_drafts += accepted
                 sequence.num_rejected_drafts += int(num_drafts[place]) - accepted

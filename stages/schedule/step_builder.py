@@ -11,6 +11,7 @@ from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.policies.budget import StepCostInputs
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps, StepEntries, joined
 
@@ -88,7 +89,9 @@ class StepBuilder:
         self._num_decode_steps += 1
         self._metrics.step_tokens.observe(num)
         step_id = self._in_flight.next_step_id()
-        self._in_flight.steps.append(InFlightStep(step_id, num, num, run.num_changes, 0, shape, run=run))
+        self._in_flight.steps.append(
+            InFlightStep(step_id, num, num, run.num_changes, 0, shape, flags=self._rows.all_flags, run=run)
+        )
         run.repeat()
         return m.Step(
             incarnation=self._incarnation,
@@ -117,8 +120,11 @@ class StepBuilder:
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
         num_changes, num_swap_copies = self._rows.num_changes, self._copies.num_swap_copies
+        flags = self._rows.all_flags
+        if has_drafts is None:
+            flags &= ~RowFlag.DRAFTS
         step = InFlightStep(
-            step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts
+            step_id, num_samples, num_tokens, num_changes, num_swap_copies, step_shape, expected, has_drafts, flags
         )
         self._in_flight.steps.append(step)
         return step_id

@@ -67,6 +67,8 @@ class InFlightStep(msgspec.Struct, frozen=True):
     expected_logprobs: ExpectedLogprobs | None = None
     has_drafts: Bools | None = None
     """Parallel with the samples: whether ids may be proposed for the row. None if they may for no row."""
+    flags: int = 0
+    """The flags of all rows (row_flags.py), with DRAFTS only if ids may be proposed in this step."""
     run: DecodeRun | None = None
     """The run that the step repeats a step of."""
 

@@ -94,7 +94,7 @@ class KVCacheManager:
         """The indices are those of the KV cache and of swap space. `executor` is the incarnation of the executor's
         process, which owns the KV cache."""
         self.groups = groups = config.kv_groups
-        has_groups, is_offloading = len(groups) > 1, config.kv_offload and config.prefix_caching
+        has_groups, is_offloading = len(groups) > 1, config.offloads
         index = BlockIndex(
             kv_index.memory, config.num_blocks, has_groups=has_groups, owner=executor, keeps=config.prefix_caching
         )

@@ -40,13 +40,13 @@ class KVOffload:
         *,
         is_on: bool,
     ) -> None:
-        """If it is not on, nothing is copied."""
+        """If it is not on, nothing is copied. If it is, there is swap space."""
         self._rows = rows
         self._swap = swap
         self._copies = copies
         self._block_size = block_size
         self._groups = range(len(groups))
-        self._is_on = is_on and swap.num_total > 0
+        self._is_on = is_on
         self.num_blocks_offloaded = 0
         """Since start."""
 

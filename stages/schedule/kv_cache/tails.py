@@ -11,6 +11,7 @@ After a crash, tails are computed again: to hash them in each step would cost mo
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 
 
@@ -31,7 +32,7 @@ class Tails:
             num_full, rest = divmod(int(min(rows.known[row], rows.planned[row])), self._block_size)
             sequence = rows.sequences[row]
             assert sequence is not None
-            if not rest or rows.is_beam[row]:  # a beam search begins again with its prompt
+            if not rest or rows.flags[row] & RowFlag.BEAM:  # a beam search begins again with its prompt
                 continue
             prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
             parent = sequence.keys[num_full - 1] if num_full else sequence.request.root

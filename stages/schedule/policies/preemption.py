@@ -6,6 +6,7 @@ import numpy as np
 from pipeline.stages.schedule.arrays import Bools, Float64s, Int64s
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
+from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import PreemptionMode
 
@@ -49,7 +50,7 @@ class PreemptionCosts:
         compute_s = self._cost_model.prefill_times_s(num_lacking) + num_offloaded * block_s
         swap_s = (2 * num_blocks - num_offloaded) * block_s
         has_room = num_blocks - num_offloaded <= manager.swap.num_available
-        swaps: Bools = (num_blocks > 0) & has_room & ~self._rows.needs_full_prefill[rows]
+        swaps: Bools = (num_blocks > 0) & has_room & ~self._rows.have(RowFlag.FULL_PREFILL, rows)
         if self._mode == "recompute":
             swaps[:] = False
         elif self._mode == "auto":

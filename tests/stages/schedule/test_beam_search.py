@@ -53,7 +53,7 @@ def check_the_rest(bench: Bench) -> None:
     bench.finished = {seq: finish for seq, finish in bench.finished.items() if seq not in beams}
     bench.check_outputs()
     assert bench.scheduler.load().num_blocks_held == 0
-    assert bench.scheduler.rows.num_beams == bench.scheduler.rows.num_recorded == 0
+    assert bench.scheduler.rows.all_flags == 0
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])

@@ -163,7 +163,7 @@ def test_every_id_comes_with_its_own_record(depth: int, report_every: int, memor
     for (request_id, _), seq in bench.seqs.items():
         assert len(bench.ids[seq]) >= 10
         assert bench.records[seq] == (records_of(bench.ids[seq], request_id % 3) if request_id % 2 == 0 else b"")
-    assert bench.scheduler.rows.num_recorded == 0
+    assert bench.scheduler.rows.all_flags == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -194,7 +194,7 @@ def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: di
         assert (
             bench.ids[seq] == expected(prompt(1 + request_id // 3), m.GenerationOptions(seed=request_id), index, 40)[0]
         )
-    assert bench.scheduler.rows.num_recorded == 0
+    assert bench.scheduler.rows.all_flags == 0
 
 
 def test_a_prompt_with_records_uses_no_cached_blocks() -> None:

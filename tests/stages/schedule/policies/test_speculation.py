@@ -16,7 +16,7 @@ class Around:
     def __init__(self, num_rows: int, row_ms: float, **limits: object) -> None:
         limits = {"num_speculative_tokens": 7, "max_num_drafts": 64} | limits
         self.config = config(max_num_seqs=max(num_rows, 8), max_model_len=4096, **limits)
-        self.tracker = RowTracker(self.config.max_num_seqs, 4096, 16)
+        self.tracker = RowTracker(self.config)
         self.tracker.limit[:] = 4096
         self.model = StepCostModel()
         self.speculation = Speculation(self.config, self.tracker, self.model)
