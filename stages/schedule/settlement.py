@@ -83,7 +83,7 @@ class Settlement:
         if result.errors:
             failed = finishes == Finish.ERROR
             self._finish_failed(sampled[current & failed], sampled[failed], result.errors)
-            current &= ~failed
+            current &= ~failed & rows.active[sampled]  # other beams of a search that has failed
         if np.count_nonzero(current) < len(current):
             ids = ids[np.repeat(current, num_ids)] if len(num_ids) else ids[current]
             num_ids, num_drafts = num_ids[current[: len(num_ids)]], num_drafts[current[: len(num_drafts)]]

@@ -222,6 +222,29 @@ def test_an_error_of_one_beam_fails_the_request() -> None:
     assert bench.scheduler.load().num_blocks_held == 0
 
 
+def test_the_error_of_a_beam_reaches_no_other_request() -> None:
+    """The other beams of its search are in the same result, with those of another search and a plain row."""
+    bench = Bench(config(), depth=1)
+    bench.admit(prompt_of(1), max_tokens=8, n=3, use_beam_search=True)
+    bench.admit(prompt_of(2), max_tokens=8, n=3, use_beam_search=True)
+    bench.admit(prompt_of(3), max_tokens=8)
+    while sum(sequence is not None for sequence in bench.scheduler.rows.sequences) < 7:
+        bench.fill()
+        bench.answer()
+    failing: list[int] = []
+    while not failing:  # a beam that goes on in its row
+        bench.fill()
+        rows = [row for row, one in enumerate(bench.scheduler.rows.sequences) if one and one.request.request_id == 1]
+        failing = [row for row in rows if row not in [add.row for add in bench.steps[0].adds]]
+        if not failing:
+            bench.answer()
+    bench.executor.rows[failing[0]].options = m.GenerationOptions(num_logprobs=4, bias_ids=list(range(1000)))
+    bench.run()
+    assert [bench.finished[seq] for seq in (1, 2, 3)] == [Finish.ERROR] * 3
+    bench.finished |= dict.fromkeys((1, 2, 3), Finish.ABORT)  # they are checked
+    check_the_rest(bench)
+
+
 def test_a_search_whose_beams_can_not_run_at_once_is_refused() -> None:
     bench = Bench(config(max_num_seqs=4), depth=1)
     bench.admit(range(10), n=5, use_beam_search=True)
