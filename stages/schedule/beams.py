@@ -16,24 +16,21 @@ import numpy as np
 
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Ids, Int64s
-from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.request import RequestState, Sequence
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.step_entries import InFlightSteps
+from pipeline.stages.schedule.state import SchedulerState
 
 
 class Beams:
     """Takes the results of beams, and moves beams when a search has all of them. Owns the searches that are complete
     until then."""
 
-    def __init__(
-        self, rows: RowTracker, kv_cache_manager: KVCacheManager, lifecycle: SequenceLifecycle, in_flight: InFlightSteps
-    ) -> None:
-        self._rows = rows
-        self._kv_cache_manager = kv_cache_manager
+    def __init__(self, state: SchedulerState, lifecycle: SequenceLifecycle) -> None:
+        self._state = state
+        self._rows = state.rows
+        self._kv_cache_manager = state.kv_cache_manager
         self._lifecycle = lifecycle
-        self._in_flight = in_flight
+        self._in_flight = state.in_flight
         self._complete: dict[int, RequestState] = {}
         """By request id."""
 
@@ -55,7 +52,7 @@ class Beams:
     def _begin(self, sequence: Sequence) -> None:
         """A request has its first result. Its other sequences share what the first one has computed."""
         for other in sequence.request.sequences:
-            other.first_s = self._lifecycle.now_s
+            other.first_s = self._state.now_s
             other.started_s, other.num_cached = sequence.started_s, sequence.num_cached
 
     def step(self) -> list[RequestState]:

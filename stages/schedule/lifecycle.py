@@ -15,26 +15,21 @@ from collections import deque
 
 import numpy as np
 
-from pipeline.runtime.black_box import MAX_SUSPECTS, SuspectList
+from pipeline.runtime.black_box import MAX_SUSPECTS
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss, KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
-from pipeline.stages.schedule.metrics import ScheduleMetrics
-from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.parallel_samples import ParallelSamples
-from pipeline.stages.schedule.policies.policy import Policy
-from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
 from pipeline.stages.schedule.quarantine import Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.scheduler_config import UNLIMITED, SchedulerConfig
-from pipeline.stages.schedule.step_entries import InFlightSteps
+from pipeline.stages.schedule.scheduler_config import UNLIMITED
+from pipeline.stages.schedule.state import SchedulerState
 from pipeline.stages.schedule.strikes import Strikes
 
 MAX_STALE_SUSPECTS = 64
@@ -44,42 +39,28 @@ MAX_STALE_SUSPECTS = 64
 class SequenceLifecycle:
     """Owns the queues of sequences without a row. Every sequence that has not finished is in exactly one place."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        rows: RowTracker,
-        kv_cache_manager: KVCacheManager,
-        costs: PreemptionCosts,
-        output_buffer: OutputBuffer,
-        in_flight: InFlightSteps,
-        metrics: ScheduleMetrics,
-        suspects: SuspectList,
-        strikes: Strikes,
-    ) -> None:
-        """`suspects` names the requests that may be the reason if this process dies. `strikes` are of requests that may
-        have killed the executor."""
-        self.waiting = WaitingQueue(policy, config.long_prompt_tokens)
+    def __init__(self, state: SchedulerState) -> None:
+        config = state.config
+        self._state = state
+        self.waiting = WaitingQueue(state.policy, config.long_prompt_tokens)
         self.swapped = SequenceQueue()
         self.held = SequenceQueue()
         """Sequences that wait until the quarantine lets their request run."""
-        self.quarantine = Quarantine(strikes)
+        self.quarantine = Quarantine(Strikes(state.context.strikes))
         self.adapters = AdapterSlots(config.max_loras, waits=config.waits_for_adapters)
         self.parallel_samples = ParallelSamples()
-        self.preemptor = PriorityPreemptor(rows, kv_cache_manager, costs)
-        self.now_s = 0.0
-        """By time.monotonic(), set once per wake."""
+        self.preemptor = PriorityPreemptor(state.rows, state.kv_cache_manager, state.preemption_costs)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
         """Since start."""
-        self._policy = policy
+        self._policy = state.policy
         self._long_prompt_tokens = config.long_prompt_tokens
-        self._rows = rows
-        self._kv_cache_manager = kv_cache_manager
-        self._costs = costs
-        self._output_buffer = output_buffer
-        self._in_flight = in_flight
-        self._metrics = metrics
-        self._suspects = suspects
+        self._rows = state.rows
+        self._kv_cache_manager = state.kv_cache_manager
+        self._costs = state.preemption_costs
+        self._output_buffer = state.output_buffer
+        self._in_flight = state.in_flight
+        self._metrics = state.metrics
+        self._suspects = state.context.suspects
         self._was_quarantined = False
         """Whether the suspects were not all that were here, when they were listed."""
         self._left: deque[tuple[int, int]] = deque()
@@ -229,7 +210,7 @@ class SequenceLifecycle:
         found, tables = allocated
         if sequence.num_preemptions == 0 and not sequence.started_s:
             num_prompt = len(sequence.request.prompt)
-            sequence.started_s = self.now_s
+            sequence.started_s = self._state.now_s
             sequence.num_cached = min(found.num_computed, num_prompt)  # output that the client has is no prompt
             self.num_prompt_tokens += num_prompt
             self.num_cached_tokens += sequence.num_cached
@@ -342,7 +323,7 @@ class SequenceLifecycle:
             self._wait(freed)
         if self.quarantine.is_active and not request.open_sequences:
             self.quarantine.ended(request.request_id)
-        self._metrics.observe_finished(sequence, finish, self.now_s)
+        self._metrics.observe_finished(sequence, finish, self._state.now_s)
 
     def _remove_queued(self, sequence: Sequence) -> None:
         if self.parallel_samples.is_parked(sequence):

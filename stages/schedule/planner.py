@@ -7,61 +7,42 @@ hits, forks and resumption after preemption are that one rule with different num
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import Breadcrumb
-from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s, Put
+from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.decode_run import MAX_ROWS, DecodeRun
-from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import MIN_CHUNK, StepBudget
-from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
-from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
-from pipeline.stages.schedule.policies.speculation import Speculation
+from pipeline.stages.schedule.policies.policy import MAX_SKIPPED
+from pipeline.stages.schedule.policies.preemption import Victims
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag, may_repeat
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.state import SchedulerState
 from pipeline.stages.schedule.step_builder import StepBuilder
-from pipeline.stages.schedule.step_entries import InFlightSteps, StepEntries
+from pipeline.stages.schedule.step_entries import StepEntries
 from pipeline.stages.schedule.token_grants import TokenGrants
 
 
 class Planner:
     """Makes plans. The state that they change belongs to `RowTracker`, `KVCacheManager` and `SequenceLifecycle`."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        rows: RowTracker,
-        kv_cache_manager: KVCacheManager,
-        lifecycle: SequenceLifecycle,
-        costs: PreemptionCosts,
-        grants: TokenGrants,
-        builder: StepBuilder,
-        speculation: Speculation,
-        in_flight: InFlightSteps,
-        put: Put,
-        breadcrumb: Breadcrumb,
-    ) -> None:
-        """`breadcrumb` names the request of a sequence while it starts."""
-        self._block_size = config.block_size
-        self._preempts = policy.preempts
-        self._rows = rows
-        self._kv_cache_manager = kv_cache_manager
+    def __init__(self, state: SchedulerState, lifecycle: SequenceLifecycle) -> None:
+        self._block_size = state.config.block_size
+        self._preempts = state.policy.preempts
+        self._rows = state.rows
+        self._kv_cache_manager = state.kv_cache_manager
         self._lifecycle = lifecycle
-        self._costs = costs
-        self._grants = grants
-        self._builder = builder
-        self._speculation = speculation
-        self._in_flight = in_flight
-        self._put = put
-        self._breadcrumb = breadcrumb
+        self._costs = state.preemption_costs
+        self._grants = TokenGrants(state, lifecycle)
+        self._builder = StepBuilder(state)
+        self._speculation = state.speculation
+        self._in_flight = state.in_flight
+        self._put = state.put_step
+        self._breadcrumb = state.context.breadcrumb
         self._registers = True
-        self._has_windows = bool(kv_cache_manager.windows.by_window)
+        self._has_windows = bool(state.kv_cache_manager.windows.by_window)
         self._run: DecodeRun | None = None
         """Of the last plan, if it can be repeated."""
-        self._num_stages = config.num_stages
+        self._num_stages = state.config.num_stages
 
     def repeat(self) -> m.Step | None:
         """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else

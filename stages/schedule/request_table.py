@@ -10,15 +10,13 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.topology import shard
-from pipeline.stages.schedule.arrays import Ids, Put, Take
+from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.kv_cache import prefix
-from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.output_buffer import OutputBuffer
-from pipeline.stages.schedule.policies.policy import Policy
 from pipeline.stages.schedule.request import RequestState, Sequence
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.state import SchedulerState
 
 MAX_TOMBSTONES = 65536
 """How many aborts that overtook their request are remembered: as many as there can be open requests."""
@@ -38,28 +36,19 @@ Opening = tuple[int, m.Open | m.Refuse]
 class RequestStates:
     """Owns the requests, and the aborts that came before their request."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        lifecycle: SequenceLifecycle,
-        kv_cache_manager: KVCacheManager,
-        output_buffer: OutputBuffer,
-        puts: list[Put],
-        take: Take,
-        num_detokenize: int,
-    ) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: SequenceLifecycle) -> None:
         self.by_id: dict[int, RequestState] = {}
-        self._config = config
-        self._policy = policy
+        self._state = state
+        self._config = state.config
+        self._policy = state.policy
         self._lifecycle = lifecycle
-        self._kv_cache_manager = kv_cache_manager
-        self._output_buffer = output_buffer
-        self._puts = puts
+        self._kv_cache_manager = state.kv_cache_manager
+        self._output_buffer = state.output_buffer
+        self._puts = state.output_puts
         """By replica of detokenize. The list grows."""
-        self.num_detokenize = num_detokenize
+        self.num_detokenize = state.context.num_detokenize
         """Replicas that get new sequences."""
-        self._take = take
+        self._take = state.context.take
         self._decoder = msgspec.msgpack.Decoder(m.GenerationOptions)
         self._encoder = msgspec.msgpack.Encoder()
         self._tombstones: OrderedDict[int, int] = OrderedDict()
@@ -98,7 +87,7 @@ class RequestStates:
             prompt,
             options,
             message.options,
-            queued_s=self._lifecycle.now_s,
+            queued_s=self._state.now_s,
             root=prefix.root(options.cache_salt, options.adapter_id),
             record_bytes=record_bytes(options, self._config.hidden_size),
             prompt_record_bytes=prompt_record_bytes(options),

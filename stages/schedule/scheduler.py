@@ -10,122 +10,42 @@ It neither sends nor receives; stage.py does. It holds no tensor and imports no 
 """
 
 from collections import deque
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import CRUMB_BYTES, NUM_BYTES, Breadcrumb, SuspectList
-from pipeline.runtime.topology import EXECUTE
-from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Put, PutFor, Take
 from pipeline.stages.schedule.beams import Beams
-from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
-from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss, KVCacheManager
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.metrics import ScheduleMetrics
-from pipeline.stages.schedule.output_buffer import OutputBuffer
 from pipeline.stages.schedule.planner import Planner
-from pipeline.stages.schedule.policies.policy import POLICIES
-from pipeline.stages.schedule.policies.preemption import PreemptionCosts
-from pipeline.stages.schedule.policies.speculation import Speculation
-from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import RequestState
 from pipeline.stages.schedule.request_table import Opening, RequestStates
 from pipeline.stages.schedule.row_flags import may_plan_ahead
-from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
-from pipeline.stages.schedule.step_builder import StepBuilder
-from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
-from pipeline.stages.schedule.strikes import Strikes
-from pipeline.stages.schedule.token_grants import TokenGrants
-
-
-def inline(_: str) -> Put:
-    return lambda array: array.tobytes()
-
-
-def from_inline(array: Array, dtype: Any) -> "np.ndarray[Any, Any]":
-    assert isinstance(array, bytes)
-    return np.frombuffer(array, dtype)
+from pipeline.stages.schedule.state import SchedulerContext, SchedulerState
+from pipeline.stages.schedule.step_entries import InFlightStep
 
 
 class Scheduler:
-    """Connects the parts. `put_for` and `take` move arrays into and out of messages; for the others see
-    `KVCacheManager`."""
+    """Connects the parts."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        incarnation: int = 1,
-        put_for: PutFor = inline,
-        take: Take = from_inline,
-        num_detokenize: int = 1,
-        max_detokenize: int = 1,
-        kv_index: IndexMemory = NO_MEMORY,
-        swap_index: IndexMemory = NO_MEMORY,
-        executor: int = 1,
-        breadcrumb: Breadcrumb | None = None,
-        suspects: SuspectList | None = None,
-        strikes: IndexMemory = NO_MEMORY,
-    ) -> None:
-        put_step = put_for(EXECUTE)
-        self._incarnation = incarnation
-        self._put_for = put_for
-        self._put_output: list[Put] = []
-        for _ in range(max(num_detokenize, max_detokenize)):
-            self._append_put()
-        put_output = self._put_output
-        policy = POLICIES[config.policy]()
-        in_flight = InFlightSteps()
+    def __init__(self, config: SchedulerConfig, context: SchedulerContext | None = None) -> None:
+        """Without a `context`, arrays are in the messages, and no memory outlives this object."""
         self.config = config
-        self.metrics = ScheduleMetrics()
-        self.cost_model = StepCostModel()
-        self.rows = rows = RowTracker(config)
-        self.kv_cache_manager = manager = KVCacheManager(config, rows, kv_index, swap_index, executor)
-        self.output_buffer = output_buffer = OutputBuffer(rows, put_output)
-        costs = PreemptionCosts(config.preemption, rows, self.cost_model, manager, config.block_size)
-        self.lifecycle = lifecycle = SequenceLifecycle(
-            config,
-            policy,
-            rows,
-            manager,
-            costs,
-            output_buffer,
-            in_flight,
-            self.metrics,
-            SuspectList(memoryview(bytearray(NUM_BYTES))) if suspects is None else suspects,
-            Strikes(strikes),
-        )
-        grants = TokenGrants(config, policy, rows, lifecycle, self.cost_model)
-        builder = StepBuilder(rows, manager.copies, in_flight, self.metrics, put_step, incarnation)
-        self._in_flight = in_flight
-        self._request_table = RequestStates(
-            config, policy, lifecycle, manager, output_buffer, put_output, take, num_detokenize
-        )
-        self.speculation = speculation = Speculation(config, rows, self.cost_model)
-        breadcrumb = breadcrumb or Breadcrumb(memoryview(bytearray(CRUMB_BYTES)))
-        self._planner = Planner(
-            config,
-            policy,
-            rows,
-            manager,
-            lifecycle,
-            costs,
-            grants,
-            builder,
-            speculation,
-            in_flight,
-            put_step,
-            breadcrumb,
-        )
-        beams = Beams(rows, manager, lifecycle, in_flight)
-        self._settlement = Settlement(
-            rows, manager, lifecycle, in_flight, self.cost_model, output_buffer, speculation, beams, take
-        )
+        self._state = state = SchedulerState(config, context or SchedulerContext())
+        self.metrics = state.metrics
+        self.cost_model = state.cost_model
+        self.rows = state.rows
+        self.kv_cache_manager = state.kv_cache_manager
+        self.output_buffer = state.output_buffer
+        self.speculation = state.speculation
+        self.lifecycle = lifecycle = SequenceLifecycle(state)
+        self._in_flight = state.in_flight
+        self._request_table = RequestStates(state, lifecycle)
+        self._planner = Planner(state, lifecycle)
+        self._settlement = Settlement(state, lifecycle, Beams(state, lifecycle))
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -149,7 +69,7 @@ class Scheduler:
         """What to tell the executor of the LoRA adapters that sequences use, if it does not know it and has answered
         the last of these messages."""
         message = self.lifecycle.adapters.next_message()
-        return None if message is None else m.UseAdapters(self._incarnation, *message)
+        return None if message is None else m.UseAdapters(self._state.context.incarnation, *message)
 
     def adapters_loaded(self, message: m.AdaptersLoaded) -> None:
         """The executor has loaded adapters: their sequences may start."""
@@ -170,20 +90,17 @@ class Scheduler:
 
     def add_detokenize(self) -> None:
         """Detokenize has one process more. It gets no sequences before `use_detokenize`."""
-        self._append_put()
+        self._state.append_output_put()
         self.output_buffer.add_replica()
 
     def remove_detokenize(self) -> None:
         """The last process of detokenize is gone, and others have its sequences."""
-        self._put_output.pop()
+        self._state.output_puts.pop()
         self.output_buffer.remove_replica()
 
     def use_detokenize(self, num_replicas: int) -> None:
         """New sequences go to this many replicas of detokenize."""
         self._request_table.num_detokenize = num_replicas
-
-    def _append_put(self) -> None:
-        self._put_output.append(self._put_for(f"detokenize.{len(self._put_output)}"))
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache. Returns how many blocks it held."""
@@ -199,11 +116,11 @@ class Scheduler:
     @property
     def now_s(self) -> float:
         """By time.monotonic(); the caller sets it once per wake."""
-        return self.lifecycle.now_s
+        return self._state.now_s
 
     @now_s.setter
     def now_s(self, now_s: float) -> None:
-        self.lifecycle.now_s = now_s
+        self._state.now_s = now_s
 
     def plan(self) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now."""

@@ -6,19 +6,15 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.arrays import Bools, Ids, Int64s, Take
+from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.beams import Beams
 from pipeline.stages.schedule.decode_run import DecodeRun
-from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
-from pipeline.stages.schedule.output_buffer import OutputBuffer
-from pipeline.stages.schedule.policies.speculation import Speculation
-from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps
+from pipeline.stages.schedule.state import SchedulerState
+from pipeline.stages.schedule.step_entries import InFlightStep
 
 NO_DRAFTS: Int64s = np.zeros(0, np.int64)
 
@@ -26,32 +22,22 @@ NO_DRAFTS: Int64s = np.zeros(0, np.int64)
 class Settlement:
     """Owns what results add up to."""
 
-    def __init__(
-        self,
-        rows: RowTracker,
-        kv_cache_manager: KVCacheManager,
-        lifecycle: SequenceLifecycle,
-        in_flight: InFlightSteps,
-        cost_model: StepCostModel,
-        output_buffer: OutputBuffer,
-        speculation: Speculation,
-        beams: Beams,
-        take: Take,
-    ) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: SequenceLifecycle, beams: Beams) -> None:
         self.traced_request_ids: list[int] = []
         """Requests with a sequence that began or finished in the last result; for traces."""
         self.num_output_tokens = 0
         self.is_behind = False
         """Whether the step after the next result is planned already, and full blocks are to be registered."""
-        self._rows = rows
-        self._kv_cache_manager = kv_cache_manager
+        self._state = state
+        self._rows = state.rows
+        self._kv_cache_manager = state.kv_cache_manager
         self._lifecycle = lifecycle
-        self._in_flight = in_flight
-        self._cost_model = cost_model
-        self._output_buffer = output_buffer
-        self._speculation = speculation
+        self._in_flight = state.in_flight
+        self._cost_model = state.cost_model
+        self._output_buffer = state.output_buffer
+        self._speculation = state.speculation
         self._beams = beams
-        self._take = take
+        self._take = state.context.take
 
     def settle(self, result: m.StepResult) -> None:
         """Store what the oldest step in flight sampled, and finish sequences."""
@@ -158,7 +144,7 @@ class Settlement:
         begun = known == rows.num_given[sampled]
         if np.count_nonzero(begun):
             for row in sampled[begun].tolist():
-                self._traced_sequence(row).first_s = self._lifecycle.now_s
+                self._traced_sequence(row).first_s = self._state.now_s
         stopped = finishes == Finish.STOP
         ended = stopped | (following >= rows.limit[sampled])
         if np.count_nonzero(ended):

@@ -29,6 +29,7 @@ from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.state import SchedulerContext
 from pipeline.stages.schedule.step_entries import InFlightStep
 from pipeline.stages.schedule.traffic import TrafficRecorder, profile_of
 
@@ -125,19 +126,21 @@ class ScheduleStage:
             SchedulerConfig.of(
                 settings, facts, stage.settings.speculative, max_loras, stage.settings.execute.pipeline_parallel
             ),
-            incarnation=stage.launch.incarnation,
-            put_for=lambda reader: partial(
-                stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
+            SchedulerContext(
+                incarnation=stage.launch.incarnation,
+                executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
+                num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
+                max_detokenize=len(self._detokenize),
+                put_for=lambda reader: partial(
+                    stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
+                ),
+                take=stage.arrays.take,
+                kv_index=self._index(topology.KV_INDEX, "cached"),
+                swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
+                strikes=self._index(topology.STRIKES, "strikes"),
+                breadcrumb=stage.breadcrumb,
+                suspects=stage.suspects,
             ),
-            take=stage.arrays.take,
-            num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
-            max_detokenize=len(self._detokenize),
-            kv_index=self._index(topology.KV_INDEX, "cached"),
-            swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
-            executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
-            breadcrumb=stage.breadcrumb,
-            suspects=stage.suspects,
-            strikes=self._index(topology.STRIKES, "strikes"),
         )
         self._incarnations = dict(stage.launch.incarnations)
         """Of the gateways' processes, by name; 1 if a name is missing."""

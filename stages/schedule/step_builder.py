@@ -4,16 +4,14 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.arrays import Bools, Int64s, Put
+from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.decode_run import DecodeRun
-from pipeline.stages.schedule.kv_cache.swap import BlockCopies
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.logprob_records import expect_logprobs
-from pipeline.stages.schedule.metrics import ScheduleMetrics
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.row_flags import RowFlag
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.step_entries import InFlightStep, InFlightSteps, StepEntries, joined
+from pipeline.stages.schedule.state import SchedulerState
+from pipeline.stages.schedule.step_entries import InFlightStep, StepEntries, joined
 
 LEARN_EVERY = 8
 """The cost model learns from one of this many decode-only steps: they are all alike."""
@@ -22,21 +20,13 @@ LEARN_EVERY = 8
 class StepBuilder:
     """Numbers steps, notes them as in flight, and chooses those that the cost model learns from."""
 
-    def __init__(
-        self,
-        rows: RowTracker,
-        copies: BlockCopies,
-        in_flight: InFlightSteps,
-        metrics: ScheduleMetrics,
-        put: Put,
-        incarnation: int,
-    ) -> None:
-        self._rows = rows
-        self._copies = copies
-        self._in_flight = in_flight
-        self._metrics = metrics
-        self._put = put
-        self._incarnation = incarnation
+    def __init__(self, state: SchedulerState) -> None:
+        self._rows = state.rows
+        self._copies = state.kv_cache_manager.copies
+        self._in_flight = state.in_flight
+        self._metrics = state.metrics
+        self._put = state.put_step
+        self._incarnation = state.context.incarnation
         self._num_decode_steps = 0
 
     def learns(self, has_chunks: bool) -> bool:

@@ -11,23 +11,14 @@ import numpy as np
 from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import BudgetLimits, StepBudget, grant_chunks, grant_decodes
-from pipeline.stages.schedule.policies.policy import Policy
-from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
-from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.state import SchedulerState
 
 
 class TokenGrants:
     """Decides how many tokens each running row computes. Changes nothing but the budget."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        rows: RowTracker,
-        lifecycle: SequenceLifecycle,
-        cost_model: StepCostModel,
-    ) -> None:
+    def __init__(self, state: SchedulerState, lifecycle: SequenceLifecycle) -> None:
+        config = state.config
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._limits = BudgetLimits(
             config.max_num_batched_tokens,
@@ -35,10 +26,10 @@ class TokenGrants:
             config.long_prompt_max_slowdown,
             max(config.max_num_batched_tokens, config.max_num_prefill_tokens),
         )
-        self._preempts = policy.preempts
-        self._rows = rows
+        self._preempts = state.policy.preempts
+        self._rows = state.rows
         self._lifecycle = lifecycle
-        self._cost_model = cost_model
+        self._cost_model = state.cost_model
 
     def grant(
         self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s, max_decodes: int, *, learns: bool

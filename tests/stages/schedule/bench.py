@@ -15,6 +15,7 @@ from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.state import SchedulerContext
 from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages
@@ -68,10 +69,12 @@ class Bench:
         kv_index, swap_index = (IndexMemory(memoryview(memory)) for memory in self.indices)
         return Scheduler(
             config,
-            num_detokenize=self.num_detokenize,
-            kv_index=kv_index,
-            swap_index=swap_index,
-            executor=self.num_executors,
+            SchedulerContext(
+                num_detokenize=self.num_detokenize,
+                kv_index=kv_index,
+                swap_index=swap_index,
+                executor=self.num_executors,
+            ),
         )
 
     def given(self, seq: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.shm.arrays import Array
-from pipeline.stages.schedule.scheduler import Scheduler, from_inline
+from pipeline.stages.schedule.scheduler import Scheduler
+from pipeline.stages.schedule.state import SchedulerContext, from_inline
 from tests.fakes import FakeExecutor, expected, inline, next_id
 from tests.rig import raw
 from tests.stages.schedule.bench import Bench, config
@@ -224,7 +225,7 @@ def test_every_array_of_a_result_is_taken() -> None:
         taken.append(array)
         return from_inline(array, dtype)
 
-    scheduler, executor = Scheduler(config(), take=take), FakeExecutor(config().num_blocks)
+    scheduler, executor = Scheduler(config(), SchedulerContext(take=take)), FakeExecutor(config().num_blocks)
     options = raw(m.GenerationOptions(max_tokens=5, num_logprobs=1, num_prompt_logprobs=1))
     scheduler.admit(m.Admit(1, 1, 0, 0.0, np.arange(9, dtype=np.int32).tobytes(), options))
     while (step := scheduler.plan()) is not None:
