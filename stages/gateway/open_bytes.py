@@ -109,12 +109,12 @@ def typical_tokens(prompt: m.Prompt) -> int:
         case m.IdsPrompt(ids):
             return len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
         case m.TextPrompt(text):
-            return _utf8_bytes(text) // BYTES_PER_TOKEN
+            return utf8_bytes(text) // BYTES_PER_TOKEN
         case m.ChatPrompt(messages):
-            return sum(_utf8_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
+            return sum(utf8_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
 
 
-def _utf8_bytes(text: str) -> int:
+def utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -152,16 +152,7 @@ def form_bytes(parsed: ParsedRequest) -> int:
         size += sum(
             text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
         )
-    if (form := parsed.response) is not None:
-        own = form.instructions, form.user, form.prompt_cache_key, form.safety_identifier
-        raw = form.text, form.tool_choice, form.tools  # JSON already
-        size += form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
-        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
-        for name, one in form.called.items():
-            size += text_bytes(name) + text_bytes(one.name) + text_bytes(one.namespace) + 2 * VALUE_BYTES
-        repeated = sum(map(json_bytes, own)) + sum(map(_utf8_bytes, raw)) + json_bytes(form.metadata)
-        size += (FIRST_EVENTS if parsed.stream else ECHO_COPIES) * repeated
-    return size
+    return size + parsed.dialect.form_bytes(stream=parsed.stream)
 
 
 def json_bytes(value: object) -> int:
@@ -250,7 +241,7 @@ def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
     width, prompt_width = record_bytes(options, hidden_size or 0), prompt_record_bytes(options)
     if is_kept and not width and not prompt_width:
         return KEPT
-    if not width and not prompt_width and parsed.response is None:
+    if not width and not prompt_width and not parsed.dialect.ends_with_output:
         return PLAIN
     id_bytes, reply, prompt_reply = OUTPUT_ID_BYTES + width, 0.0, 0.0
     num_entries = 0 if parsed.details.num_top is None else 1 + options.num_logprobs + bool(options.logprob_token_ids)
@@ -259,14 +250,14 @@ def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
     elif is_kept and width:
         reply = ENTRY_BYTES * num_entries / width
     if prompt_width and (is_kept or parsed.echo):
-        repeats = parsed.n if parsed.echo or not parsed.is_chat else 1
+        repeats = parsed.n if parsed.dialect.repeats_prompt_logprobs else 1
         prompt_reply = ENTRY_BYTES * (1 + options.num_prompt_logprobs) / prompt_width * repeats
     of_record, text = RECORD_COPIES + reply, CHAR_BYTES * CHARS_PER_ID
     most = id_bytes + (of_record * width + text if is_kept else 0)
-    if parsed.response is not None and not is_kept:  # its last events have all of the output
+    if parsed.dialect.ends_with_output and not is_kept:
         id_bytes += text + ENTRY_BYTES * num_entries
         most = id_bytes
-        if parsed.response.background:
+        if parsed.dialect.keeps_events:
             most += EVENT_BYTES + NUM_EVENT_COPIES * (text + ENTRY_BYTES * num_entries)
     return OutputCost(id_bytes, of_record, 1 + RECORD_COPIES + prompt_reply, most)
 
@@ -316,16 +307,17 @@ def bounded(parsed: ParsedRequest, max_bytes: int, hidden_size: int | None, max_
 def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) -> ApiError:
     """400 for a request that can't fit. It names what makes it large."""
     fields = []
-    prompt_param = "messages" if parsed.is_chat and parsed.prompt_param == "prompt" else parsed.prompt_param
+    dialect = parsed.dialect
+    prompt_param = dialect.prompt_field if parsed.prompt_param == "prompt" else parsed.prompt_param
     if size > max_bytes // 2:
         fields.append(prompt_param)
-        fields += ["tools"] if parsed.is_chat else []
+        fields += ["tools"] if dialect.has_tools else []
     if len(parsed.prompts) > 1:
         fields.append(f"the number of prompts in {prompt_param}")
     if num_bytes > size:
         fields += ["n"] if parsed.num_sequences > 1 else []
         fields += [parsed.max_tokens_param] if parsed.embedding is None else []
-        fields += ["top_logprobs" if parsed.is_chat else "logprobs"] if parsed.details.num_top else []
+        fields += [dialect.logprobs_field] if parsed.details.num_top else []
     param = fields[0] if size > max_bytes // 2 else parsed.max_tokens_param
     message = (
         f"this request may keep {num_bytes} bytes in memory with all of its output, and the limit is {max_bytes}, "

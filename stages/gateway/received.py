@@ -37,7 +37,7 @@ def render_chat() -> Rendering:
 
 
 def render_completion() -> Rendering:
-    return Rendering(parse.read_completion, parse.parse_completion)
+    return Rendering(parse.read_completion, parse.parse_completion, is_list=True)
 
 
 PARSERS: dict[str, Callable[[bytes, RequestLimits], ParsedRequest]] = {

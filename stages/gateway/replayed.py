@@ -15,11 +15,11 @@ from pipeline.runtime.api_keys import NO_SCOPE
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.dialect import ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption
 from pipeline.stages.gateway.received import Received, parse_again
-from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.replies.resume_points import Continuation
 from pipeline.stages.gateway.request import PromptRequest, Request
 from pipeline.stages.gateway.request_table import RequestTable
@@ -48,7 +48,7 @@ class ReplayedClients:
         self._limits = limits
         self._aborter = aborter
         self._decoder = msgspec.json.Decoder(Received)
-        self._open_requests: dict[int, tuple[Request, shapes.Events | None]] = {}
+        self._open_requests: dict[int, tuple[Request, ReplyEvents | None]] = {}
         """By number, with the events of those that are streamed."""
         replay_context.perform("open", self._open)
         replay_context.perform("refused", self._refuse)
@@ -74,7 +74,7 @@ class ReplayedClients:
             request = self._requests.open(parse_again(self._decoder.decode(data), self._limits), None)
         except ApiError:
             return  # a queue was full for one of its prompts
-        self._open_requests[number] = request, shapes.events(request) if request.parsed.stream else None
+        self._open_requests[number] = request, request.parsed.dialect.events(request) if request.parsed.stream else None
 
     def _refuse(self, number: int, _: bytes) -> None:
         """Its client got 503 or 400, and no stage heard of it."""
@@ -124,7 +124,7 @@ class ReplayedClients:
     def _give(self, what: str, number: int, _: bytes) -> None:
         request, events = self._open_requests[number]
         if what == "whole":
-            shapes.log_output(request, shapes.body_of(request))
+            request.log_output("whole", request.parsed.dialect.whole(request))
             return
         assert events is not None
         match what:

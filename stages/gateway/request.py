@@ -308,7 +308,7 @@ class Request:
         else:
             self.id = _id_of(parsed, replay.randbits)
             self.created = int(replay.time())
-            self.salt = 0 if parsed.reply is None and parsed.response is None else replay.randbits(64)
+            self.salt = 0 if parsed.reply is None and not parsed.dialect.makes_ids else replay.randbits(64)
         """Seeds the ids of its tool calls and of a response's items."""
         self.on_response: Callable[[ResponseObject], None] | None = None
         """Stores a complete or failed response of /v1/responses before it is sent; it may be called in a thread."""
@@ -434,20 +434,6 @@ class Request:
 
 
 def _id_of(parsed: ParsedRequest, randbits: Callable[[int], int]) -> str:
-    """Ids of /v1/responses are always random: clients refer to stored ones by them."""
-    given = parsed.request_id if parsed.response is None else None
-    return _id_prefix(parsed) + (given or f"{randbits(64):016x}{randbits(64):016x}")
-
-
-def _id_prefix(parsed: ParsedRequest) -> str:
-    if parsed.is_lookup:
-        return "tokenize-"
-    if parsed.embedding is not None:
-        return "embd-"
-    if parsed.is_tokens_only:
-        return "generate-"
-    if parsed.is_messages:
-        return "msg_"
-    if parsed.response is not None:
-        return "resp_"
-    return "chatcmpl-" if parsed.is_chat else "cmpl-"
+    prefix = "tokenize-" if parsed.is_lookup else parsed.dialect.id_prefix
+    given = parsed.request_id if parsed.dialect.takes_id else None
+    return prefix + (given or f"{randbits(64):016x}{randbits(64):016x}")

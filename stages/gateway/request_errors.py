@@ -9,8 +9,6 @@ from http import HTTPStatus
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.anthropic.parse import own_param
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.request import PromptRequest, Request
 
 _PROMPT_PARAM = re.compile(r"prompt((?:\[\d+\])?)")
@@ -39,9 +37,8 @@ def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
 
 
 def sampling_param(request: Request, param: str | None) -> str | None:
-    """A sampling field. /inference/v1/generate has these in `sampling_params`."""
-    is_nested = request.parsed.is_tokens_only and param in SamplingFields.__struct_fields__
-    return f"sampling_params.{param}" if is_nested else param
+    """A sampling field, as the client names it."""
+    return None if param is None else request.parsed.dialect.field(param)
 
 
 def _client_param(prompt_request: PromptRequest, param: str | None) -> str | None:
@@ -51,6 +48,4 @@ def _client_param(prompt_request: PromptRequest, param: str | None) -> str | Non
     if param is not None and (match := _PROMPT_PARAM.fullmatch(param)):
         place = f"[{request.prompt_requests.index(prompt_request)}]" if len(request.prompt_requests) > 1 else ""
         return f"{request.parsed.prompt_param}{place}{match[1]}"
-    if param is not None and request.parsed.is_messages:
-        return own_param(param)
     return sampling_param(request, param)

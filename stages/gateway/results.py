@@ -110,7 +110,7 @@ class ResultHandler:
         """Count the prompt logprobs of one more accepted prompt, and fail the request if there are too many. A reply
         repeats them for each choice, so it may be many times larger than what was computed."""
         parsed, caps = request.parsed, self._stage.settings.limits
-        is_repeated = not (parsed.is_chat or parsed.is_tokens_only) and (parsed.echo or not parsed.stream)
+        is_repeated = parsed.dialect.repeats_prompt_logprobs and (parsed.echo or not parsed.stream)
         request.num_prompt_logprobs += parsed.details.num_of_prompt(num_ids, parsed.n if is_repeated else 1)
         if request.num_prompt_logprobs > caps.max_prompt_logprobs:
             error = too_many(parsed.details, request.num_prompt_logprobs, caps)

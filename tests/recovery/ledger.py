@@ -14,6 +14,7 @@ from pipeline.runtime.logprob_records import record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.replies.responses import COMPLETION
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.schedule.request_table import EXECUTOR_DIED, PROMPT_TAIL
@@ -115,7 +116,7 @@ class Case(msgspec.Struct, eq=False):
         packed = np.array(self.prompt, np.int32).tobytes()
         given = zip(self.outcomes, self.nums_given, strict=bool(self.nums_given))
         return ParsedRequest(
-            is_chat=False,
+            dialect=COMPLETION,
             model="model",
             prompts=[m.IdsPrompt(packed)],
             n=self.options.n,

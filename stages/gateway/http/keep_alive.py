@@ -6,18 +6,6 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeline.stages.gateway.request import Request
-
-COMMENT = b": keep-alive\n\n"
-"""Clients ignore comments (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-"""Anthropic's API has an event for it, which its clients ignore."""
-
-
-def keep_alive_of(request: Request) -> bytes:
-    """The keep-alive in the form of the request's API."""
-    return PING if request.parsed.is_messages else COMMENT
-
 
 class KeepAlive:
     """A context manager around the events of a stream, except for the last bytes: calls `write` whenever nothing was

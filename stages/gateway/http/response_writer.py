@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.http_server.slow_clients import (
     HIGH_BYTES,
     PIECE_BYTES,
@@ -27,13 +26,12 @@ from pipeline.http_server.slow_clients import (
 )
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.runtime.work_pool import WorkPool
+from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.http.keep_alive import COMMENT, KeepAlive, keep_alive_of
-from pipeline.stages.gateway.replies import shapes
+from pipeline.stages.gateway.http.keep_alive import KeepAlive
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
-from pipeline.stages.gateway.responses_api.reply import ResponseEvents
 
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
@@ -41,6 +39,11 @@ error gets its own HTTP status; after that the client, and proxies, see that the
 
 _replies = WorkPool("building large replies", max_threads=2)
 """Open requests bound what waits."""
+
+LARGE_BYTES = 64 * 1024
+"""Size of records, or of what the request keeps for its reply, from which building it takes more than about 5 ms."""
+LARGE_CHARS = 10_000
+"""Text from which parsing it for calls and reasoning may take more than about 5 ms."""
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -60,7 +63,7 @@ async def send_whole(
     """Wait until a request has finished and send its response, from `body_of` or in the shape of its route. Raises
     ApiError if it fails, ConnectionError as `send`."""
     await request.until(lambda: request.is_finished)
-    body = body_of(request) if body_of is not None else shapes.log_output(request, await whole_body(request))
+    body = body_of(request) if body_of is not None else request.log_output("whole", await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
     return await send(http_request, response, timeout_s)
 
@@ -68,12 +71,24 @@ async def send_whole(
 async def whole_body(request: Request) -> bytes:
     """The body of a finished request. Raises ApiError if there is none. Large bodies are built in a thread: a finished
     request does not change any more."""
-    return await _replies.run(shapes.body_of, request) if shapes.is_large(request) else shapes.body_of(request)
+    build = request.parsed.dialect.whole
+    return await _replies.run(build, request) if _is_large(request) else build(request)
 
 
-async def last_events(request: Request, events: shapes.Events) -> bytes:
-    """The end of a stream that has not failed. Built in a thread if the response stores a large conversation."""
-    if isinstance(events, ResponseEvents) and request.num_bytes > shapes.LARGE_BYTES:
+def _is_large(request: Request) -> bool:
+    """Whether to build the body in a thread, so that the event loop is not blocked: it is long, or what it repeats or
+    stores of the request is."""
+    size = sum(len(one.records) for one in request.sequences) + sum(
+        len(one.prompt_records) * one.submit.options.n for one in request.prompt_requests
+    )
+    num_parsed = sum(one.num_chars for one in request.choices) if request.parsed.reply is not None else 0
+    return size > LARGE_BYTES or num_parsed > LARGE_CHARS or request.num_bytes > LARGE_BYTES
+
+
+async def last_events(request: Request, events: ReplyEvents) -> bytes:
+    """The end of a stream that has not failed. Built in a thread if it has the whole output, and stores a large
+    conversation."""
+    if request.parsed.dialect.ends_with_output and request.num_bytes > LARGE_BYTES:
         return request.log_output("last", await _replies.run(events.ended))
     return events.last()
 
@@ -85,11 +100,11 @@ async def send_stream(
     never). Raises ApiError if it fails before the headers are sent; later errors are events. Raises ConnectionError as
     `send`."""
     await _begun(request)
-    content_type = shapes.stream_type(request)
-    if content_type != shapes.EVENT_STREAM:
-        keep_alive_s = 0  # lines of JSON have no comments
-    response = web.StreamResponse(headers={"Content-Type": content_type} | STREAM_HEADERS | _headers(request))
-    events = shapes.events(request)
+    dialect = request.parsed.dialect
+    if not dialect.keep_alive:
+        keep_alive_s = 0
+    response = web.StreamResponse(headers={"Content-Type": dialect.media_type} | STREAM_HEADERS | _headers(request))
+    events = dialect.events(request)
     points = ResumePoints(request) if request.parsed.has_points else None
     if points is not None:
         response.headers[RESUMABLE] = "1"
@@ -120,7 +135,7 @@ async def send_stream(
         http_request.writer.send_headers()
         data = due(b"" if is_continued else events.first())
         with KeepAlive(
-            http_request, keep_alive_s, lambda: _write(http_request, response, keep_alive_of(request))
+            http_request, keep_alive_s, lambda: _write(http_request, response, dialect.keep_alive)
         ) as keep_alive:
             while not events.are_over:
                 if data:
@@ -156,7 +171,7 @@ async def send_log(
     """Send the events of a background response from the position `first` on, as they arrive, with keep-alives as
     `send_stream`; only the headers if the method is HEAD. What the client does not take counts in `unread`,
     besides the log. Raises ConnectionError as `send`."""
-    headers = {"Content-Type": shapes.EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
+    headers = {"Content-Type": EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
     if http_request.method == "HEAD":
         return await send(http_request, response, timeout_s)
@@ -199,7 +214,7 @@ async def _begun(request: Request) -> None:
     """Wait until the headers can be sent. A reply that begins with the prompts, their ids or their number needs these
     first."""
     parsed = request.parsed
-    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.is_messages or parsed.has_points
+    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.dialect.begins_with_usage or parsed.has_points
     await request.until(lambda: request.is_accepted or (request.has_begun and not needs_prompt) or request.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):
@@ -207,5 +222,4 @@ async def _begun(request: Request) -> None:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    headers = {"X-Request-Id": request.id}
-    return headers | {ANTHROPIC_ID_HEADER: request.id} if request.parsed.is_messages else headers
+    return {"X-Request-Id": request.id} | request.parsed.dialect.headers(request)

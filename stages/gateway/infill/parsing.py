@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.infill.reply import INFILL
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import FillInTokens, fill_in_tokens
@@ -99,9 +100,9 @@ def parse_infill(body: bytes, limits: RequestLimits) -> ParsedRequest:
     )
     max_tokens = decoded.n_predict if decoded.n_predict is not None and decoded.n_predict > 0 else None
     parsed = parsed_request_of(
-        fields, 1, lambda: [m.TextPrompt(prompt)], max_tokens, limits, is_chat=False, max_tokens_param="n_predict"
+        fields, 1, lambda: [m.TextPrompt(prompt)], max_tokens, limits, INFILL, max_tokens_param="n_predict"
     )
-    return msgspec.structs.replace(parsed, is_infill=True, prompt_param="input_prefix")
+    return msgspec.structs.replace(parsed, prompt_param="input_prefix")
 
 
 def prompt_of(body: InfillBody, tokens: FillInTokens) -> str:

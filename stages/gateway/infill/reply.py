@@ -1,14 +1,16 @@
 """Replies of POST /infill in llama.cpp's shape, complete and as stream events. Pure."""
 
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.responses import framed, trace_write
+from pipeline.stages.gateway.replies.responses import framed
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.timings import times_of
 
@@ -57,45 +59,47 @@ def whole(request: Request) -> bytes:
     (sequence,) = request.sequences
     begin_s = time.monotonic()
     body = _encoder.encode(_last(request, sequence.take_text()))
-    if request.trace.on:
-        trace_write(request, begin_s, body)
+    trace_write(request, begin_s, body)
     return body
 
 
-class InfillEvents:
-    """The events of one streamed response, like `responses.Events`."""
+class InfillEvents(ReplyEvents):
+    """The events of one streamed response."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        super().__init__(request)
         (self._sequence,) = request.sequences
-        self.has_more = False
-        """As in `responses.Events`; never, because events have no details."""
 
     @property
     def are_over(self) -> bool:
-        """Whether only `last` remains."""
         return self._request.is_finished and self._request.failure is None and not self._sequence.pending
 
-    def first(self) -> bytes:
-        """There is nothing before the output."""
-        return self._request.log_output("first", b"")
+    def _due(self) -> Iterator[bytes]:
+        if text := self._sequence.take_text():
+            yield framed(_encoder.encode(InfillReply(content=text, stop=False)))
 
-    def due(self) -> bytes:
-        """The event for the output that has arrived since the last call."""
-        begin_s = time.monotonic()
-        text = self._sequence.take_text()
-        data = framed(_encoder.encode(InfillReply(content=text, stop=False))) if text else b""
-        if self._request.trace.on:
-            trace_write(self._request, begin_s, data)
-        return self._request.log_output("due", data)
-
-    def last(self) -> bytes:
-        """The end of a successful stream."""
-        return self._request.log_output("last", framed(_encoder.encode(_last(self._request, ""))))
+    def ended(self) -> bytes:
+        return framed(_encoder.encode(_last(self._request, "")))
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
         return framed(error.json())
+
+
+class InfillDialect(Dialect):
+    """/infill"""
+
+    id_prefix = "cmpl-"
+    prompt_field = "input_prefix"
+    has_tools = False
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request)
+
+    def events(self, request: Request) -> InfillEvents:
+        return InfillEvents(request)
+
+
+INFILL = InfillDialect()
 
 
 def _last(request: Request, content: str) -> InfillReply:

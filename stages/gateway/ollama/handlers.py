@@ -67,8 +67,7 @@ class OllamaApi:
 
     async def _generate(self, http_request: web.Request, api: str) -> web.StreamResponse:
         parsed, received = await self._read(http_request, api)
-        form = parsed.ollama
-        assert form is not None
+        form = reply.form_of(parsed)
         if not parsed.prompts:
             return web.Response(body=reply.loaded(form), content_type="application/json")
         response = self._respond(http_request, parsed, received)

@@ -16,6 +16,7 @@ from pipeline.stages.gateway.ollama import bodies as b
 from pipeline.stages.gateway.ollama.conversation import messages_of
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed
+from pipeline.stages.gateway.ollama.reply import OllamaDialect
 from pipeline.stages.gateway.parsing.bodies import Body, ChatBody, is_neutral, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, embeddings_request_of
@@ -31,6 +32,7 @@ from pipeline.stages.gateway.parsing.parse import (
 )
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
+from pipeline.stages.gateway.replies.responses import COMPLETION
 
 TAG = ":latest"
 """Ollama appends it to names without a tag, and so do its clients."""
@@ -126,7 +128,7 @@ def check_name(name: str, limits: RequestLimits) -> str:
 def _no_prompt(form: OllamaForm, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
     """A request to load the model, which has happened, or to unload it, which changes nothing."""
     form = msgspec.structs.replace(form, unloads=keep_alive in (0, "0", "0s"))
-    return msgspec.structs.replace(lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[], ollama=form)
+    return _of(form, lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[])
 
 
 def _chat(form: OllamaForm, chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
@@ -135,7 +137,7 @@ def _chat(form: OllamaForm, chat: ChatBody, limits: RequestLimits) -> ParsedRequ
     except ApiError as error:
         raise _own(error, form, limits) from error
     param = "messages" if form.route == "chat" else "prompt"
-    return msgspec.structs.replace(_bounded(parsed), ollama=form, max_tokens_param=MAX_TOKENS, prompt_param=param)
+    return _of(form, _bounded(parsed), max_tokens_param=MAX_TOKENS, prompt_param=param)
 
 
 def _text(
@@ -160,13 +162,18 @@ def _text(
             lambda: [m.TextPrompt(prompt)],
             body.max_tokens,
             limits,
-            is_chat=False,
+            COMPLETION,
             max_tokens_param=MAX_TOKENS,
             details=details,
         )
     except ApiError as error:
         raise _own(error, form, limits) from error
-    return msgspec.structs.replace(_bounded(parsed), ollama=form)
+    return _of(form, _bounded(parsed))
+
+
+def _of(form: OllamaForm, parsed: ParsedRequest, **changes: Any) -> ParsedRequest:
+    """The request with a reply of this API."""
+    return msgspec.structs.replace(parsed, dialect=OllamaDialect(form, parsed.dialect.id_prefix), **changes)
 
 
 def _bounded(parsed: ParsedRequest) -> ParsedRequest:
@@ -185,11 +192,11 @@ def _embedding(
 ) -> ParsedRequest:
     name = check_name(form.model, limits)
     if not texts:
-        return msgspec.structs.replace(lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[], ollama=form)
+        return _of(form, lookup(m.TextPrompt(""), m.PromptOptions(), "", limits), prompts=[])
     inputs: Any = texts  # lists are invariant
     body = EmbeddingsBody(model=name, input=inputs, truncate_prompt_tokens=truncate, dimensions=dimensions)
     parsed = embeddings_request_of(body, limits)
-    return msgspec.structs.replace(parsed, ollama=form, prompt_param=param, max_tokens_param=param)
+    return _of(form, parsed, prompt_param=param, max_tokens_param=param)
 
 
 # --------------------------------------------------------------------------------------------------------------- fields

@@ -6,6 +6,7 @@ A stream has one JSON object per line: pieces of the text, the reasoning, comple
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
@@ -14,6 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.http_server.ollama_errors import error_json
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.ollama.form import OllamaForm
 from pipeline.stages.gateway.ollama.names import renamed
@@ -26,10 +28,11 @@ from pipeline.stages.gateway.ollama.types import (
     OllamaReplyMessage,
     OllamaToolCall,
 )
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.anthropic.messages import MessageReader, object_or_empty
 from pipeline.stages.gateway.replies.embeddings import vector_of
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
-from pipeline.stages.gateway.replies.responses import finish_reason, trace_write
+from pipeline.stages.gateway.replies.responses import finish_reason
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.timings import times_of
@@ -91,7 +94,7 @@ class PieceReader:
 
 def whole(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if an input has no embedding."""
-    form = _form(request)
+    form = form_of(request.parsed)
     if form.route in ("embed", "embeddings"):
         return _embedded(request, form)
     (sequence,) = request.sequences
@@ -102,8 +105,7 @@ def whole(request: Request) -> bytes:
     _finish(reply, request)
     reply.logprobs = _logprobs(_formatter(request), text)
     body = _encoder.encode(reply)
-    if request.trace.on:
-        trace_write(request, begin_s, body)
+    trace_write(request, begin_s, body)
     return body
 
 
@@ -124,34 +126,19 @@ def loaded(form: OllamaForm) -> bytes:
     return _encoder.encode(OllamaGenerateReply(**fields))
 
 
-class OllamaLines:
-    """The lines of one streamed response, like `responses.Events`."""
+class OllamaLines(ReplyEvents):
+    """The lines of one streamed response."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        super().__init__(request)
         (self._sequence,) = request.sequences
         self._reader = PieceReader(request)
         self._formatter = _formatter(request)
         self._is_over = False
-        self.has_more = False
-        """As in `responses.Events`; never, because one piece of text has all details that have arrived."""
 
     @property
     def are_over(self) -> bool:
-        """Whether only `last` remains."""
         return self._is_over and self._request.is_finished and self._request.failure is None
-
-    def first(self) -> bytes:
-        """There is nothing before the output."""
-        return self._request.log_output("first", b"")
-
-    def due(self) -> bytes:
-        """Lines for the output that has arrived since the last call."""
-        begin_s = time.monotonic()
-        data = b"".join(self._due())
-        if self._request.trace.on:
-            trace_write(self._request, begin_s, data)
-        return self._request.log_output("due", data)
 
     def _due(self) -> Iterator[bytes]:
         if self._is_over or self._reader.is_waiting:
@@ -164,16 +151,14 @@ class OllamaLines:
             text = ""
             yield _line(reply)
 
-    def last(self) -> bytes:
-        """The end of a successful stream."""
+    def ended(self) -> bytes:
         reply = _object(self._request, [])
         _finish(reply, self._request)
         reply.logprobs = _logprobs(self._formatter, "")
-        return self._request.log_output("last", _line(reply))
+        return _line(reply)
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
-        return error_json(renamed(error, _form(self._request))) + b"\n"
+        return error_json(renamed(error, form_of(self._request.parsed))) + b"\n"
 
 
 def rfc3339(unix_s: float) -> str:
@@ -187,7 +172,7 @@ def _line(reply: OllamaChatReply | OllamaGenerateReply) -> bytes:
 
 def _object(request: Request, pieces: list[Piece]) -> OllamaChatReply | OllamaGenerateReply:
     """An object with these pieces, without figures."""
-    form = _form(request)
+    form = form_of(request.parsed)
     content = "".join(piece.content for piece in pieces)
     thinking = "".join(piece.thinking for piece in pieces) or UNSET
     created_at = rfc3339(request.created)
@@ -235,10 +220,28 @@ def _logprobs(formatter: TokenDetailFormatter, text: str) -> list[TokenLogprob] 
     return UNSET if found is None else found.content
 
 
-def _form(request: Request) -> OllamaForm:
-    assert request.parsed.ollama is not None
-    return request.parsed.ollama
-
-
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+@dataclass(frozen=True)
+class OllamaDialect(Dialect):
+    """The routes below /api"""
+
+    form: OllamaForm
+    id_prefix: str
+
+    media_type = "application/x-ndjson"
+    keep_alive = b""  # lines of JSON have no comments
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request)
+
+    def events(self, request: Request) -> OllamaLines:
+        return OllamaLines(request)
+
+
+def form_of(parsed: ParsedRequest) -> OllamaForm:
+    """What a request of this API asks for besides its output."""
+    assert isinstance(parsed.dialect, OllamaDialect)
+    return parsed.dialect.form

@@ -21,6 +21,7 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
     prompts_of,
 )
 from pipeline.stages.gateway.parsing.sampling_fields import Id
+from pipeline.stages.gateway.replies.embeddings import EMBEDDINGS
 
 POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
 
@@ -131,7 +132,7 @@ def embedding_request(
 ) -> ParsedRequest:
     """A request for the embeddings of prompts: each samples one id, which has no meaning."""
     return ParsedRequest(
-        is_chat=False,
+        dialect=EMBEDDINGS,
         model=model,
         prompts=prompts,
         n=1,

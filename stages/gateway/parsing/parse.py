@@ -12,6 +12,7 @@ import msgspec
 
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.beam_search import check_grammar, with_beam_search
 from pipeline.stages.gateway.parsing.bodies import (
@@ -53,6 +54,7 @@ from pipeline.stages.gateway.parsing.sampling_fields import (
     seed_of,
 )
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top, with_details
+from pipeline.stages.gateway.replies.responses import CHAT, COMPLETION
 from pipeline.text.formats.chat_formats import ChatFormats
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -88,7 +90,7 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
 
     details = details_of(chat, chat_num_top(chat, limits), limits)
     if chat.max_completion_tokens is None:
-        parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, is_chat=True, details=details)
+        parsed = parsed_request_of(chat, 1, prompts, chat.max_tokens, limits, CHAT, details=details)
     else:
         parsed = parsed_request_of(
             chat,
@@ -96,7 +98,7 @@ def chat_request_of(chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
             prompts,
             chat.max_completion_tokens,
             limits,
-            is_chat=True,
+            CHAT,
             max_tokens_param="max_completion_tokens",
             details=details,
         )
@@ -189,7 +191,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
         lambda: prompts_of(prompt, most_ids(completion.truncate_prompt_tokens, limits.max_prompt_tokens)),
         max_tokens,
         limits,
-        is_chat=False,
+        COMPLETION,
         best_of=completion.best_of,
         details=details_of(completion, num_top, limits, echo=echo),
     )
@@ -263,7 +265,7 @@ def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def lookup(prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits) -> ParsedRequest:
     """A request about its prompt only."""
     return ParsedRequest(
-        is_chat=isinstance(prompt, m.ChatPrompt),
+        dialect=CHAT if isinstance(prompt, m.ChatPrompt) else COMPLETION,
         model=limits.model,
         prompts=[prompt],
         n=1,
@@ -283,8 +285,8 @@ def parsed_request_of(
     prompts: Callable[[], list[m.Prompt]],
     max_tokens: int | None,
     limits: RequestLimits,
+    dialect: Dialect,
     *,
-    is_chat: bool,
     max_tokens_param: str = "max_tokens",
     best_of: int | None = None,
     details: TokenDetailOptions = TokenDetailOptions(),  # noqa: B008 - frozen
@@ -317,7 +319,7 @@ def parsed_request_of(
     prompt_list = prompts()
     check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
     return ParsedRequest(
-        is_chat=is_chat,
+        dialect=dialect,
         model=model,
         prompts=prompt_list,
         n=n,

@@ -24,6 +24,7 @@ from pipeline.stages.gateway.parsing.parse import (
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, check_prompt_bytes, check_truncate, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
+from pipeline.stages.gateway.replies.responses import CHAT, COMPLETION
 
 
 def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:
@@ -50,7 +51,7 @@ def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest
         lambda: [_prompt_of(generate.prompt, prompt_limits)],
         params.max_tokens,
         limits,
-        is_chat=isinstance(generate.prompt, p.ChatPrompt),
+        CHAT if isinstance(generate.prompt, p.ChatPrompt) else COMPLETION,
         best_of=body.best_of,
         details=details_of(body, _num_top(body, limits), limits),
     )

@@ -7,10 +7,9 @@ import msgspec
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.generation_config import GenerationDefaults
-from pipeline.stages.gateway.ollama.form import OllamaForm
+from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
-from pipeline.stages.gateway.responses_api.form import ResponseForm
 from pipeline.text.formats.chat_formats import ChatFormats
 
 
@@ -109,7 +108,8 @@ def shown_types(types: Iterable[str]) -> list[str]:
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. RequestTable completes `options` for each prompt: its seed, and the scope of its salt."""
 
-    is_chat: bool
+    dialect: Dialect
+    """How it is answered."""
     model: str
     prompts: list[m.Prompt]
     n: int
@@ -144,14 +144,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One id is generated and not returned: prompt logprobs need a forward pass."""
     continuous_usage: bool = False
     """Each event of the stream has usage."""
-    is_tokens_only: bool = False
-    """The reply has ids and no text."""
     embedding: EmbeddingOptions | None = None
     """The reply has the prompts' embeddings."""
     reply: ReplyForm | None = None
     """What to parse in the output; None for nothing."""
-    response: ResponseForm | None = None
-    """What the reply repeats, if it is one of /v1/responses."""
     scope: str = ""
     """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its
     prefix-cache blocks. Empty without a key."""
@@ -159,12 +155,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Role of the message in the reply to a chat."""
     echoed: str = ""
     """Text that comes before the content of a chat's reply: the last message, if the client wants it back."""
-    is_messages: bool = False
-    """A chat whose reply has the shape of Anthropic's Messages API."""
-    is_infill: bool = False
-    """The reply has the shape of llama.cpp's /infill."""
-    ollama: OllamaForm | None = None
-    """What the reply repeats, if it is one of Ollama's API."""
     resumption: Resumption | None = None
     """Of a stream that is continued."""
     has_points: bool = False

@@ -55,10 +55,8 @@ def is_resumable(parsed: ParsedRequest) -> bool:
     return (
         parsed.stream
         and len(parsed.prompts) == 1
-        and not (parsed.echo or parsed.hides_output or parsed.is_lookup or parsed.is_infill)
-        and parsed.embedding is None
-        and parsed.response is None
-        and parsed.ollama is None
+        and parsed.dialect.has_points
+        and not (parsed.echo or parsed.hides_output or parsed.is_lookup)
         and not (parsed.is_best_of or parsed.options.use_beam_search)
         and not (has_details and parsed.n > 1)
     )

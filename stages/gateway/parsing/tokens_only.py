@@ -15,6 +15,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, packed
 from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
+from pipeline.stages.gateway.replies.tokens_only import TOKENS
 
 
 class GenerateSamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
@@ -85,7 +86,7 @@ def parse_tokens_only(body: bytes, limits: RequestLimits) -> ParsedRequest:
     if (grammar := options.grammar) is not None:
         grammar = msgspec.structs.replace(grammar, param=f"sampling_params.{grammar.param}")
         options = msgspec.structs.replace(options, grammar=grammar)
-    return msgspec.structs.replace(parsed, is_tokens_only=True, options=options, prompt_param="token_ids")
+    return msgspec.structs.replace(parsed, options=options, prompt_param="token_ids")
 
 
 def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
@@ -116,7 +117,7 @@ def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
         prompts,
         default_completion_tokens(limits) if params.max_tokens is None else params.max_tokens,
         limits,
-        is_chat=False,
+        TOKENS,
         max_tokens_param="sampling_params.max_tokens",
         details=details_of(body, num_top, limits),
         with_pieces=False,

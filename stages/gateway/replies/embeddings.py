@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
 from pipeline.stages.gateway.request import Request, SequenceOutput
@@ -68,3 +69,17 @@ def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarra
 
 def _encoded(vector: "np.ndarray[tuple[int], np.dtype[np.float32]]", options: EmbeddingOptions) -> list[float] | str:
     return base64.b64encode(vector.tobytes()).decode() if options.is_base64 else vector.tolist()
+
+
+class EmbeddingsDialect(Dialect):
+    """/v1/embeddings"""
+
+    id_prefix = "embd-"
+    prompt_field = "input"
+    has_tools = False
+
+    def whole(self, request: Request) -> bytes:
+        return embedded(request)
+
+
+EMBEDDINGS = EmbeddingsDialect()

@@ -39,9 +39,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class Rendering:
-    """Renders one request. `read` decodes its body and `parse` checks it, as on the route that would run it."""
+    """Renders one request. `read` decodes its body and `parse` checks it, as on the route that would run it. `is_list`:
+    the reply is a list, with an entry for each prompt."""
 
-    def __init__(self, read: Callable[[bytes], Body], parse: Parse) -> None:
+    def __init__(self, read: Callable[[bytes], Body], parse: Parse, *, is_list: bool = False) -> None:
+        self._is_list = is_list
         self._read = read
         self._parse = parse
         self._body: Body
@@ -72,15 +74,13 @@ class Rendering:
     def body_of(self, request: Request) -> bytes:
         """The response body of a finished request."""
         each = [self._rendered(request, prompt_request) for prompt_request in request.prompt_requests]
-        return _encoder.encode(each[0] if self._parsed.is_chat else each)
+        return _encoder.encode(each if self._is_list else each[0])
 
     def _rendered(self, request: Request, prompt_request: PromptRequest) -> Rendered:
         assert prompt_request.prompt_ids is not None
         ids = prompt_request.prompt_ids.tolist()
         body, parsed = self._body, self._parsed
-        name = (
-            request.parsed.request_id or f"{'chatcmpl' if parsed.is_chat else 'cmpl'}-{request.id.rpartition('-')[2]}"
-        )
+        name = request.parsed.request_id or parsed.dialect.id_prefix + request.id.rpartition("-")[2]
         place = request.prompt_requests.index(prompt_request)
         return Rendered(
             request_id=f"{name}-{place}" if len(request.prompt_requests) > 1 else name,

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies.chat import ReplyReader
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
@@ -58,15 +59,14 @@ def usage_so_far(prompt_request: PromptRequest, sequence: SequenceOutput, *, is_
     return Usage(prompt, output, prompt + output)
 
 
-def whole(request: Request) -> bytes:
+def whole(request: Request, *, is_chat: bool) -> bytes:
     """The response body of a finished request."""
-    response = _chat_reply(request) if request.parsed.is_chat else _text_reply(request)
+    response = _chat_reply(request) if is_chat else _text_reply(request)
     begin_s = time.monotonic()
     if request.parsed.timings:
         response.timings = timings_of(times_of(request))
     body = _encoder.encode(response)
-    if request.trace.on:
-        trace_write(request, begin_s, body)
+    trace_write(request, begin_s, body)
     return body
 
 
@@ -145,13 +145,7 @@ def detokenized(request: Request) -> bytes:
     return _encoder.encode(Detokenized(prompt_request.prompt_text or ""))
 
 
-def trace_write(request: Request, begin_s: float, data: bytes) -> None:
-    """Trace that a part of a response was written. The last part ends the traces of its prompt requests."""
-    requests = [prompt_request.id for prompt_request in request.prompt_requests] if request.is_finished else []
-    request.trace.span("write", begin_s, time.monotonic(), {"response_id": request.id, "bytes": len(data)}, requests)
-
-
-class Events:
+class Events(ReplyEvents):
     """The events of one streamed response.
 
     chat:         role, content …    for each choice, interleaved; then usage if requested, then [DONE]
@@ -162,19 +156,18 @@ class Events:
     A failed sequence has no finish event: an error ends the stream.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, *, is_chat: bool) -> None:
+        super().__init__(request)
+        self._is_chat = is_chat
         usage = None if request.parsed.include_usage else UNSET
         self._chunk: ChatChunk | TextReply
-        if request.parsed.is_chat:
+        if is_chat:
             self._chunk = ChatChunk(
                 request.id, "chat.completion.chunk", request.created, request.parsed.model, [], usage
             )
         else:
             self._chunk = TextReply(request.id, "text_completion", request.created, request.parsed.model, [], usage)
         self._unfinished = dict(enumerate(request.sequences))
-        self.has_more = False
-        """`due` must be called again, after other tasks have run."""
         each = [
             (prompt_request, sequence)
             for prompt_request in request.prompt_requests
@@ -191,12 +184,10 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether only `last` remains."""
         return not self._unfinished and self._request.is_finished and self._request.failure is None
 
-    def first(self) -> bytes:
-        """The first events, before any text."""
-        if not self._request.parsed.is_chat:
+    def _first(self) -> bytes:
+        if not self._is_chat:
             return b""
         parsed, ids = self._request.parsed, self._requests[0].prompt_ids
         role, echoed = ChatDelta(parsed.reply_role, ""), ChatDelta(content=parsed.echoed)
@@ -207,19 +198,10 @@ class Events:
             self._chunk.prompt_token_ids = UNSET
         if parsed.echoed:
             data += b"".join(self._event(ChatDeltaChoice(i, echoed, None), is_begun=False) for i in self._unfinished)
-        return self._request.log_output("first", data)
-
-    def due(self) -> bytes:
-        """Events for the output that has arrived since the last call."""
-        begin_s = time.monotonic()
-        data = b"".join(self._due())
-        if self._request.trace.on:
-            trace_write(self._request, begin_s, data)
-        return self._request.log_output("due", data)
+        return data
 
     def _due(self) -> Iterator[bytes]:
-        is_chat = self._request.parsed.is_chat
-        finished = []
+        is_chat, finished = self._is_chat, []
         num_ids = 0
         self.has_more = False
         for i, sequence in self._unfinished.items():
@@ -270,21 +252,19 @@ class Events:
                 choice.stop_reason = sequence.stop_reason
             yield self._event(choice)
 
-    def last(self) -> bytes:
-        """The end of a successful stream."""
+    def ended(self) -> bytes:
         parsed = self._request.parsed
         if not (parsed.include_usage or parsed.timings):
-            return self._request.log_output("last", DONE)
+            return DONE
         chunk = msgspec.structs.replace(self._chunk, choices=[], usage=UNSET)
         if parsed.include_usage:
             chunk.usage = usage_of(self._request)
             chunk.metrics = request_metrics(self._request) or UNSET
         if parsed.timings:
             chunk.timings = timings_of(times_of(self._request))
-        return self._request.log_output("last", framed(_encoder.encode(chunk)) + DONE)
+        return framed(_encoder.encode(chunk)) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
         return error_events(error)
 
     def _event(self, choice: ChatDeltaChoice | TextChoice, *, is_begun: bool = True) -> bytes:
@@ -306,3 +286,37 @@ def framed(data: bytes) -> bytes:
 
 def finish_reason(sequence: SequenceOutput) -> str:
     return FINISH_REASONS[m.Finish(sequence.finish)]
+
+
+class ChatDialect(Dialect):
+    """/v1/chat/completions"""
+
+    id_prefix = "chatcmpl-"
+    has_points = True
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request, is_chat=True)
+
+    def events(self, request: Request) -> Events:
+        return Events(request, is_chat=True)
+
+
+class CompletionDialect(Dialect):
+    """/v1/completions"""
+
+    id_prefix = "cmpl-"
+    has_points = True
+    has_text_logprobs = True
+    repeats_prompt_logprobs = True
+    prompt_field = "prompt"
+    has_tools = False
+    logprobs_field = "logprobs"
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request, is_chat=False)
+
+    def events(self, request: Request) -> Events:
+        return Events(request, is_chat=False)
+
+
+CHAT, COMPLETION = ChatDialect(), CompletionDialect()

@@ -79,7 +79,7 @@ class TokenDetailFormatter:
             )
         if options.num_top is None:
             return details
-        if self._parsed.is_chat or self._parsed.is_tokens_only or self._parsed.ollama is not None:
+        if not self._parsed.dialect.has_text_logprobs:
             num_top, each = self._parsed.options.num_logprobs, self._decode_records(ids)
             if self._parsed.options.logprob_token_ids:
                 num_top, each = 1 + num_top, map(logprobs.with_sampled, each)

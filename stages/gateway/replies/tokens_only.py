@@ -10,7 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
 from pipeline.stages.gateway.replies.responses import (
     DONE,
@@ -70,29 +72,21 @@ def _name(request: Request) -> str:
     return request.parsed.request_id or request.id
 
 
-class GenerateEvents:
-    """The events of one streamed response, like `responses.Events`: ids as they arrive, the finish with the last of
+class GenerateEvents(ReplyEvents):
+    """The events of one streamed response: ids as they arrive, the finish with the last of
     them; then usage if requested, then [DONE]."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        super().__init__(request)
         (self._prompt_request,) = request.prompt_requests
         self._unfinished = dict(enumerate(request.sequences))
         self._formatters = [
             TokenDetailFormatter(request, self._prompt_request, sequence) for sequence in request.sequences
         ]
-        self.has_more = False
-        """As in `responses.Events`"""
 
     @property
     def are_over(self) -> bool:
         return not self._unfinished and self._request.is_finished and self._request.failure is None
-
-    def first(self) -> bytes:
-        return b""
-
-    def due(self) -> bytes:
-        return self._request.log_output("due", b"".join(self._due()))
 
     def _due(self) -> Iterator[bytes]:
         num_ids = 0
@@ -119,8 +113,30 @@ class GenerateEvents:
     def failed(self, error: ApiError) -> bytes:
         return error_events(error)
 
-    def last(self) -> bytes:
+    def ended(self) -> bytes:
         if not self._request.parsed.include_usage:
-            return self._request.log_output("last", DONE)
+            return DONE
         chunk = GenerateChunk(_name(self._request), [], usage_of(self._request))
-        return self._request.log_output("last", framed(_encoder.encode(chunk)) + DONE)
+        return framed(_encoder.encode(chunk)) + DONE
+
+
+class TokensDialect(Dialect):
+    """/inference/v1/generate"""
+
+    id_prefix = "generate-"
+    has_points = True
+    prompt_field = "token_ids"
+    has_tools = False
+    logprobs_field = "sampling_params.logprobs"
+
+    def whole(self, request: Request) -> bytes:
+        return generated(request)
+
+    def events(self, request: Request) -> GenerateEvents:
+        return GenerateEvents(request)
+
+    def field(self, name: str) -> str:
+        return f"sampling_params.{name}" if name in SamplingFields.__struct_fields__ else name
+
+
+TOKENS = TokensDialect()

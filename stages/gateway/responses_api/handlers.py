@@ -21,7 +21,6 @@ from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import RESPONSES, Parser, Received
-from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.responses_api import reply
@@ -95,8 +94,7 @@ class ResponsesApi:
         received = msgspec.structs.replace(received, seed=seed, referred=stored.referred)
         request = self._requests.open(parsed, received)
         del parsed, received  # so that the request alone decides how long its prompts are kept
-        form, scope = request.parsed.response, request.parsed.scope
-        assert form is not None
+        form, scope = reply.form_of(request.parsed), request.parsed.scope
         set_opened(http_request, request, in_background=form.background)
         log = EventLog() if form.background and request.parsed.stream else None
         if form.store:  # `open` has counted the conversation, which is kept until the response is stored
@@ -194,7 +192,7 @@ class ResponsesApi:
         error: ApiError | None = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server could not finish this request")
         try:
             await request.until(lambda: request.is_finished)
-            shapes.log_output(request, await response_writer.whole_body(request))
+            request.log_output("whole", await response_writer.whole_body(request))
             error = None
         except ApiError as failure:
             error = failure

@@ -17,6 +17,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
+from pipeline.stages.gateway.replies.responses import CHAT
 from pipeline.stages.gateway.responses_api.body import (
     INCLUDE_LOGPROBS,
     INCLUDES,
@@ -35,6 +36,7 @@ from pipeline.stages.gateway.responses_api.items import (
 )
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
+from pipeline.stages.gateway.responses_api.reply import ResponsesDialect
 from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
 from pipeline.stages.gateway.responses_api.tools import ChatTools, tools_json
 
@@ -152,7 +154,7 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
             prompts,
             response.max_output_tokens,
             limits,
-            is_chat=True,
+            CHAT,
             max_tokens_param="max_output_tokens",
             details=details,
         )
@@ -161,7 +163,11 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
     options = _renamed_grammar(parsed.options, tools)
     return ParsedResponse(
         msgspec.structs.replace(
-            parsed, options=options, response=form, prompt_param="input", left_out=shown_types(tools.left_out)
+            parsed,
+            options=options,
+            dialect=ResponsesDialect(form),
+            prompt_param="input",
+            left_out=shown_types(tools.left_out),
         ),
         items,
     )

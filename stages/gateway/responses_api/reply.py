@@ -6,6 +6,7 @@ stream   created · in_progress · events of the output … · completed, incomp
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
@@ -13,12 +14,23 @@ import numpy as np
 from msgspec import Raw
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_bytes import (
+    ECHO_COPIES,
+    FIRST_EVENTS,
+    VALUE_BYTES,
+    json_bytes,
+    text_bytes,
+    utf8_bytes,
+)
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.replies.responses import trace_write, usage_of
+from pipeline.stages.gateway.replies.responses import usage_of
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
 from pipeline.stages.gateway.replies.types import ChatDelta
 from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.responses_api.form import ResponseForm
 from pipeline.stages.gateway.responses_api.items import Item, ReasoningItem, Status
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.output import OutputBuilder
@@ -50,8 +62,7 @@ _encoder = msgspec.json.Encoder()
 def response_of(request: Request, status: ResponseStatus, output: list[Item]) -> ResponseObject:
     """The response, without usage."""
     parsed = request.parsed
-    form = parsed.response
-    assert form is not None, "the request is not one of /v1/responses"
+    form = form_of(request.parsed)
     return ResponseObject(
         id=request.id,
         created_at=request.created,
@@ -88,15 +99,13 @@ def whole(request: Request) -> bytes:
     response = _finished(request, reader.builder.items)
     _keep(request, response)
     body = _encoder.encode(response)
-    if request.trace.on:
-        trace_write(request, begin_s, body)
+    trace_write(request, begin_s, body)
     return body
 
 
 def failed(request: Request, error: ApiError, output: list[Item]) -> ResponseObject:
     """The response of a request that has failed. Background responses that a shutdown ends are cancelled."""
-    form = request.parsed.response
-    is_cancelled = form is not None and form.background and error.code == SHUTTING_DOWN
+    is_cancelled = form_of(request.parsed).background and error.code == SHUTTING_DOWN
     response = response_of(request, "cancelled" if is_cancelled else "failed", output)
     code = error.code or ("server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_prompt")
     response.error = ResponseError(code, error.message, error.param)
@@ -145,9 +154,7 @@ class _Reader:
         self._request = request
         (self._prompt_request,) = request.prompt_requests
         (self._sequence,) = request.sequences
-        form = request.parsed.response
-        assert form is not None, "the request is not one of /v1/responses"
-        self.builder = OutputBuilder(f"{request.salt:x}", form.called)
+        self.builder = OutputBuilder(f"{request.salt:x}", form_of(request.parsed).called)
         self._reader = None
         if request.parsed.reply is not None:
             self._reader = ReplyReader(request, self._prompt_request, self._sequence, 0)
@@ -175,14 +182,11 @@ class _Reader:
             self.is_over = True
 
 
-class ResponseEvents:
-    """The events of one streamed response, like `responses.Events`."""
-
-    has_more = False
-    """As in `responses.Events`: all output is read at once."""
+class ResponseEvents(ReplyEvents):
+    """The events of one streamed response."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        super().__init__(request)
         self._reader = _Reader(request)
         self._num_events = 0
         self._is_queued = False
@@ -190,38 +194,24 @@ class ResponseEvents:
 
     @property
     def are_over(self) -> bool:
-        """Whether only `last` remains."""
         return self._reader.is_over and self._request.is_finished and self._request.failure is None
 
-    def first(self) -> bytes:
-        """The first events, before any output."""
-        form = self._request.parsed.response
-        self._is_queued = form is not None and form.background
+    def _first(self) -> bytes:
+        self._is_queued = form_of(self._request.parsed).background
         status: ResponseStatus = "queued" if self._is_queued else "in_progress"
         response = response_of(self._request, status, [])
         names = ("created", status)
-        data = b"".join(self._framed(ResponseEvent(type=f"response.{name}", response=response)) for name in names)
-        return self._request.log_output("first", data)
+        return b"".join(self._framed(ResponseEvent(type=f"response.{name}", response=response)) for name in names)
 
-    def due(self) -> bytes:
-        """Events for the output that has arrived since the last call."""
-        begin_s = time.monotonic()
-        data = b""
+    def _due(self) -> Iterator[bytes]:
         if self._is_queued and self._request.has_begun:
             self._is_queued = False
             response = response_of(self._request, "in_progress", [])
-            data = self._framed(ResponseEvent(type="response.in_progress", response=response))
-        data += b"".join(map(self._framed, self._reader.read()))
-        if self._request.trace.on:
-            trace_write(self._request, begin_s, data)
-        return self._request.log_output("due", data)
-
-    def last(self) -> bytes:
-        """The end of a stream that has not failed."""
-        return self._request.log_output("last", self.ended())
+            yield self._framed(ResponseEvent(type="response.in_progress", response=response))
+        yield from map(self._framed, self._reader.read())
 
     def ended(self) -> bytes:
-        """As `last`, in any thread: the caller records it. Stores the response."""
+        """Stores the response."""
         response = _finished(self._request, self._reader.builder.items)
         _keep(self._request, response)
         name = "completed" if response.status == "completed" else "incomplete"
@@ -229,7 +219,6 @@ class ResponseEvents:
         return self._framed(event)
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that has failed."""
         error = renamed(error)
         response = failed(self._request, error, self._reader.builder.items)
         assert response.error is not None
@@ -240,3 +229,43 @@ class ResponseEvents:
         event.sequence_number = self._num_events
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (event.type.encode(), _encoder.encode(event))
+
+
+@dataclass(frozen=True)
+class ResponsesDialect(Dialect):
+    """/v1/responses"""
+
+    form: ResponseForm
+
+    id_prefix = "resp_"
+    takes_id = False  # clients refer to stored responses by their ids
+    makes_ids = True
+    ends_with_output = True
+    prompt_field = "input"
+
+    @property
+    def keeps_events(self) -> bool:  # type: ignore[override]
+        return self.form.background
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request)
+
+    def events(self, request: Request) -> ResponseEvents:
+        return ResponseEvents(request)
+
+    def form_bytes(self, *, stream: bool) -> int:
+        form = self.form
+        own = form.instructions, form.user, form.prompt_cache_key, form.safety_identifier
+        raw = form.text, form.tool_choice, form.tools  # JSON already
+        size = form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
+        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
+        for name, one in form.called.items():
+            size += text_bytes(name) + text_bytes(one.name) + text_bytes(one.namespace) + 2 * VALUE_BYTES
+        repeated = sum(map(json_bytes, own)) + sum(map(utf8_bytes, raw)) + json_bytes(form.metadata)
+        return size + (FIRST_EVENTS if stream else ECHO_COPIES) * repeated
+
+
+def form_of(parsed: ParsedRequest) -> ResponseForm:
+    """What a request of this API asks for besides its output."""
+    assert isinstance(parsed.dialect, ResponsesDialect)
+    return parsed.dialect.form

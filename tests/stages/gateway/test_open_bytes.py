@@ -26,7 +26,7 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.stages.gateway.responses_api.parsing import parse_response
-from pipeline.stages.gateway.responses_api.reply import response_of
+from pipeline.stages.gateway.responses_api.reply import form_of, response_of
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -199,9 +199,10 @@ class TestForm:
         limits = msgspec.structs.replace(LIMITS, formats=ChatFormats.of("", ChatSettings(tool_call_parser="hermes")))
         parsed = parse_response(json.dumps(body).encode(), limits, nothing, "0").request
         stage: Any = SimpleNamespace(replay_context=ReplayContext(), trace=SimpleNamespace(on=False))
-        response = response_of(Request(parsed, stage, 1, limits.formats), "in_progress", [])
+        request = Request(parsed, stage, 1, limits.formats)
+        response = response_of(request, "in_progress", [])
         event = len(msgspec.json.encode(response))
-        taken = 2 * event + deep_bytes(parsed.response, set())
+        taken = 2 * event + deep_bytes(form_of(request.parsed), set())
         counted = open_bytes.form_bytes(parsed)
         assert taken - 2 * 2000 <= counted <= 1.5 * taken, "an event has about 1 kB of its own"
 

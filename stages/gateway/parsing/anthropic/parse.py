@@ -13,6 +13,7 @@ from pipeline.stages.gateway.parsing.anthropic.bodies import (
     ThinkingDisabled,
 )
 from pipeline.stages.gateway.parsing.anthropic.conversation import num_parts, prompt_of
+from pipeline.stages.gateway.parsing.anthropic.own_fields import FIELDS, own_field
 from pipeline.stages.gateway.parsing.anthropic.tools import in_body, left_out
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
 from pipeline.stages.gateway.parsing.decode import decode
@@ -26,17 +27,11 @@ from pipeline.stages.gateway.parsing.parse import (
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
 from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
+from pipeline.stages.gateway.replies.anthropic.events import MESSAGES
 from pipeline.text.formats.chat_formats import ChatFormats
 
 _messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_NEUTRAL))
 _counts = msgspec.json.Decoder(with_unsupported(CountTokensBody, MESSAGES_NEUTRAL))
-
-_FIELDS = {
-    "continue_final_message": "messages",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "stop": "stop_sequences",
-}
-"""Fields of a chat request, and what they are called here."""
 
 
 def parse_messages(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -55,12 +50,7 @@ def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     prompt = _prompt(decoded, limits)
     check_prompt_bytes([prompt], limits.caps.max_prompt_bytes)
     parsed = lookup(prompt, m.PromptOptions(any_length=True), "messages", limits)
-    return msgspec.structs.replace(parsed, is_messages=True)
-
-
-def own_param(param: str) -> str:
-    """The path of a chat request's field as this API names it."""
-    return _FIELDS.get(param, param.replace(".function.parameters", ".input_schema"))
+    return msgspec.structs.replace(parsed, dialect=MESSAGES)
 
 
 def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
@@ -74,9 +64,9 @@ def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:
         top_k=decoded.top_k,
         response_format=None if config is None or config.format is None else _response_format(config.format),
     )
-    parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, is_chat=True)
+    parsed = parsed_request_of(body, 1, lambda: [_prompt(decoded, limits)], decoded.max_tokens, limits, MESSAGES)
     parsed = msgspec.structs.replace(
-        parsed, is_messages=True, prompt_param="messages", left_out=shown_types(left_out(decoded.tools or ()))
+        parsed, prompt_param="messages", left_out=shown_types(left_out(decoded.tools or ()))
     )
     if (grammar := parsed.options.grammar) is not None:
         parsed = _with_grammar(parsed, _own_grammar(grammar, decoded))
@@ -118,7 +108,7 @@ def _check_tool_format(parsed: ParsedRequest, formats: ChatFormats) -> None:
 
 def _own_grammar(grammar: m.Grammar, decoded: MessagesBody) -> m.Grammar:
     """The grammar with the path that its field has here, for errors of ingest."""
-    return msgspec.structs.replace(grammar, param=own_param(in_body(grammar.param, decoded.tools or ())))
+    return msgspec.structs.replace(grammar, param=own_field(in_body(grammar.param, decoded.tools or ())))
 
 
 def _with_grammar(parsed: ParsedRequest, grammar: m.Grammar) -> ParsedRequest:
@@ -127,7 +117,7 @@ def _with_grammar(parsed: ParsedRequest, grammar: m.Grammar) -> ParsedRequest:
 
 def _with_own_field(error: ApiError) -> ApiError:
     """The error with the name that the field has here."""
-    if error.param not in _FIELDS:
+    if error.param not in FIELDS:
         return error
-    param = own_param(error.param)
+    param = own_field(error.param)
     return ApiError(error.status, error.message.replace(f"'{error.param}'", f"'{param}'"), param, error.code)

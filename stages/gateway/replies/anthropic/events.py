@@ -6,16 +6,18 @@ A block is content_block_start, content_block_delta …, content_block_stop; a p
 empty reply has no block. A failed request ends with an `error` event instead, within a block or between two.
 """
 
-import time
 from collections.abc import Iterator
 from typing import assert_never
 
 import msgspec
 
 from pipeline.http_server.anthropic_errors import error_json
+from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.anthropic.messages import NO_INPUT, MessageReader, usage_of
+from pipeline.stages.gateway.parsing.anthropic.own_fields import own_field
+from pipeline.stages.gateway.replies.anthropic.messages import NO_INPUT, MessageReader, usage_of, whole
 from pipeline.stages.gateway.replies.anthropic.types import (
     ContentBlock,
     ContentBlockDelta,
@@ -35,34 +37,32 @@ from pipeline.stages.gateway.replies.anthropic.types import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from pipeline.stages.gateway.replies.responses import trace_write
 from pipeline.stages.gateway.request import Request
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+"""Clients ignore it."""
 
 
-class MessageEvents:
-    """The events of one streamed response, like `responses.Events`."""
+class MessageEvents(ReplyEvents):
+    """The events of one streamed response."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        super().__init__(request)
         (self._sequence,) = request.sequences
         self._reader = MessageReader(request)
         self._open: type[ContentBlock] | None = None
         """The type of the block that has begun and not ended."""
         self._num_begun = 0
         self._is_over = False
-        self.has_more = False
-        """As in `responses.Events`; never, because deltas have no details."""
 
     @property
     def are_over(self) -> bool:
-        """Whether only `last` remains."""
         return self._is_over and self._request.is_finished and self._request.failure is None
 
-    def first(self) -> bytes:
-        """The first event. Output may overtake the prompt's ids; call it after these have arrived."""
+    def _first(self) -> bytes:
+        """Output may overtake the prompt's ids: these have arrived."""
         usage = usage_of(self._request)
         usage.output_tokens = 0
         message = MessageReply(
@@ -73,17 +73,12 @@ class MessageEvents:
             stop_sequence=None,
             usage=usage,
         )
-        return self._request.log_output("first", framed(MessageStart(message)))
+        return framed(MessageStart(message))
 
-    def due(self) -> bytes:
-        """Events for the output that has arrived since the last call."""
-        begin_s = time.monotonic()
-        data = b"".join(map(framed, self._due()))
-        if self._request.trace.on:
-            trace_write(self._request, begin_s, data)
-        return self._request.log_output("due", data)
+    def _due(self) -> Iterator[bytes]:
+        return map(framed, self._new())
 
-    def _due(self) -> Iterator[MessageEvent]:
+    def _new(self) -> Iterator[MessageEvent]:
         if self._is_over or self._reader.is_waiting:
             return
         is_over = self._sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
@@ -116,14 +111,11 @@ class MessageEvents:
             case _:
                 assert_never(event)
 
-    def last(self) -> bytes:
-        """The end of a successful stream."""
+    def ended(self) -> bytes:
         stop = StopDelta(*self._reader.stop_of(self._sequence))
-        data = framed(MessageDelta(stop, usage_of(self._request))) + framed(MessageStop())
-        return self._request.log_output("last", data)
+        return framed(MessageDelta(stop, usage_of(self._request))) + framed(MessageStop())
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
         return b"event: error\ndata: " + error_json(error, self._request.id) + b"\n\n"
 
     def _within(self, block: ContentBlock) -> Iterator[MessageEvent]:
@@ -152,3 +144,27 @@ def framed(event: MessageEvent) -> bytes:
     name = event.__struct_config__.tag
     assert isinstance(name, str)
     return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
+
+
+class MessagesDialect(Dialect):
+    """/v1/messages"""
+
+    id_prefix = "msg_"
+    keep_alive = PING
+    has_points = True
+    begins_with_usage = True
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request)
+
+    def events(self, request: Request) -> MessageEvents:
+        return MessageEvents(request)
+
+    def headers(self, request: Request) -> dict[str, str]:
+        return {ANTHROPIC_ID_HEADER: request.id}
+
+    def field(self, name: str) -> str:
+        return own_field(name)
+
+
+MESSAGES = MessagesDialect()

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import trace_write
 from pipeline.stages.gateway.parsing.anthropic.conversation import CALL_ID_PREFIX
 from pipeline.stages.gateway.replies.anthropic.types import (
     ContentBlock,
@@ -18,7 +19,6 @@ from pipeline.stages.gateway.replies.anthropic.types import (
     ToolUseBlock,
 )
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.replies.responses import trace_write
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -98,8 +98,7 @@ def whole(request: Request) -> bytes:
             usage=usage_of(request),
         )
     )
-    if request.trace.on:
-        trace_write(request, begin_s, body)
+    trace_write(request, begin_s, body)
     return body
 
 

@@ -18,7 +18,7 @@ from pipeline.stages.gateway.ollama.parsing import (
     parse_generate,
     read_show,
 )
-from pipeline.stages.gateway.ollama.reply import loaded
+from pipeline.stages.gateway.ollama.reply import form_of, loaded
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
@@ -68,7 +68,7 @@ def test_the_defaults_are_ollama_s_and_the_reply_is_streamed() -> None:
     for body in (CHAT, CHAT | {"stream": None}):
         parsed = parse(body)
         assert parsed.options == chat(**DEFAULTS).options
-        assert parsed.stream and parsed.ollama == OllamaForm(route="chat", model="tiny")
+        assert parsed.stream and form_of(parsed) == OllamaForm(route="chat", model="tiny")
     assert not parse(CHAT | {"stream": False}).stream
 
 
@@ -138,9 +138,9 @@ def test_bad_options_are_rejected_by_name(options: dict[str, Any], param: str) -
 
 
 def test_the_model_s_name_may_have_a_tag() -> None:
-    assert parse(CHAT | {"model": "tiny:latest"}).ollama == OllamaForm(route="chat", model="tiny:latest")
+    assert form_of(parse(CHAT | {"model": "tiny:latest"})) == OllamaForm(route="chat", model="tiny:latest")
     for name in ("Tiny", "TINY:Latest"):  # Ollama ignores the case
-        assert parse(CHAT | {"model": name}).ollama == OllamaForm(route="chat", model=name)
+        assert form_of(parse(CHAT | {"model": name})) == OllamaForm(route="chat", model=name)
         assert parse_embed(json.dumps({"model": name, "input": "x"}).encode(), LIMITS).model == "tiny"
     for name in ("tiny:8b", "tiny:latest:latest"):
         error = refused(CHAT | {"model": name})
@@ -152,8 +152,8 @@ def test_a_request_to_load_the_model_has_no_prompt(body: dict[str, Any]) -> None
     assert parse({"model": "tiny", "keep_alive": "5m"} | body).prompts == []
     for zero in (0, 0.0, "0", "0s"):
         parsed = parse({"model": "tiny", "keep_alive": zero} | body)
-        assert parsed.prompts == [] and parsed.ollama is not None
-        reply = json.loads(loaded(parsed.ollama))
+        assert parsed.prompts == []
+        reply = json.loads(loaded(form_of(parsed)))
         assert (reply["done"], reply["done_reason"]) == (True, "unload"), "as Ollama's; nothing is unloaded"
     for wrong in ("soon", "", [], {}, True, "5 m"):
         error = refused({"model": "tiny", "keep_alive": wrong} | body)

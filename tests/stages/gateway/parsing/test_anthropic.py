@@ -15,6 +15,8 @@ from pipeline.stages.gateway.parsing.anthropic.bodies import KEEP_ALL_THINKING, 
 from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.replies.anthropic.events import MESSAGES
+from pipeline.stages.gateway.replies.responses import CHAT
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.parsing.bodies import chat
 
@@ -58,7 +60,7 @@ def test_it_is_the_chat_request_with_the_same_fields() -> None:
     ours = parse(stop_sequences=["a", "b"], temperature=0.5, top_p=0.9, top_k=4, stream=True)
     theirs = chat(max_tokens=9, stop=["a", "b"], temperature=0.5, top_p=0.9, top_k=4, stream=True)
     assert ours.options == theirs.options
-    assert (ours.stream, ours.is_chat, ours.is_messages, theirs.is_messages) == (True, True, True, False)
+    assert (ours.stream, ours.dialect, theirs.dialect) == (True, MESSAGES, CHAT)
     assert ours.prompts == theirs.prompts
 
 

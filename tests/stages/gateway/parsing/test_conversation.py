@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipeline.config.settings import ChatSettings
@@ -238,10 +237,6 @@ class TestReplies:
     def test_tools_can_be_combined_with_structured_outputs(self) -> None:
         made = parsed(tools=[FIND], response_format={"type": "json_object"})
         assert made.options.grammar is not None and made.options.grammar.kind == "json_object"
-
-    def test_a_parsed_request_round_trips_through_a_recording(self) -> None:
-        made = parsed(formats=THINKING, tools=[FIND])
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=ParsedRequest) == made
 
 
 class TestTemplate:

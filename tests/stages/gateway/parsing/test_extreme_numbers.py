@@ -17,7 +17,7 @@ from pipeline.stages.gateway.ollama import parsing as ollama
 from pipeline.stages.gateway.parsing import embeddings, parse, tokens_only
 from pipeline.stages.gateway.parsing.anthropic import parse as anthropic
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
-from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.responses_api import parsing as responses_api
 from pipeline.stages.gateway.responses_api.parsing import StoredSize
 
@@ -86,6 +86,8 @@ def require_finite(value: Any) -> None:
 
 def require_sane(parsed: Any) -> None:
     """What stages are sent can be encoded, and has no number that is not finite."""
+    if isinstance(parsed, ParsedRequest):  # its dialect stays in the gateway
+        parsed = {name: getattr(parsed, name) for name in parsed.__struct_fields__ if name != "dialect"}
     require_finite(msgspec.msgpack.decode(msgspec.msgpack.encode(parsed)))
 
 

@@ -19,7 +19,6 @@ from pipeline.stages.gateway.parsing.anthropic.parse import parse_messages
 from pipeline.stages.gateway.parsing.parse import parse_chat
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.replies import shapes
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.responses_api import handlers
 from pipeline.stages.gateway.responses_api.parsing import parse_response
@@ -315,7 +314,7 @@ def kept(
             sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
         sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
         return _zmq_reply(made)
-    events = shapes.events(made) if request.stream else None
+    events = request.dialect.events(made) if request.stream else None
     data = b"" if events is None else events.first()
     for place, piece in enumerate(pieces):
         sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
@@ -323,7 +322,7 @@ def kept(
             data += events.due()
     sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
     if events is None:
-        return dialect.message(json.loads(shapes.body_of(made)))
+        return dialect.message(json.loads(request.dialect.whole(made)))
     data += events.due()
     assert events.are_over
     return dialect.streamed((data + events.last()).decode())
