@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.receive_turns import ReceiveTurns
+from pipeline.http_server.wrong_scheme import WrongScheme
 from pipeline.runtime.client_address import address_of
 
 ACCEPT_S = 0.002
@@ -75,6 +76,7 @@ class Arrivals:
         self._listener, self._make, self._tls = listener, make, tls
         self._connections = connections
         self._timeout_s = timeout_s
+        self._wrong_scheme = WrongScheme(tls is not None)
         self._waiting: set[Arrival] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         """Connections that begin: until they have a transport, and their handshake is over."""
@@ -147,6 +149,9 @@ class Arrivals:
 
     def begin(self, arrival: "Arrival") -> None:
         self.forget(arrival)
+        if self._wrong_scheme.is_refused(arrival.socket):
+            arrival.socket.close()
+            return
         task = self._loop.create_task(self._begin(arrival.socket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -50,6 +50,8 @@ def listen(host: str, port: int, num_sockets: int = 1, keys: str = "gateway.") -
             one.close()
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         why = os.strerror(error.errno) if is_port and error.errno else (error.strerror or str(error))
+        if error.errno == errno.EACCES:
+            why = f"{why}: ports below 1024 need root or CAP_NET_BIND_SERVICE"
         key = f"{keys}{'port' if is_port else 'host'}"
         flag = f" (--{key.removeprefix('gateway.')})" if keys == "gateway." else ""
         raise OSError(f"cannot listen on {host}:{port}: {why}; choose another {key}{flag}") from error

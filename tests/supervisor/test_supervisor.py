@@ -1,5 +1,6 @@
 """The supervisor's parts; end-to-end tests cover its lifecycle."""
 
+import errno
 import logging
 import os
 import socket
@@ -151,6 +152,19 @@ def test_every_edge_has_an_inbox_that_accepts_it() -> None:
             assert topology.row(owner).has_arena
             assert owner in row.sends_to, "a reader of a segment must be able to release it"
             assert topology.arena_bytes(Settings(), owner) > 0
+
+
+def test_a_port_that_needs_rights_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_server(*_: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied (while attempting to bind on address ('127.0.0.1', 80))")
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    with pytest.raises(OSError) as caught:
+        listen("127.0.0.1", 80)
+    assert str(caught.value) == (
+        "cannot listen on 127.0.0.1:80: Permission denied: ports below 1024 need root or CAP_NET_BIND_SERVICE; choose "
+        "another gateway.port (--port)"
+    )
 
 
 def test_a_host_that_is_not_local_is_an_error_that_names_the_key() -> None:

@@ -1,0 +1,86 @@
+"""`make serve` where something is missing: one line that says what, before anything is installed."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("sh", "env", "touch", "rm", "df", "awk", "test", "echo", "true", "false", "kill")
+COMPILERS = ("c++", "g++", "clang++")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A folder with the Makefile, and `bin`, which has the programs that are found, and a `python` that succeeds."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in NEEDED:
+        if (path := shutil.which(name)) is not None:
+            (bin_folder / name).symlink_to(path)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    put(bin_folder / "c++", "exit 0")
+    put(bin_folder / "python", "exit 0")
+    return tmp_path
+
+
+def put(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def make(machine: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Run `make serve`; the exit code and the lines that are not make's own."""
+    program = shutil.which("make")
+    assert program is not None
+    done = subprocess.run(
+        [program, "serve", "PYTHON=python", *arguments],
+        cwd=machine,
+        env={"PATH": str(machine / "bin"), "HOME": str(machine)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    return done.returncode, [line for line in lines if not line.startswith("make: ***")]
+
+
+def test_an_older_python_is_named(machine: Path) -> None:
+    put(machine / "bin/python", 'case "$*" in *version_info*) exit 1;; esac')
+    assert make(machine) == (2, ["Python 3.11 or newer is needed; name one as in: make PYTHON=python3.12 serve"])
+
+
+def test_a_python_without_venv_is_named(machine: Path) -> None:
+    put(machine / "bin/python", 'case "$*" in *ensurepip*) exit 1;; esac')
+    words = "Python can't make virtual environments here; on Debian and Ubuntu: apt install python3-venv"
+    assert make(machine) == (2, [words])
+
+
+def test_a_full_disk_is_named_before_anything_is_written(machine: Path) -> None:
+    (machine / "bin/df").unlink()
+    put(machine / "bin/df", "echo Filesystem 1048576-blocks Used Available; echo tmpfs 40 21 19")
+    words = f".venv needs 300 MB, but only 19 MB are free in {machine}: free disk space"
+    assert make(machine) == (2, [words])
+    assert not (machine / ".venv").exists()
+
+
+def test_a_missing_compiler_is_named_before_packages_are_fetched(machine: Path) -> None:
+    (machine / "bin/c++").unlink()
+    (machine / ".venv/bin").mkdir(parents=True)
+    put(machine / ".venv/bin/python", f"echo called >> {machine}/calls")
+    words = "no C++ compiler, which computing on a CPU needs; on Debian and Ubuntu: apt install g++"
+    assert make(machine) == (2, [words])
+    assert not (machine / "calls").exists()
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_any_of_the_compilers_will_do(machine: Path, name: str) -> None:
+    (machine / "bin/c++").rename(machine / "bin" / name)
+    (machine / ".venv/bin").mkdir(parents=True)
+    put(machine / ".venv/bin/python", f"echo called >> {machine}/calls")
+    put(machine / ".venv/bin/pipeline", "echo serving")
+    code, lines = make(machine)
+    assert (code, lines[-1]) == (0, "serving")
+    assert (machine / "calls").exists()
