@@ -32,8 +32,8 @@ class WrongScheme:
         self._next_line_s = 0.0
 
     def is_refused(self, connection: socket.socket) -> bool:
-        """Whether a client that does not speak TLS got an answer in words; the caller then closes the connection. One that speaks
-        TLS where there is none is only logged: nothing that it would understand could be said."""
+        """Whether a client that does not speak TLS got an answer in words; the caller then closes the connection. One
+        that speaks TLS where there is none is only logged: nothing that it would understand could be said."""
         try:
             first = connection.recv(8, socket.MSG_PEEK)
         except OSError:  # nothing to read, or it has left

@@ -32,6 +32,7 @@ async def settings(tab: Tab, **texts: str) -> None:
 
 async def ready(tab: Tab) -> None:
     await tab.until("document.readyState === 'complete' && document.title.includes('–')")
+    await tab.until("document.querySelector('#model').textContent")
 
 
 async def reload(tab: Tab) -> None:
@@ -127,7 +128,7 @@ async def tokens_show_the_likeliest_ones(tab: Tab) -> None:
 
 
 async def settings_are_checked_before_they_are_sent(tab: Tab) -> None:
-    await tab.click(".toggle[aria-expanded]")
+    await tab.click(".toggle[aria-controls=settings]")
     await tab.run("document.querySelector('#set-temperature').focus()")
     await tab.run("document.activeElement.select()")
     await tab.type("3")
@@ -198,11 +199,79 @@ async def hostile_text_is_only_text(tab: Tab) -> None:
     tab.problems = [one for one in tab.problems if "TrustedHTML" not in one and "Trusted Type" not in one]
 
 
-async def a_new_chat_can_be_undone(tab: Tab) -> None:
-    await tab.run("[...document.querySelectorAll('.tools button')].find(one => one.textContent === 'New chat').click()")
+CHOICES = "[...document.querySelectorAll('.chats .choice')].map(one => one.textContent)"
+NEW_CHAT = "[...document.querySelectorAll('.tools button')].find(one => one.textContent === 'New chat').click()"
+
+
+async def chats_are_kept_in_a_list(tab: Tab) -> None:
+    await tab.until("!document.querySelector('.chats').hidden")
+    before: list[str] = await tab.run(CHOICES)
+    await tab.run(NEW_CHAT)
     await tab.until("document.querySelector('.welcome')")
-    await tab.click(".undo button")
-    await tab.until("document.querySelectorAll('.message').length === 2")
+    expect(await tab.run(CHOICES) == before, "a chat without a message is in the list")
+    await ask(tab, "Say   yes")
+    expect(await tab.run(CHOICES) == ["Say yes", *before], f"the list is {await tab.run(CHOICES)}")
+    await tab.click(".chats li:nth-child(2) .choice")
+    await tab.until(
+        "document.querySelectorAll('.message').length === 2 && !document.body.textContent.includes('Say  ')"
+    )
+    await reload(tab)
+    expect(await tab.run("document.querySelector('.choice[aria-current=true]').textContent") == before[0], "another")
+
+
+async def a_chat_can_be_renamed_with_the_keyboard(tab: Tab) -> None:
+    await tab.run("document.querySelectorAll('.chats .choice')[1].focus()")
+    await tab.press("ArrowUp")
+    expect(await tab.run("document.activeElement.textContent") == "Say yes", "ArrowUp goes elsewhere")
+    for key, name in (("Escape", "Say yes"), ("Enter", "Agreed")):
+        await tab.run("document.querySelector('.chats li .quiet').click()")
+        await tab.until("document.activeElement.matches('.chats input')")
+        await tab.type("Agreed")
+        await tab.press(key)
+        expect((await tab.run(CHOICES))[0] == name, f"{key}: the list is {await tab.run(CHOICES)}")
+        expect(await tab.run("document.activeElement.textContent") == name, f"{key}: the focus is lost")
+    await tab.press("Enter")
+    await tab.until("document.querySelector('.message.user').textContent.includes('Say')")
+    await ask(tab, "And no")
+    expect((await tab.run(CHOICES))[0] == "Agreed", "a message changes the name")
+
+
+async def a_deleted_chat_can_be_brought_back(tab: Tab) -> None:
+    before: list[str] = await tab.run(CHOICES)
+    for place in (0, 1):
+        shown = await tab.run("document.querySelectorAll('.message').length")
+        await tab.run(f"document.querySelectorAll('.chats li')[{place}].lastChild.click()")
+        await tab.until(f"document.querySelectorAll('.chats .choice').length === {len(before) - 1}")
+        expect(await tab.run("!!document.querySelector('.welcome')") == (place == 0), "the wrong chat is shown")
+        await tab.click(".undo button")
+        expect(await tab.run(CHOICES) == before, f"the list is {await tab.run(CHOICES)}")
+        expect(await tab.run("document.querySelectorAll('.message').length") == shown, "messages are missing")
+
+
+async def a_reply_goes_into_the_chat_that_asked(tab: Tab) -> None:
+    await settings(tab, temperature="0", max_tokens="4000")
+    await tab.run(NEW_CHAT)
+    await send(tab, "Write a very long story about a mill.")
+    await tab.until(f"{NUM_REPLIES} === 1 && {LAST}.querySelector('.prose')?.textContent.length > 20", SLOW_S)
+    await tab.run(NEW_CHAT)
+    await tab.until("document.querySelector('.welcome')")
+    await tab.click(".chats li .choice")
+    await tab.until(f"{NUM_REPLIES} === 1 && {LAST}.textContent.includes('stopped')")
+    await settings(tab, temperature="0", max_tokens="8")
+
+
+async def the_list_of_chats_is_over_the_conversation_on_a_phone(tab: Tab) -> None:
+    await tab.resize(360, 740)
+    await tab.until("document.querySelector('.chats').hidden")
+    await tab.click(".toggle[aria-controls=chats]")
+    expect(await tab.run("[innerWidth, document.documentElement.scrollWidth]") == [360, 360], "it is too wide")
+    await tab.press("Escape")
+    await tab.until("document.querySelector('.chats').hidden")
+    await tab.click(".toggle[aria-controls=chats]")
+    await tab.click(".chats li:nth-child(2) .choice")
+    await tab.until("document.querySelector('.chats').hidden && document.querySelectorAll('.message').length > 0")
+    await tab.resize(1280, 820)
+    await tab.until("!document.querySelector('.chats').hidden")
 
 
 async def begin_completion(tab: Tab, num_tokens: int) -> None:
@@ -294,7 +363,11 @@ CHECKS: tuple[Check, ...] = (
     a_model_that_takes_no_files_has_no_button_for_them,
     a_file_that_the_model_does_not_take_is_refused,
     hostile_text_is_only_text,
-    a_new_chat_can_be_undone,
+    chats_are_kept_in_a_list,
+    a_chat_can_be_renamed_with_the_keyboard,
+    a_deleted_chat_can_be_brought_back,
+    a_reply_goes_into_the_chat_that_asked,
+    the_list_of_chats_is_over_the_conversation_on_a_phone,
     the_stages_are_live,
     a_hidden_view_asks_nothing,
     the_theme_can_be_chosen,

@@ -53,10 +53,18 @@ class Tab:
         """Wait until an expression is true. Raises PageError."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
-        while not await self.run(f"Boolean({condition})"):
+        while not await self._holds(condition):
             if loop.time() > end:
                 raise PageError(f"not within {timeout_s:g} s: {condition}")
             await asyncio.sleep(POLL_S)
+
+    async def _holds(self, condition: str) -> bool:
+        try:
+            return bool(await self.run(f"Boolean({condition})"))
+        except PageError as error:
+            if "navigated" in str(error):  # a reload has begun since
+                return False
+            raise
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)
@@ -84,7 +92,16 @@ class Tab:
 
     async def press(self, key: str) -> None:
         """Press a key by its name, such as Enter."""
-        code = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "End": 35, "Home": 36}[key]
+        code = {
+            "Enter": 13,
+            "Escape": 27,
+            "ArrowRight": 39,
+            "ArrowLeft": 37,
+            "Tab": 9,
+            "End": 35,
+            "Home": 36,
+            "ArrowUp": 38,
+        }[key]
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)

@@ -5,10 +5,11 @@
 
 import { ApiError, streamChat } from "../common/api.js";
 import { announce, el, replace } from "../common/dom.js";
-import { counted } from "../common/format.js";
 import { load, save } from "../common/store.js";
 import { Attachments } from "./attachments.js";
-import { apply, before, edited, requestMessages, restored, stored } from "./conversation.js";
+import { ChatList } from "./chat_list.js";
+import { Chats } from "./chats.js";
+import { apply, before, edited, requestMessages } from "./conversation.js";
 import { MessageView } from "./message_view.js";
 import { isLimitTooHigh, withinContext } from "./sampling.js";
 import { SettingsPanel } from "./settings_panel.js";
@@ -22,10 +23,11 @@ const SUGGESTIONS = [
   "Write a Python function that reverses the words of a sentence.",
 ];
 const NEAR_END_PX = 80;
+const WIDE = matchMedia("(min-width: 1100px)");
 
 export class Chat {
   /** @type {Message[]} */
-  #messages = restored(load("conversation", []));
+  #messages;
   /** @type {MessageView[]} */
   #views = [];
   /** @type {AbortController | null} */
@@ -38,20 +40,33 @@ export class Chat {
   /** @param {HTMLElement} root */
   constructor(root) {
     this.root = root;
+    this.chats = new Chats();
+    this.#messages = this.chats.messages();
+    this.list = new ChatList({
+      open: (id) => this.#open(() => this.chats.open(id)),
+      rename: (id, name) => {
+        this.chats.rename(id, name);
+        this.#drawList();
+      },
+      remove: (id) => this.#remove(id),
+    });
     this.settings = new SettingsPanel();
     this.attachments = new Attachments(() => this.#model);
     this.thread = el("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation" });
     this.field = el("textarea", { id: "message", rows: 1, placeholder: "Write a message", "aria-label": "Message" });
     this.sendButton = el("button", { class: "send", type: "submit" }, "Send");
-    this.newButton = el("button", { class: "quiet", type: "button", onclick: () => this.#clear() }, "New chat");
+    this.newButton = el("button", { class: "quiet", type: "button", onclick: () => this.#open(() => this.chats.create()) }, "New chat");
     this.undo = el("p", { class: "undo", hidden: true });
     const scroller = el("div", { class: "scroller", tabindex: -1 }, this.thread);
     this.scroller = scroller;
-    root.append(el("div", { class: "column" }, scroller, this.undo, this.#composer()), this.settings.element);
+    const column = el("div", { class: "column" }, scroller, this.undo, this.#composer());
+    root.append(this.list.element, column, this.settings.element);
+    addEventListener("storage", () => this.#drawList()); // another tab has changed the chats
     scroller.addEventListener("scroll", () => {
       this.#follows = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END_PX;
     });
     this.#draw();
+    this.#drawList();
   }
 
   /**
@@ -100,12 +115,13 @@ export class Chat {
     this.settings.element.addEventListener("keydown", (event) => {
       if (event.key === "Escape") hide();
     });
+    const chats = this.#chatsButton();
     const form = el(
       "form",
       { class: "composer", novalidate: true },
       this.attachments.list,
       this.field,
-      el("div", { class: "tools" }, this.attachments.buttons, tokens, settings, this.newButton, this.sendButton),
+      el("div", { class: "tools" }, chats, this.attachments.buttons, tokens, settings, this.newButton, this.sendButton),
     );
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -146,20 +162,72 @@ export class Chat {
     this.#running?.abort();
   }
 
-  #clear() {
+  /** Shows and hides the list of chats: beside the conversation if there is room, else over it. */
+  #chatsButton() {
+    const button = el("button", { class: "quiet toggle", type: "button", "aria-controls": "chats" }, "Chats");
+    const { element, close } = this.list;
+    const show = (/** @type {boolean} */ isShown) => {
+      element.hidden = !isShown;
+      button.setAttribute("aria-expanded", String(isShown));
+    };
+    const hide = () => {
+      show(false);
+      button.focus();
+    };
+    const follow = () => show(WIDE.matches && load("chatsShown", true) !== false);
+    button.addEventListener("click", () => {
+      show(element.hidden);
+      if (WIDE.matches) save("chatsShown", !element.hidden);
+      else if (!element.hidden) close.focus();
+    });
+    close.addEventListener("click", hide);
+    element.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") hide();
+    });
+    WIDE.addEventListener("change", follow);
+    follow();
+    this.hideChats = () => {
+      if (!WIDE.matches) show(false);
+    };
+    return button;
+  }
+
+  /**
+   * Shows another chat. A reply that is being written ends, and stays as far as it is.
+   * @param {() => void} choose makes it the current one
+   */
+  #open(choose) {
     this.stop();
-    const { length } = this.#messages;
-    const messages = this.#messages;
-    this.#set([]);
+    this.undo.hidden = true;
+    choose();
+    this.#messages = this.chats.messages();
+    this.#draw();
+    this.#drawList();
+    this.hideChats();
     this.field.focus();
-    if (!length) return;
+  }
+
+  /** @param {string} id */
+  #remove(id) {
+    const wasShown = id === this.chats.current;
+    if (wasShown) this.stop();
+    const bringBack = this.chats.remove(id);
+    const shown = () => {
+      this.#messages = this.chats.messages();
+      this.#draw();
+      this.#drawList();
+    };
+    if (wasShown) shown();
+    else this.#drawList();
     const back = () => {
       this.undo.hidden = true;
-      this.#set(messages);
+      bringBack();
+      if (this.chats.current === id) shown();
+      else this.#drawList();
     };
     replace(
       this.undo,
-      `${counted(length, "message")} cleared. `,
+      "Chat deleted. ",
       el("button", { class: "quiet strong", type: "button", onclick: back }, "Undo"),
     );
     this.undo.hidden = false;
@@ -170,6 +238,10 @@ export class Chat {
     this.#messages = messages;
     this.#draw();
     this.#save();
+  }
+
+  #drawList() {
+    this.list.draw(this.chats.list(), this.chats.current);
   }
 
   #draw() {
@@ -219,6 +291,8 @@ export class Chat {
     const reply = { role: "assistant", text: "" };
     this.#set([...messages, reply]);
     const view = this.#views[this.#views.length - 1];
+    const chat = this.chats.current;
+    const shown = this.#messages;
     const running = new AbortController();
     this.#running = running;
     this.#showRunning(true);
@@ -241,7 +315,7 @@ export class Chat {
       this.#running = null;
       this.#showRunning(false);
     }
-    if (this.#messages.includes(reply)) this.#save();
+    if (this.#messages.includes(reply) || this.chats.current !== chat) this.#save(chat, shown);
     announce(reply.failure ? `Error: ${reply.failure.message}` : `Reply: ${reply.text}`);
   }
 
@@ -299,11 +373,16 @@ export class Chat {
     if (this.#follows) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 
-  /** Stores the conversation: with as many tokens as there is room for. */
-  #save() {
-    for (const numWithTokens of [20, 4, 1, 0]) {
-      if (save("conversation", stored(this.#messages, numWithTokens))) return;
+  /**
+   * @param {string} [chat]
+   * @param {Message[]} [messages]
+   */
+  #save(chat = this.chats.current, messages = this.#messages) {
+    if (!this.chats.save(chat, messages)) {
+      replace(this.undo, "This browser's storage is full, so this chat will be lost. Delete others to keep it.");
+      this.undo.hidden = false;
     }
+    this.#drawList();
   }
 }
 
