@@ -20,6 +20,12 @@ class KeySettings(Frozen, frozen=True):
     file: Annotated[str, Meta(description="File with the key; with several, one per line, each is valid.")] = ""
     rpm: Annotated[int, Meta(ge=0, le=MAX_LIMIT, description="Requests in a minute; 0 is no limit.")] = 0
     tpm: Annotated[
-        int, Meta(ge=0, le=MAX_LIMIT, description="Tokens in a minute, of prompts and output; 0 is no limit.")
+        int,
+        Meta(
+            ge=0,
+            le=MAX_LIMIT,
+            description="Tokens in a minute, of prompts and output; 0 is no limit. Each of several replicas counts by "
+            "itself.",
+        ),
     ] = 0
     models: Annotated[tuple[str, ...], Meta(description="Models and LoRA adapters that it may use; empty is all.")] = ()
