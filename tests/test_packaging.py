@@ -1,6 +1,5 @@
 """A wheel, an editable install and the project's root provide the same modules, and nothing else."""
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -159,7 +158,7 @@ def test_every_import_is_declared(folders: tuple[str, ...], extras: tuple[str, .
         for path in (ROOT / folder).rglob("*.py"):
             if CLIENTS in path.parents:
                 continue  # they run in an environment of their own
-            for found in imports_of(ast.parse(path.read_bytes()), "pipeline"):
+            for found in imports_of(path.read_bytes(), "pipeline"):
                 name = found.target.partition(".")[0]
                 if name in sys.stdlib_module_names or name in ("pipeline", "tests", "tools"):
                     continue

@@ -18,6 +18,8 @@ LINKED = ("config", "shm", "kernels", "stages")
 """Folders that are imported below `pipeline`. Other packages use their bare names."""
 
 TRANSFORMERS = ("transformers", "huggingface_hub")
+CALLS = (b"import_module", b"__import__")
+"""Functions that import."""
 TORCH = ("torch", "safetensors.torch")
 """Modules that import torch."""
 
@@ -71,14 +73,16 @@ def wrong_imports(root: Path = ROOT) -> list[str]:
         f"{path.relative_to(root)}:{found.line}: {fault}"
         for folder in CHECKED
         for path in _files(root / folder)
-        for found in imports_of(ast.parse(path.read_bytes(), str(path)), _package(path, root))
+        for found in imports_of(path.read_bytes(), _package(path, root), str(path))
         if (fault := _fault(found.target, _room(path, root)) or _back_end_fault(found.target, path.relative_to(root)))
     ]
 
 
-def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
-    """All imports of a file in the dotted `package`, as absolute names."""
-    for node in ast.walk(tree):
+def imports_of(source: bytes, package: str, name: str = "<source>") -> Iterator[Import]:
+    """All imports of a file in the dotted `package`, as absolute names. `name` is shown if it is no Python."""
+    tree = ast.parse(source, name)
+    nodes = ast.walk(tree) if any(name in source for name in CALLS) else _statements(tree)
+    for node in nodes:
         match node:
             case ast.Import():
                 for alias in node.names:
@@ -89,6 +93,17 @@ def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
                     yield Import(base if alias.name == "*" else f"{base}.{alias.name}", node.lineno)
             case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if _imports(function):
                 yield Import(name, node.lineno)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, also those in others. Most nodes of a tree are expressions, which take long to walk through."""
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            value = getattr(node, part, None)
+            if isinstance(value, list):  # of a lambda or a ternary, `body` is an expression
+                nodes += value
 
 
 def _files(folder: Path) -> list[Path]:

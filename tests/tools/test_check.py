@@ -70,8 +70,8 @@ class Run:
         self.num_compiling = 0
         self.awaited_after: list[str] | None = None
         """The commands before the wait for the library that servers use."""
-        self.types_ended_after: list[str] | None = None
-        """The commands before the end of the step `types`, if it runs beside others."""
+        self.ended_after: dict[str, list[str]] = {}
+        """Of each step that runs beside others, the commands before its end."""
         monkeypatch.delenv(MAX_ISA, raising=False)
 
         def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
@@ -90,17 +90,17 @@ class Run:
             assert self.num_compiling == 1 and self.awaited_after is None
             self.awaited_after = list(self.commands)
 
-        def start_types() -> str:
+        def start_beside(step: str) -> str:
             assert not {"servers", "shared", "alone"} & set(self.commands)
-            return "types"
+            return step
 
-        def finish(types: str) -> tuple[str, str, str, float]:
-            assert types == "types" and self.types_ended_after is None
-            self.types_ended_after = list(self.commands)
-            return "types", "", "FAILED" if codes.get("types") else "ok", 1.0
+        def finish(step: str) -> tuple[str, str, str, float]:
+            assert step not in self.ended_after
+            self.ended_after[step] = list(self.commands)
+            return step, "", "FAILED" if codes.get(step) else "ok", 1.0
 
         monkeypatch.setattr(sys, "argv", ["tools/check", *words])
-        monkeypatch.setattr(check, "start_types", start_types)
+        monkeypatch.setattr(check, "start_beside", start_beside)
         monkeypatch.setattr(check, "finish", finish)
         monkeypatch.setattr(check, "start_compiling", start_compiling)
         monkeypatch.setattr(check, "await_first_library", await_first_library)
@@ -116,28 +116,31 @@ def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_types_are_checked_beside_the_tests_and_reported_before_tests_that_measure(
+def test_some_steps_run_beside_the_tests_and_are_reported_before_tests_that_measure(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ["format", "lint", "imports", "words", "servers", "shared"]
+    before = ["format", "lint", "servers", "shared"]
+    ended_after = dict.fromkeys(("imports", "words", "types"), before)
     run = Run(check, monkeypatch)
-    assert (run.code, run.types_ended_after, run.commands) == (0, before, [*before, "alone"])
-    run = Run(check, monkeypatch, types=1)
-    assert (run.code, run.types_ended_after, run.commands) == (1, before, [*before, "alone"])
+    assert (run.code, run.ended_after, run.commands) == (0, ended_after, [*before, "alone"])
+    for failed in ended_after:
+        run = Run(check, monkeypatch, **{failed: 1})
+        assert (run.code, run.ended_after, run.commands) == (1, ended_after, [*before, "alone"])
     run = Run(check, monkeypatch, "types", "servers")
-    assert (run.code, run.types_ended_after) == (0, ["servers"])
+    assert (run.code, run.ended_after) == (0, {"types": ["servers"]})
     for words in (["types"], ["types", "shared", "alone"], ["--fail-fast", "types", "servers"]):
         run = Run(check, monkeypatch, *words)
-        assert run.types_ended_after is None and run.commands[0] == "types"
+        assert run.ended_after == {} and run.commands[0] == "types"
 
 
-def test_the_output_and_the_exit_code_of_types_are_reported(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+@pytest.mark.parametrize("name", ["imports", "words", "types"])
+def test_the_output_and_the_exit_code_of_a_step_beside_others_are_reported(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], name: str
 ) -> None:
     code = "import os; print('found', os.nice(0)); raise SystemExit(3)"
-    monkeypatch.setitem(check.STEPS, "types", ["-c", code])
-    step, isa, result, took_s = check.finish(check.start_types())
-    assert (step, isa, result) == ("types", "", "FAILED") and took_s > 0
+    monkeypatch.setitem(check.STEPS, name, ["-c", code])
+    step, isa, result, took_s = check.finish(check.start_beside(name))
+    assert (step, isa, result) == (name, "", "FAILED") and took_s > 0
     lowest = min(19, os.nice(0) + 19)
     assert capfdbinary.readouterr().out.endswith(b"\nfound %d\n" % lowest)
 
@@ -177,10 +180,10 @@ def test_every_instruction_set_is_an_option(check: ModuleType) -> None:
 
 
 def test_arguments_for_pytest_go_to_all_parts(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(check, monkeypatch, "imports", "tests", "alone", "--", "-k", "prefix")
+    run = Run(check, monkeypatch, "tests", "alone", "--", "-k", "prefix")
     assert (run.code, run.commands) == (
         0,
-        ["imports", *(f"{part} -k prefix" for part in ("servers", "shared", "alone"))],
+        [f"{part} -k prefix" for part in ("servers", "shared", "alone")],
     )
 
 
