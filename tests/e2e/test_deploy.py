@@ -182,7 +182,7 @@ def settings_for(folder: Path) -> list[str]:
     model = tiny_llama(max_position_embeddings=2048)
     save_folder(folder / "tiny", model, tokenizer_config={"chat_template": template})
     given = {"model": folder / "tiny", "cache_dir": link_kernels(folder / "cache")}
-    options = given | {f"execute.{name}": value for name, value in SMALL.items() if name != "kernels"}
+    options = given | {f"execute.{name}": value for name, value in SMALL.items()}
     return [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
 
 

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from pipeline import LLM, SamplingParams
-from tests.compiled import link_kernels
 from tests.e2e.conftest import tiny
 from tests.e2e.server import Server
 from tests.e2e.zmq_streams import PATIENCE_S, Clients, Once, connected
@@ -96,9 +95,8 @@ def test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server
         assert_same(received["received"], expected["received"])
 
 
-def test_a_batch_outlives_the_gateway_of_its_own_server(tiny_model: Path, tmp_path: Path) -> None:
-    options = tiny(tiny_model, kernels="auto") | {"cache_dir": str(link_kernels(tmp_path / "cache"))}
-    with LLM(**options) as llm:
+def test_a_batch_outlives_the_gateway_of_its_own_server(tiny_model: Path) -> None:
+    with LLM(**tiny(tiny_model)) as llm:
         assert llm.server is not None
         params = SamplingParams(temperature=1, seed=3, max_tokens=100, ignore_eos=True)
         (gateway,) = [

@@ -40,7 +40,7 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture(scope="module")
 def locked_server(tiny_model: Path) -> Iterator[Server]:
     """A server with a key and a tiny model."""
-    sets = ("execute.kernels=torch", "execute.num_threads=1", "execute.kv_cache_bytes=16MiB")
+    sets = ("execute.num_threads=1", "execute.kv_cache_bytes=16MiB")
     model = (f"model={tiny_model}", f"cache_dir={tiny_model.parent / 'cache'}")
     with Server(*sets, *model, environ={"PIPELINE_API_KEYS": KEY}) as server:
         yield server

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
+from tests.compiled import link_kernels
 from tests.e2e.server import Server
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -122,8 +123,13 @@ def test_a_prompt_on_which_the_tokenizer_panics_gets_a_clear_error(tmp_path: Pat
     split = pre_tokenizers.Split(Regex("(a+)+$"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
     tokenizer.save(str(folder / "tokenizer.json"))
-    sets = (f"model={folder}", f"cache_dir={tmp_path / 'cache'}", "served_model_name=tiny", "gateway.zmq=off")
-    small = ("execute.kv_cache_bytes=16MiB", "execute.num_threads=1", "execute.kernels=torch")
+    sets = (
+        f"model={folder}",
+        f"cache_dir={link_kernels(tmp_path / 'cache')}",
+        "served_model_name=tiny",
+        "gateway.zmq=off",
+    )
+    small = ("execute.kv_cache_bytes=16MiB", "execute.num_threads=1")
     text: dict[str, Any] = {"model": "tiny", "prompt": PANICS, "max_tokens": 2, "ignore_eos": True}
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("/tokenize", text, "prompt"),

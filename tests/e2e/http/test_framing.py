@@ -188,7 +188,7 @@ def server(tiny_model: Path) -> Iterator[Server]:
 
 def settings(model: Path) -> tuple[str, ...]:
     own = (f"model={model}", f"cache_dir={model.parent / 'cache'}", "max_model_len=64")
-    return *own, "execute.kernels=torch", "execute.num_threads=1", "execute.kv_cache_bytes=16MiB"
+    return *own, "execute.num_threads=1", "execute.kv_cache_bytes=16MiB"
 
 
 def address_of(url: str) -> tuple[str, int]:
