@@ -21,6 +21,7 @@ CALLS = frozenset((
 """Functions and methods by their last name. tempfile's others make new names in folders of mode 0700 by themselves."""
 OF_OS = frozenset(("remove", "replace", "removedirs"))
 """Names that are others' too: counted with `os` before them, and `replace` also with one argument, as of a Path."""
+LOOKED_AT = (ast.Call, ast.Attribute)
 FLAGS = frozenset(("O_CREAT", "O_TMPFILE", "O_TRUNC", "O_WRONLY", "O_RDWR"))
 REASONS: dict[str, dict[str, str]] = {
     "The modules that have the rule.": {
@@ -117,7 +118,8 @@ REASONS: dict[str, dict[str, str]] = {
 
 def writes(source: str) -> Counter[str]:
     """How often a module does what."""
-    return Counter(name for node in ast.walk(ast.parse(source)) for name in _written(node))
+    tree = ast.parse(source)
+    return Counter(name for node in ast.walk(tree) if isinstance(node, LOOKED_AT) for name in _written(node))
 
 
 def _written(node: ast.AST) -> Iterator[str]:

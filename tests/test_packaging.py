@@ -63,7 +63,7 @@ def environment(folder: Path, *what: str | Path) -> Path:
     # project there stays invisible.
     site = run(bin_dir / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = (sys.executable, "-m", "pip", "--python", bin_dir / "python", "install", "--quiet")
+    pip = (sys.executable, "-m", "pip", "--python", bin_dir / "python", "install", "--quiet", "--no-compile")
     run(*pip, "--no-deps", "--no-index", "--no-build-isolation", *what, cwd=folder)
     return bin_dir
 

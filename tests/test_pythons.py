@@ -75,7 +75,18 @@ def test_a_wheel_installs_and_compiles_in_each_available_python(version: str, wh
     run(pythons.here()[version], "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     assert run(python, "-c", pythons.WHICH, cwd=tmp_path).strip() == version
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+    )
     run(*pip, wheel, cwd=tmp_path)
     site = tmp_path / "venv" / "lib" / f"python{version}" / "site-packages"
     output = run(python, "-P", "-W", "error", "-c", LOOK_AT, site, cwd=tmp_path)

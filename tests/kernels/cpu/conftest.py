@@ -1,7 +1,6 @@
 """The CPU library for every instruction set of this machine."""
 
 import ctypes
-import os
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,11 @@ def is_emulated(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def sampler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for the libraries of samplers.py. One process compiles each of them once, without a warning."""
-    root = tmp_path_factory.getbasetemp()
-    cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "samplers"
-    cache.mkdir(exist_ok=True)
+def sampler_cache() -> Path:
+    """A cache for the libraries of samplers.py, which all checkouts share: a library's key covers its sources. One
+    process compiles each of them once, without a warning."""
+    cache = Path.home() / ".cache" / "pipeline-tests" / "samplers"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     return cache
 
 
