@@ -10,13 +10,10 @@ START_S = 5.0
 """Three times the duration on two idle cores; the first start, which compiles, takes longer."""
 NUM_TRIES = 3
 
-pytestmark = pytest.mark.usefixtures("smollm2_dir")
 
-
+@pytest.mark.usefixtures("server")  # which has compiled the kernels, and is idle
 def test_a_warm_start_takes_seconds() -> None:
     """The best of several: other load looks like a slow start, but rarely lasts through all of them."""
-    with Server():
-        pass  # compiles the kernels
     took_s: list[float] = []
     while len(took_s) < NUM_TRIES and (not took_s or took_s[-1] >= START_S):
         begin_s = time.monotonic()

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as np_st
 from pipeline.kernels import matrix as matrix_module
 from pipeline.kernels.matrix import HAS_MINIMUMS, ZEROS, Matrix, quantize
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GROUP, Format, row_bytes
+from tests.slices import part_of
 
 KINDS: dict[Format, Kind] = {format: Kind[format.upper()] for format in BLOCK_BYTES if format != "fp8"}
 """ggml's formats. It has no fp8."""
@@ -54,7 +55,7 @@ def block_matrices(draw: st.DrawFn) -> Matrix:
 
 
 @pytest.mark.parametrize("format", BLOCKS)
-@settings(max_examples=40)
+@settings(max_examples=part_of(40, 15))
 @given(values=float_matrices())
 def test_blocks_are_those_of_ggml(format: Format, values: Array) -> None:
     assert np.array_equal(quantize(torch.from_numpy(values), format).data, gguf.quantize(values, KINDS[format]))
@@ -102,7 +103,7 @@ def test_formats_that_only_files_have_are_not_quantized_to(format: Format) -> No
         quantize(torch.zeros(1, 256), format)
 
 
-@settings(max_examples=40)
+@settings(max_examples=part_of(40, 15))
 @given(values=float_matrices())
 def test_the_quantization_error_is_within_the_bound_of_the_format(values: Array) -> None:
     """Half a step, plus the float16 error of scale and minimum; q4_0 clips the side with the smaller numbers."""

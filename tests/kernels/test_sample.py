@@ -10,7 +10,7 @@ from pipeline.kernels.noise import exponential, halves
 from pipeline.kernels.noise_keys import noise_keys, sequence_key, splitmix64
 from pipeline.kernels.sample import argmax, probabilities_reference, sample, thresholds
 
-NUM_DRAWS = 40_000 if os.environ.get("PIPELINE_ALL_CASES") else 8_000
+NUM_DRAWS = 40_000 if os.environ.get("PIPELINE_ALL_CASES") else 4_000
 
 
 def keys_for(seeds: list[int], positions: list[int], index: int = 0) -> torch.Tensor:

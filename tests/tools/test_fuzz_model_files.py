@@ -10,7 +10,7 @@ import pytest
 from tools.fuzzing import models, mutations
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CASES = 80
+CASES = 40
 
 
 def test_mutated_model_files_give_a_model_or_an_error_of_one_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tools.scaling_meter.__main__ import WIDTH, main, report
 from tools.scaling_meter.case import Case
 
 MAX_BYTES = 16 * 1024
-EVERY = 197
+EVERY = 397
 """Of the cases of bodies, formats and grammars, one in so many runs here; all others do."""
 STRIDED = ("/", "tool format", "reasoning format", "grammar of")
 

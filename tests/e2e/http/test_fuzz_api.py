@@ -17,7 +17,7 @@ from tools.fuzz_api.values import MOST
 from tools.fuzzing.replies import Reply
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES = 400
+CASES = 200
 
 
 def test_a_slice_finds_nothing() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.logits_processors import apply_logits_processors, mask
 from tests.kernels.cpu.samplers import ISAS, Rows, load
+from tests.slices import part_of
 
 INF = float("inf")
 Shape = Callable[[np.ndarray, LogitsProcessors, int], np.ndarray]
@@ -119,7 +120,7 @@ def cases(draw: st.DrawFn) -> tuple[int, Case]:
     return vocab_size, case
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=part_of(150, 40), deadline=None)
 @given(cases(), st.integers(0, 1000))
 def test_any_logits_processors_follow_their_definitions(processed: Shape, sized: tuple[int, Case], seed: int) -> None:
     vocab_size, case = sized

@@ -16,6 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.rows import RowTable
 from tests.kernels.test_sample import assert_follows
+from tests.slices import part_of
 
 VOCAB_SIZE = 60
 NUM_PROMPT, IDS = 4, np.array([3, 5, 5, 9, 11, 5, 11, 11], np.int32)
@@ -60,7 +61,7 @@ class Rows:
 def test_samples_follow_the_sampling_options(place: int) -> None:
     """In this order: forbidden ids, bias, penalties, temperature, min_p, top_k, top_p."""
     options = m.GenerationOptions(temperature=1.3, **FEATURES[place])
-    num, rounds = 400, 20
+    num, rounds = 400, part_of(20, 10)
     rows = Rows([m.GenerationOptions(**{**as_fields(options), "seed": seed}) for seed in range(num)])
     logits = logits_of(place)
     samples = []

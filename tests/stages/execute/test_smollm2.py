@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 LEAST_AGREEMENT: dict[Quantization, float] = {"none": 0.985, "q8_0": 0.965, "auto": 0.99}
 """Agreement of the CPU kernels with float32, by format: bfloat16, 8 bits, and the file's own, 4 bits. q8_0 loses
 most, because it rounds weights that were rounded to 4 bits before."""
-NUM_ALONE = 16 if ALL else 8
+NUM_ALONE = 16 if ALL else 4
 ALONE = range(0, len(PROMPTS), 5) if ALL else (0, 5)
 """Prompts that are also computed alone, for so many outputs: these take longest."""
 

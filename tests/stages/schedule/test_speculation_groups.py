@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime.kv_groups import FULL, KVGroup
+from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
 
 GROUPS = ((FULL, KVGroup(20), KVGroup(20)), (FULL, KVGroup(33)), (FULL, FULL), (KVGroup(17),), (FULL,))
@@ -74,7 +75,7 @@ def test_the_ids_are_exact_while_all_of_it_happens(groups: tuple[KVGroup, ...]) 
     assert all(happened[each] > 0 for each in ("preempted", "swapped", "hits", "accepted", "rejected")), happened
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=part_of(40, 15), deadline=None)
 @given(
     groups=st.sampled_from(GROUPS),
     num_blocks=st.integers(9, 30),

@@ -18,6 +18,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.device import Calls, Interpreted
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from tests.slices import part_of
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.driver import make_step, row_add, take
 from tools.gpu_check.servers.in_flight import FakeMasks
@@ -25,7 +26,7 @@ from tools.gpu_check.servers.in_flight import FakeMasks
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 
 SEEDS = range(30 if os.environ.get("PIPELINE_ALL_CASES") else 1)
-NUM_ROWS, BUDGET, NUM_STEPS, BLOCKS_PER_ROW = 4, 16, 24, 6
+NUM_ROWS, BUDGET, NUM_STEPS, BLOCKS_PER_ROW = 4, 16, part_of(24, 12), 6
 
 WAYS: list[dict[str, Any]] = [
     {},

@@ -28,6 +28,7 @@ from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, 
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, GenerateSamplingParams, parse_tokens_only
+from tests.slices import part_of
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, refused
 
@@ -84,7 +85,7 @@ class TestAnyBytes:
     def test_any_json_is_handled(self, body: Any) -> None:
         assert_parsed_or_rejected(json.dumps(body).encode())
 
-    @settings(max_examples=40)
+    @settings(max_examples=part_of(40, 15))
     @given(bodies)
     def test_any_field_value_is_handled(self, fields: dict[str, Any]) -> None:
         for base in (

@@ -16,6 +16,7 @@ from pipeline.client import protocol as p
 from pipeline.stages.gateway.zmq import frame_budget, listener, zmtp
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
+from tests.slices import part_of
 from tests.stages.gateway.crowd import ProcessRig
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import HELLO, RawPeer, free_port
@@ -177,7 +178,7 @@ def test_a_message_that_is_incomplete_for_too_long_ends_its_connection(
             assert peer.is_still_served()
 
 
-@pytest.mark.parametrize("num_clients", [1, 12])
+@pytest.mark.parametrize("num_clients", [1, part_of(12, 6)])
 def test_sixteen_pipelined_messages_of_the_maximum_size_are_answered(zmq_server: ZmqGateway, num_clients: int) -> None:
     """The clients obey the protocol: they use libzmq, with only the kernel's buffers in between."""
     empty = len(msgspec.msgpack.encode(p.Generate(1, "x" * 70_000, p.TextPrompt("Hi"), p.Params(), 1))) - 70_000
