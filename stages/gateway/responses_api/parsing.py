@@ -32,12 +32,11 @@ from pipeline.stages.gateway.responses_api.items import (
     MessageItem,
     item_id,
     item_of,
-    num_parts,
 )
 from pipeline.stages.gateway.responses_api.messages import messages_of
 from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.responses_api.reply import ResponsesDialect
-from pipeline.stages.gateway.responses_api.sizes import SizedItem, sized, sum_of
+from pipeline.stages.gateway.responses_api.sizes import SizedItem, parts_of, sized, sum_of
 from pipeline.stages.gateway.responses_api.tools import ChatTools, tools_json
 
 _bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
@@ -85,7 +84,7 @@ class Referred(msgspec.Struct, omit_defaults=True):
     why_off: str = ""
 
     def size(self, _: str) -> "StoredSize":
-        return StoredSize(sum_of(self.before), num_parts(one.item for one in self.before))
+        return StoredSize(sum_of(self.before), parts_of(self.before))
 
     def conversation(self, _: str) -> list[SizedItem]:
         return self.before
@@ -129,7 +128,7 @@ def read_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str)
     before = StoredSize() if response.previous_response_id is None else stored.size(response.previous_response_id)
     with _renamed_errors():
         new, num_stored_bytes = _new_items(response, limits, stored, seed, before)
-        num_all = before.num_parts + num_parts(one.item for one in new)
+        num_all = before.num_parts + parts_of(new)
         check_num_messages(num_all, limits)
     return ReadResponse(response, is_stored, new, num_all, num_stored_bytes)
 

@@ -17,6 +17,7 @@ from pipeline.stages.gateway.responses_api.items import (
     OutputText,
     ReasoningItem,
     Refusal,
+    num_parts,
 )
 from pipeline.stages.gateway.responses_api.types import ResponseObject
 
@@ -31,6 +32,8 @@ RESPONSE_BYTES = 2048
 class SizedItem(NamedTuple):
     item: Item
     num_bytes: int
+    num_parts: int
+    """As of `num_parts`"""
 
 
 def sized(item: Item) -> SizedItem:
@@ -55,11 +58,15 @@ def sized(item: Item) -> SizedItem:
         case ReasoningItem():
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.summary)
             size += sum(PART_BYTES + text_bytes(one.text) for one in item.content)
-    return SizedItem(item, size)
+    return SizedItem(item, size, num_parts([item]))
 
 
 def sum_of(items: Iterable[SizedItem]) -> int:
-    return sum(one.num_bytes for one in items)
+    return sum([one.num_bytes for one in items])
+
+
+def parts_of(items: Iterable[SizedItem]) -> int:
+    return sum([one.num_parts for one in items])
 
 
 def response_bytes(response: ResponseObject) -> int:

@@ -7,7 +7,7 @@ see only responses of their own scope.
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -16,8 +16,7 @@ import msgspec
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.responses_api.event_log import EventLog
-from pipeline.stages.gateway.responses_api.items import num_parts
-from pipeline.stages.gateway.responses_api.sizes import SizedItem, response_bytes, sized, sum_of
+from pipeline.stages.gateway.responses_api.sizes import SizedItem, parts_of, response_bytes, sized, sum_of
 from pipeline.stages.gateway.responses_api.types import ResponseObject
 
 
@@ -48,7 +47,7 @@ class StoredResponse(msgspec.Struct, eq=False):
     def count(self) -> None:
         """Set `num_bytes`, `conversation_bytes` and `num_parts`."""
         self.conversation_bytes = sum_of(self.items) + sum_of(self.output)
-        self.num_parts = num_parts(one.item for one in self.conversation)
+        self.num_parts = parts_of(self.items) + parts_of(self.output)
         self.num_bytes = response_bytes(self.response) + self.conversation_bytes
         if self.events is not None:
             self.num_bytes += self.events.num_bytes
@@ -71,6 +70,37 @@ class ScopeResponses:
         self.num_bytes = 0
 
 
+class ScopeItems:
+    """The items of one scope's conversations by id. A conversation may have as many items as the model takes tokens,
+    and the loop waits: nothing is called for each."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, SizedItem] = {}
+        self._num: Counter[str] = Counter()
+        """How often conversations have them."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, item_id: str) -> SizedItem | None:
+        return self._items.get(item_id)
+
+    def add(self, conversation: list[SizedItem]) -> None:
+        ids = [one.item.id for one in conversation]
+        self._num.update(ids)
+        self._items.update(zip(ids, conversation, strict=True))
+
+    def remove(self, conversation: list[SizedItem]) -> None:
+        """They were added before."""
+        num, items = self._num, self._items
+        for item_id in [one.item.id for one in conversation]:
+            if (left := num[item_id] - 1) > 0:
+                num[item_id] = left
+            else:
+                num.pop(item_id)  # Counter has a `del` of its own, which is slow
+                del items[item_id]
+
+
 class ResponseStore:
     """Stored responses by id. Large responses are put from a thread, so every access holds a lock."""
 
@@ -84,8 +114,8 @@ class ResponseStore:
         self._responses: dict[str, StoredResponse] = {}
         self._scopes: dict[str, ScopeResponses] = {}
         """By scope: those that have a complete response."""
-        self._items: dict[tuple[str, str], tuple[int, SizedItem]] = {}
-        """Items by scope and id, with the number of conversations that have them."""
+        self._items: dict[str, ScopeItems] = {}
+        """By scope: those that have a response."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -99,9 +129,7 @@ class ResponseStore:
                 stored.count()
                 self._add(stored)
             self._responses[stored.response.id] = stored
-            for one in stored.conversation:
-                num, _ = self._items.get(key := (stored.scope, one.item.id), (0, one))
-                self._items[key] = num + 1, one
+            self._items.setdefault(stored.scope, ScopeItems()).add(stored.conversation)
             while self._num_complete > self._max_responses:
                 self._evict(lambda one: len(one.ids))
             while self.num_bytes > self.max_bytes:
@@ -119,10 +147,10 @@ class ResponseStore:
     def item(self, param: str, item_id: str, scope: str) -> SizedItem:
         """An item of a stored response. Raises ApiError; `param` is the field that names the item."""
         with self._lock:
-            found = self._items.get((scope, item_id))
+            found = self._items[scope].get(item_id) if scope in self._items else None
         if found is None:
             raise invalid(param, f"'{param}': no stored response has an item '{shown(item_id)}'", "item_not_found")
-        return found[1]
+        return found
 
     def delete(self, response_id: str) -> None:
         """Does nothing if it is not there."""
@@ -156,9 +184,7 @@ class ResponseStore:
             self._num_complete -= 1
             if not scope.ids:
                 del self._scopes[stored.scope]
-        for one in stored.conversation:
-            num, kept = self._items[key := (stored.scope, one.item.id)]
-            if num > 1:
-                self._items[key] = num - 1, kept
-            else:
-                del self._items[key]
+        items = self._items[stored.scope]
+        items.remove(stored.conversation)
+        if not items:
+            del self._items[stored.scope]

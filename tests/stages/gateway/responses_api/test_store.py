@@ -1,5 +1,6 @@
 """The store of responses: bounds, scopes, and items by id."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -167,3 +168,28 @@ def test_an_item_is_found_while_a_conversation_has_it() -> None:
         with pytest.raises(ApiError):
             store.item("p", item_id, "")
     assert store.num_bytes == 0
+
+
+def test_storing_and_dropping_a_long_conversation_calls_nothing_for_each_item() -> None:
+    """It may have as many items as the model takes tokens, and the loop of the gateway waits."""
+
+    def num_calls(num_items: int) -> int:
+        items = [MessageItem(f"msg_{place}", "user", "completed", [OutputText("a")]) for place in range(num_items)]
+        store = ResponseStore(10, 10**9)
+        one = stored("resp_1", *items)
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            store.put(one)
+            store.delete("resp_1")
+        finally:
+            sys.setprofile(None)
+        assert not len(store)
+        return calls
+
+    assert num_calls(2000) == num_calls(20)
