@@ -96,7 +96,8 @@ class BodyReader:
             async with AsyncExitStack() as stack:
                 async with turn:
                     mine = await stack.enter_async_context(self._large_body_lock.hold(num_bytes, scope))
-                return await self._in_thread(lambda: mine.run(work))
+                # To its end, also if the client has disconnected: the next large body waits for it.
+                return await self._thread.run_to_end(contextvars.copy_context().run, mine.run, work)
 
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
@@ -136,16 +137,6 @@ class BodyReader:
         check_depth(body, self._max_depth)
         parsed = parser(body)
         return parsed.finish() if isinstance(parsed, Rest) and parsed.num_bytes <= num_more else parsed
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run the parser of a large body in the thread, so that the event loop serves other clients meanwhile. Returns
-        only when the thread has ended its work, also if the client has disconnected: the next large body waits."""
-        task = asyncio.ensure_future(self._thread.run(contextvars.copy_context().run, work))
-        try:
-            return await asyncio.shield(task)
-        finally:
-            if not task.done():
-                await asyncio.wait([task])
 
     async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
         """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""

@@ -41,6 +41,18 @@ class WorkPool:
         dropped unless it has begun."""
         return await asyncio.wrap_future(self._submit(lambda: function(*args, **kwargs)))
 
+    async def run_to_end(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`, but it returns only when the call has ended, also if this is cancelled: then nobody has its result,
+        and what it raises is dropped, not logged."""
+        task = asyncio.ensure_future(self.run(function, *args, **kwargs))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if not task.done():
+                await asyncio.wait([task])
+                if not task.cancelled():
+                    task.exception()
+
     def _submit(self, call: Callable[[], T]) -> "Future[T]":
         future: Future[T] = Future()
         with self._changed:

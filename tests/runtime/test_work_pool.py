@@ -1,6 +1,7 @@
 """Pools of threads for blocking work: bounded, apart from each other, and dropped with their process."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -68,6 +69,37 @@ def test_a_thread_is_idle_before_its_caller_has_the_result() -> None:
 
     pool._submit(lambda: time.sleep(0.01) or 7).add_done_callback(note)
     assert finished.wait(PATIENCE_S) and num_busy == [0]
+
+
+def test_an_error_of_work_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that sends an invalid body and leaves could else fill the log."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        raise ValueError("of the work")
+
+    async def run() -> None:
+        pool = WorkPool("work")
+        task = asyncio.create_task(pool.run_to_end(fail))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done(), "it waits for the end"
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+        with pytest.raises(ValueError, match="of the work"):
+            await pool.run_to_end(fail)
+        assert await pool.run_to_end(int, "7") == 7
+
+    asyncio.run(run())
+    gc.collect()
+    assert not caplog.records
 
 
 def test_work_that_never_ends_does_not_keep_a_process() -> None:

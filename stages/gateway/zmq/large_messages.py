@@ -9,7 +9,7 @@ be a million objects.
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +23,6 @@ from pipeline.stages.gateway.parsing.decode import without_gc
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 
-T = TypeVar("T")
 Data = bytes | bytearray
 
 
@@ -75,7 +74,8 @@ class LargeMessages:
                 message = f"other large messages were parsed for {TURN_TIMEOUT_S:g} s"
                 raise overloaded(message, by_size=True) from None
             bounds, why_not = limits(), refusal()
-            return await self._in_thread(lambda: turn.run(lambda: self._read(data, bounds, why_not)))
+            # To its end, also if the client has left: the next message waits for it.
+            return await self._thread.run_to_end(turn.run, lambda: self._read(data, bounds, why_not))
 
     def _read(self, data: Data, limits: RequestLimits, refusal: ApiError | None) -> LargeMessage:
         if refusal is not None and (head := head_of(data)) is not None:
@@ -88,15 +88,6 @@ class LargeMessages:
             return LargeMessage(message, measured(parse_generate(message, limits)))
         except ApiError as error:
             return LargeMessage(message, error.with_traceback(None))  # else it would keep the message
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Returns only when the thread has ended its work, also if the client has left: the next message waits."""
-        task = asyncio.ensure_future(self._thread.run(work))
-        try:
-            return await asyncio.shield(task)
-        finally:
-            if not task.done():
-                await asyncio.wait([task])
 
 
 def head_of(data: Data) -> GenerateHead | None:
