@@ -2,8 +2,8 @@
 
     arrive ──429?──► body is read ──► take_tokens ──429?──► open ──► add_tokens, count, as they come
 
-A request counts when it arrives, also if it is invalid; a 429 does not count. Its prompt counts when it is opened, by
-an estimate until it is tokenized, and its output while it is generated. What counted in the last 60 seconds is
+A request counts when it arrives, also if it is invalid, unless it gets a 429 then. Its prompt counts when it is opened,
+by an estimate until it is tokenized, and its output while it is generated. What counted in the last 60 seconds is
 compared with the limits. Requests that run are not cut.
 """
 

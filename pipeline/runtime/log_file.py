@@ -37,6 +37,8 @@ class RotatingFile:
         """Open it. Raises OSError."""
         self._path, self._max_bytes, self._max_files = path.absolute(), max_bytes, max_files
         self._fd = -1
+        self._is_torn = False
+        """The last line in the file has no end, because the disk was full."""
         self._open()
 
     def write(self, data: bytes) -> None:
@@ -45,7 +47,15 @@ class RotatingFile:
             self._open()
         if (size := os.fstat(self._fd).st_size) and size + len(data) > self._max_bytes:
             self._rotate(len(data))
-        _write(self._fd, data)
+        if self._is_torn:
+            data = b"\n" + data
+        num = 0
+        try:
+            while num < len(data):
+                num += os.write(self._fd, data[num:])
+        finally:
+            if num:
+                self._is_torn = not data[:num].endswith(b"\n")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -55,6 +65,7 @@ class RotatingFile:
     def _open(self) -> None:
         """Other users can't plant a link to another file: the folder and the file must be this user's or root's."""
         self.close()
+        self._is_torn = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with descriptor(self._path.parent) as folder:
             fd = os.open(self._path.name, flags, 0o600, dir_fd=folder)

@@ -139,7 +139,7 @@ def test_a_client_that_sends_no_data_over_tls_and_takes_nothing_is_ended() -> No
     loop = asyncio.new_event_loop()
     with closing(loop), pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "get_running_loop", lambda: loop)
-        shake: Any = Handshake(FakeTls, HttpConnections(), TLS, 1.0)  # type: ignore[arg-type]
+        shake: Any = Handshake(FakeTls, HttpConnections(), TLS, 1.0)
         shake._transport, shake._inner, shake._protocol = transport, FakeTls(), above
         num_steps = 2 * MAX_UNTAKEN_BYTES // MAX_STEP_BYTES
 

@@ -167,3 +167,32 @@ def test_lines_after_the_end_are_dropped_and_counted() -> None:
         assert writer.num_dropped == 3 and not writer._lines
         assert writer._thread is None or not writer._thread.is_alive()
     assert file.written == b"a\n"
+
+
+def test_a_line_after_one_that_the_disk_took_in_part_begins_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RotatingFile(tmp_path / "log", 10**6, 2)
+    write, left = os.write, 3
+
+    def full(fd: int, data: bytes) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(28, "No space left on device")
+        num = write(fd, data[:left])
+        left -= num
+        return num
+
+    monkeypatch.setattr(os, "write", full)
+    for line in (b"first\n", b"lost\n"):
+        with pytest.raises(OSError):
+            file.write(line)
+    left = 1000
+    file.write(b"second\n")
+    file.write(b"third\n")
+    left = 3
+    with pytest.raises(OSError):
+        file.write(b"ab\nlost")  # it ends with a whole line
+    left = 1000
+    file.write(b"last\n")
+    assert (tmp_path / "log").read_bytes() == b"fir\nsecond\nthird\nab\nlast\n"

@@ -218,8 +218,8 @@ class ZmqServer:
         except asyncio.CancelledError:
             if peer.failure is None or self._peers.get(peer.connection) is not peer:
                 raise
-            if (head := head_of(data)) is not None:
-                self._refused(peer, head, self._loop.time(), peer.failure)
+            if (begin := head_of(data)) is not None:
+                self._refused(peer, begin, self._loop.time(), peer.failure)
         except ApiError as error:
             self._drop(peer, error)
         except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
