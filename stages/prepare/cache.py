@@ -96,23 +96,15 @@ class Cache:
     def remove(self, key: str) -> bool:
         """Remove an entry, or what a killed process left of one. Returns False if it is used: a process is filling it,
         or a server has it. Raises OSError."""
-        with (
-            OpenFolder(self.root) as opened,
-            _names(opened, self.root),
-            os.fdopen(open_lock(opened.path / f".lock-{key}"), "rb") as lock,
-        ):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            folder, partial = opened.path / key, opened.path / f".partial-{key}"
-            if is_held(folder):
-                return False
-            _remove(partial)
-            if folder.exists():
-                folder.rename(partial)  # an entry is complete or absent, also if this process is killed
-                _remove(partial)
-            return True
+        with OpenFolder(self.root) as opened, _names(opened, self.root):
+            path = opened.path / f".lock-{key}"
+            with os.fdopen(open_lock(path), "rb") as file:
+                if not _takes_lock(file.fileno(), path):
+                    return False
+                try:
+                    return _remove_entry(opened.path / key, opened.path / f".partial-{key}")
+                finally:
+                    path.unlink(missing_ok=True)
 
     @contextmanager
     def _lock(self, root: Path, key: str, say: Callable[[str], None], timeout_s: float) -> Iterator[None]:
@@ -182,6 +174,17 @@ def _takes_lock(fd: int, path: Path) -> bool:
         return os.path.samestat(path.stat(), os.fstat(fd))
     except (BlockingIOError, FileNotFoundError):
         return False
+
+
+def _remove_entry(folder: Path, partial: Path) -> bool:
+    """The caller holds the lock. Returns False if a server has it."""
+    if is_held(folder):
+        return False
+    _remove(partial)
+    if folder.exists():
+        folder.rename(partial)  # an entry is complete or absent, also if this process is killed
+        _remove(partial)
+    return True
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import STAMP
+from pipeline.stages.prepare import cache as module
 from pipeline.stages.prepare.cache import Cache, _takes_lock, require_room
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -135,6 +136,27 @@ def test_a_lock_whose_file_was_removed_while_others_waited_is_not_held(tmp_path:
             assert _takes_lock(new.fileno(), path)
             with path.open("w") as other:
                 assert not _takes_lock(other.fileno(), path)
+
+
+def test_removing_leaves_no_lock_and_takes_nothing_from_one_that_has_begun_to_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    ensure(cache)
+    assert cache.remove("key") and not list(tmp_path.iterdir())
+    open_lock = module.open_lock
+
+    def late(path: Path) -> int:
+        """Who held the lock removes its file, and another begins to fill the entry."""
+        fd = open_lock(path)
+        path.unlink()
+        path.touch(0o600)
+        (tmp_path / ".partial-key").mkdir()
+        return fd
+
+    monkeypatch.setattr(module, "open_lock", late)
+    assert not cache.remove("key")
+    assert (tmp_path / ".partial-key").is_dir() and (tmp_path / ".lock-key").exists()
 
 
 @pytest.mark.parametrize("missing", ["a", "a/b/c"])
