@@ -28,7 +28,25 @@ _EVENT = struct.Struct("=Hi")
 def uid_of_peer(fd: int) -> int:
     """The effective uid of the process at the other end of a Unix socket. Raises OSError."""
     with socket.socket(fileno=os.dup(fd)) as same:
-        return int(_CREDENTIALS.unpack(same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1])
+        return _of_peer(same)[1]
+
+
+def is_listening(name: str, pid: int) -> bool:
+    """Whether this process, of our own user, listens at an abstract name. False also if so many wait for it that it
+    takes no further connection."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.setblocking(False)
+        try:
+            one.connect(f"\0{name}")
+            return _of_peer(one) == (pid, os.geteuid())
+        except OSError:
+            return False
+
+
+def _of_peer(connected: socket.socket) -> tuple[int, int]:
+    """The pid and effective uid of who listens, as of when it began to."""
+    pid, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def problem_of(fd: int, address: str) -> str:

@@ -1,6 +1,5 @@
 """Client of the admin server: finds this user's servers and sends commands to them."""
 
-import os
 import re
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
+from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, is_listening, problem_of
 from pipeline.runtime.tracing import StageTrace
 from pipeline.supervisor import admin_server
 from pipeline.version import VERSION
@@ -27,22 +26,18 @@ RETRY_S = 0.005
 STAGES_S = 3.0
 """Time for stages to report their counts."""
 
-_DOOR = re.compile(r"@pipeline/((\d+)-[0-9a-f]+)/admin$")
+_DOOR = re.compile(r"@(pipeline/((\d+)-[0-9a-f]+)/admin)$", re.MULTILINE | re.ASCII)
 
 R = TypeVar("R")
 
 
 def find_servers() -> list[str]:
-    """The names of this user's running servers, by pid. The kernel lists their abstract sockets."""
-    found: dict[str, int] = {}
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        if (match := _DOOR.search(line)) is not None:
-            try:
-                owner = Path(f"/proc/{match[2]}").stat().st_uid
-            except FileNotFoundError:
-                continue  # in another pid namespace, or just ended
-            if owner == os.geteuid():
-                found[match[1]] = int(match[2])
+    """The names of this user's running servers, by pid. The kernel lists their abstract sockets.
+
+    Any user can listen at any name, also one with the pid of another process of ours, which `stop` would end. So a
+    server is what listens itself."""
+    named = set(_DOOR.findall(Path("/proc/net/unix").read_text()))
+    found = {name: int(pid) for place, name, pid in named if is_listening(place, int(pid))}
     return sorted(found, key=lambda name: found[name])
 
 

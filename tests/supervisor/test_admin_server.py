@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -258,6 +259,22 @@ def test_every_stage_answers_a_count_outside_of_its_own_loop(tmp_path: Any) -> N
 
 def test_a_server_is_found_by_its_admin_socket(bench: Bench) -> None:
     assert bench.name in find_servers()
+
+
+def test_a_name_with_the_pid_of_another_process_is_no_server() -> None:
+    """Any user can listen at any name: `pipeline stop` would end a process of the user who runs it."""
+    with subprocess.Popen(["sleep", "60"]) as other, socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.bind(f"\0pipeline/{other.pid}-abcd/admin")
+            one.listen()
+            assert f"{other.pid}-abcd" not in find_servers()
+        finally:
+            other.kill()
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(f"\0pipeline/{os.getpid()}-abcd/admin")
+        assert f"{os.getpid()}-abcd" not in find_servers(), "nobody listens"
+        own.listen()
+        assert f"{os.getpid()}-abcd" in find_servers()
 
 
 def test_a_server_that_does_not_answer_is_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
