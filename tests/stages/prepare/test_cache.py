@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings
+from pipeline.own_files import open_lock
 from pipeline.runtime.model_folder import STAMP
 from pipeline.stages.prepare import cache as module
 from pipeline.stages.prepare.cache import Cache, _takes_lock, require_room
@@ -144,7 +145,6 @@ def test_removing_leaves_no_lock_and_takes_nothing_from_one_that_has_begun_to_fi
     cache = Cache(tmp_path)
     ensure(cache)
     assert cache.remove("key") and not list(tmp_path.iterdir())
-    open_lock = module.open_lock
 
     def late(path: Path) -> int:
         """Who held the lock removes its file, and another begins to fill the entry."""
