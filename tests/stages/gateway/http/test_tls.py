@@ -47,7 +47,7 @@ def test_plain_http_is_not_served_and_does_not_disturb(tmp_path: Path) -> None:
     with Gate(tmp_path, **FILES) as gate, client_of(gate) as client:
         with socket.create_connection(gate.address, timeout=PATIENCE_S) as connection:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert not connection.recv(1000).startswith(b"HTTP/")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 400 "), "in words, without TLS"
         assert client.get("/version").status_code == 200
 
 
