@@ -272,7 +272,7 @@ def test_a_name_with_the_pid_of_another_process_is_no_server() -> None:
             other.kill()
     with socket.socket(socket.AF_UNIX) as own:
         own.bind(f"\0pipeline/{os.getpid()}-abcd/admin")
-        assert f"{os.getpid()}-abcd" not in find_servers(), "nobody listens"
+        assert f"{os.getpid()}-abcd" not in find_servers(), "no process listens"
         own.listen()
         assert f"{os.getpid()}-abcd" in find_servers()
 
