@@ -42,8 +42,8 @@ class WorkPool:
         return await asyncio.wrap_future(self._submit(lambda: function(*args, **kwargs)))
 
     async def run_to_end(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `run`, but it returns only when the call has ended, also if this is cancelled: then nobody has its result,
-        and what it raises is dropped, not logged."""
+        """As `run`, but it returns only when the call has ended, also if this is cancelled: then the result
+        is dropped, and what it raises is not logged."""
         task = asyncio.ensure_future(self.run(function, *args, **kwargs))
         try:
             return await asyncio.shield(task)
