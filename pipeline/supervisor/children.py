@@ -10,10 +10,10 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.curve import ClientKeys
 from pipeline.runtime.outbox import Outbox
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION
+from pipeline.supervisor.run_mode import RunMode
 
 if TYPE_CHECKING:
     from pipeline.hosts.hosts import Hosts

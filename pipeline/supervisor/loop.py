@@ -28,7 +28,6 @@ from pipeline.runtime import topology
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import AdminServer, Answers, Questions, ReloadDone
@@ -40,6 +39,7 @@ from pipeline.supervisor.process import Child
 from pipeline.supervisor.reload import Change, changes, to_restart, to_scale
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import LIVING, Restarts
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.scaling import Scaling
 from pipeline.supervisor.signals import TerminationSignals
 from pipeline.supervisor.stage_processes import StageProcesses

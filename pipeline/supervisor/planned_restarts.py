@@ -21,11 +21,11 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.wire_version import wire_version
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import Channels, SharedResources
+from pipeline.supervisor.run_mode import RunMode
 
 HAND_OVER_S = 5.0
 """How long schedule may take to end its steps in flight. The successor computes again what is not settled by then."""

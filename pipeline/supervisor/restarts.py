@@ -16,13 +16,13 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
-from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restart_log import RestartLog
+from pipeline.supervisor.run_mode import RunMode
 
 LIVING = ("starting", "recovering", "joining", "ready", "leaving")
 

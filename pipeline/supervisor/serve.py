@@ -11,10 +11,10 @@ from pipeline.errors import UserError
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.logs import open_log
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import bind_policy
 from pipeline.supervisor.listeners import listen, zmq_address
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.supervisor import Supervisor
 
 

@@ -28,7 +28,6 @@ from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.kv_groups import described, has_windows
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.inline import InlineChild
@@ -37,6 +36,7 @@ from pipeline.supervisor.loop import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED,
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import MAX_FAILED_STARTS
 from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.version import VERSION
 
 NOTIFY_CLIENTS_S = 2.0

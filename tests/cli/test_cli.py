@@ -15,8 +15,8 @@ from pipeline.cli.trace.command import MARGIN_S
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
 from pipeline.config.vllm_names import AS_SETTINGS, REFUSED
-from pipeline.runtime.run_mode import RunMode
 from pipeline.runtime.tracing import MAX_WINDOW_S
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import gpu
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.supervisor import Supervisor
 
 CUDA = Settings(execute=ExecuteSettings(device="cuda"))

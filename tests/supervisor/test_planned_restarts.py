@@ -13,10 +13,10 @@ import pytest
 from pipeline.config.settings import ExecuteSettings, GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor import planned_restarts
 from pipeline.supervisor.planned_restarts import HAND_OVER_S, LAST_WORDS_S, PlannedRestarts
 from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.run_mode import RunMode
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
 

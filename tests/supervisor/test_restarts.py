@@ -11,10 +11,10 @@ import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.run_mode import RunMode
 from pipeline.supervisor.planned_restarts import launch_of
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import Restarts
+from pipeline.supervisor.run_mode import RunMode
 
 
 class FakeChild:

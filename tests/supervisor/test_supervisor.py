@@ -15,11 +15,11 @@ from pipeline.config.settings import DetokenizeSettings, ExecuteSettings, Gatewa
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.outbox import Outbox
-from pipeline.runtime.run_mode import RunMode
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthChecks, HealthRound
 from pipeline.supervisor.listeners import listen
 from pipeline.supervisor.loop import Stopping
+from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.supervisor import Supervisor
 
 

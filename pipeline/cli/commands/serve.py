@@ -71,7 +71,8 @@ def _serve(args: argparse.Namespace) -> int:
         print_warning("--gpu-memory-utilization has no effect on a CPU: execute.kv_cache_bytes sizes the KV cache")
     if args.api_key:
         _take_keys(args.api_key)
-    from pipeline.runtime.run_mode import RunMode, recordings, stage_name, terminal
+    from pipeline.cli.run_options import recordings, stage_name, terminal
+    from pipeline.supervisor.run_mode import RunMode
     from pipeline.supervisor.serve import serve
 
     if args.break_at and not args.foreground:
