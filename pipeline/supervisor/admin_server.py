@@ -24,7 +24,7 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import StageTrace
-from pipeline.supervisor.reload import Change
+from pipeline.supervisor.changed_settings import Change
 
 MAX_QUESTION_BYTES = 1024 * 1024
 """Settings with 1,024 named API keys have a third of it."""

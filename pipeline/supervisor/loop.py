@@ -31,12 +31,12 @@ from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import AdminServer, Answers, Questions, ReloadDone
+from pipeline.supervisor.changed_settings import Change, changes, to_restart, to_scale
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.crash_reports import CrashReports
 from pipeline.supervisor.health import HealthChecks
 from pipeline.supervisor.heartbeats import Heartbeats
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.reload import Change, changes, to_restart, to_scale
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import LIVING, Restarts
 from pipeline.supervisor.run_mode import RunMode

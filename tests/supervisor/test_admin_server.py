@@ -21,7 +21,7 @@ from pipeline.runtime import messages as m
 from pipeline.supervisor import admin_client, admin_server
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.admin_server import AdminServer, Questions
-from pipeline.supervisor.reload import changes
+from pipeline.supervisor.changed_settings import changes
 from pipeline.supervisor.restart_log import RestartLog
 from tests.rig import PATIENCE_S, Rig
 

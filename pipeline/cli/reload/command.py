@@ -11,7 +11,7 @@ from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
 from pipeline.supervisor.admin_client import Admin
-from pipeline.supervisor.reload import Change, to_restart, to_scale
+from pipeline.supervisor.changed_settings import Change, to_restart, to_scale
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import pytest
 from pipeline.cli.reload.command import line_of, summary
 from pipeline.config.keys import sections
 from pipeline.config.settings import Settings
-from pipeline.supervisor.reload import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart, to_scale
+from pipeline.supervisor.changed_settings import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart, to_scale
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = re.compile(r'"[^"]* limits\.[^"]*"')
