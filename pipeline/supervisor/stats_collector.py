@@ -4,14 +4,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
-from pipeline.metrics.stats import KeyUsage, ServerStats, StageCounts, StageStats
+from pipeline.metrics.stats import ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.admin_server import Answers, Questions
+from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.process_usage import NOTHING, usage_of
+from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.server_state import ServerState
 from pipeline.version import VERSION
 
 
@@ -19,11 +21,19 @@ class StatsCollector:
     """Builds `ServerStats`. Keeps the last counts of each stage, for when it does not answer in time."""
 
     def __init__(
-        self, server: str, supervisor: str, questions: Questions, is_computing: Callable[[Child], bool]
+        self,
+        resources: SharedResources,
+        state: ServerState,
+        table: ChildTable,
+        url: str,
+        questions: Questions,
+        is_computing: Callable[[Child], bool],
     ) -> None:
         """`is_computing`: whether a silent stage is not late (`Heartbeats.is_computing`)."""
-        self._server = server
-        self._supervisor = supervisor
+        self._resources = resources
+        self._state = state
+        self._table = table
+        self._url = url
         self._questions = questions
         self._is_computing = is_computing
         self._started_s = time.monotonic()
@@ -31,13 +41,14 @@ class StatsCollector:
         self._counts: dict[str, tuple[float, StageCounts]] = {}
         """By stage: time of arrival, and the counts."""
 
-    def gather(
-        self, facts: "ServerFacts", children: Sequence[Child], timeout_s: float, then: Callable[[ServerStats], None]
-    ) -> None:
-        """Ask every ready stage for its counts. Calls `then` when all have answered, or after `timeout_s`."""
+    def gather(self, timeout_s: float, then: Callable[[ServerStats], None]) -> None:
+        """Ask every ready stage for its counts. Calls `then` when all have answered, or after `timeout_s`, at most
+        supervisor.health_timeout_s."""
+        timeout_s = min(timeout_s, self._resources.settings.supervisor.health_timeout_s)
+        children = self._table.in_flow_order()
 
         def made(answers: Answers) -> None:
-            then(self._stats(facts, children, answers))
+            then(self._stats(children, answers))
 
         ready = [child.name for child in children if child.state in ("ready", "leaving")]
         self._questions.ask(ready, m.Count(0), timeout_s, made)
@@ -46,16 +57,14 @@ class StatsCollector:
         """A process is gone for good."""
         self._counts.pop(name, None)
 
-    def _stats(self, facts: "ServerFacts", children: Sequence[Child], answers: Answers) -> ServerStats:
+    def _stats(self, children: Sequence[Child], answers: Answers) -> ServerStats:
         now = time.monotonic()
         for name, answer in answers.items():
             self._counts[name] = now, self._decoder.decode(bytes(answer.body))
         own = usage_of(os.getpid())
         uptime_s = now - self._started_s
         stages = [
-            StageStats(
-                self._supervisor, os.getpid(), "ready", 0, uptime_s, own.rss_bytes, own.cpu_s, own.num_threads, None
-            )
+            StageStats(SUPERVISOR, os.getpid(), "ready", 0, uptime_s, own.rss_bytes, own.cpu_s, own.num_threads, None)
         ]
         for child in children:
             is_thread = child.pid == os.getpid() and not child.node
@@ -78,34 +87,24 @@ class StatsCollector:
                     node=child.node,
                 )
             )
+        prepared, facts = self._state.prepared, self._state.facts
         return ServerStats(
-            server=self._server,
+            server=self._resources.server,
             pid=os.getpid(),
             version=VERSION,
-            model=facts.model,
-            address=facts.address,
-            state=facts.state,
+            model=self._resources.settings.served_model_name or (prepared.model_name if prepared else ""),
+            address=self._url,
+            state=self._state.name,
             uptime_s=uptime_s,
             unix_s=time.time(),
             stages=stages,
-            num_blocks=facts.execute.num_blocks if facts.execute else 0,
-            block_size=facts.execute.block_size if facts.execute else 0,
-            max_model_len=facts.execute.max_model_len if facts.execute else 0,
-            quantization=facts.execute.quantization if facts.execute else "",
-            kv_dtype=facts.execute.kv_dtype if facts.execute else "",
-            adapters=facts.adapters,
-            backend=str(facts.execute.backend) if facts.execute else "",
-            is_batch_invariant=facts.execute is None or facts.execute.is_batch_invariant,
-            keys=facts.keys,
+            num_blocks=facts.num_blocks if facts else 0,
+            block_size=facts.block_size if facts else 0,
+            max_model_len=facts.max_model_len if facts else 0,
+            quantization=facts.quantization if facts else "",
+            kv_dtype=facts.kv_dtype if facts else "",
+            adapters={one.name: one.id for one in self._resources.adapters.values()},
+            backend=str(facts.backend) if facts else "",
+            is_batch_invariant=facts is None or facts.is_batch_invariant,
+            keys=self._resources.keys.usage(),
         )
-
-
-class ServerFacts(msgspec.Struct, frozen=True):
-    """Facts of the supervisor that no stage reports."""
-
-    model: str
-    address: str
-    state: str
-    execute: m.ExecuteFacts | None
-    adapters: dict[str, str] = {}
-    keys: list[KeyUsage] = []

@@ -32,11 +32,12 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.inline import InlineChild
 from pipeline.supervisor.listeners import url_of, zmq_address
-from pipeline.supervisor.loop import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, StageKilled, Stopping, SupervisorLoop
+from pipeline.supervisor.loop import SupervisorLoop
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.recovery import MAX_FAILED_STARTS
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, StageKilled, Stopping
 from pipeline.version import VERSION
 
 NOTIFY_CLIENTS_S = 2.0
@@ -169,7 +170,7 @@ class Supervisor:
     def _prepare(self, child: Child) -> None:
         """Wait for prepare, which resolves the model and exits."""
         timeout_s = self._resources.settings.supervisor.prepare_timeout_s
-        self._loop.run_until(lambda: self._loop.prepared is not None, timeout_s, "the model to be prepared")
+        self._loop.run_until(lambda: self._loop.state.prepared is not None, timeout_s, "the model to be prepared")
         self._loop.run_until(lambda: self._loop.hosts.are_ready, timeout_s, "the model to be prepared on other hosts")
         if child.name in self._loop.table.children:
             child.wait(self._resources.settings.supervisor.stop_timeout_s)
@@ -178,8 +179,8 @@ class Supervisor:
     def _start(self, begun: float) -> None:
         """Let every stage begin, wait until each is ready, and send `Start` to all."""
         settings = self._resources.settings
-        assert self._loop.prepared is not None
-        self._loop.table.begin_all(self._loop.prepared.model_dir)
+        assert self._loop.state.prepared is not None
+        self._loop.table.begin_all(self._loop.state.prepared.model_dir)
         self._loop.run_until(
             lambda: all(child.state == "ready" for child in self._loop.table.children.values()),
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
@@ -190,26 +191,27 @@ class Supervisor:
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
             f"{size_words(settings.execute.swap_bytes)} of swap space ({topology.SWAP_KEY})",
         )
-        assert self._loop.facts is not None, "the executor was ready without facts"
-        if self._loop.prepared.adapters:
-            self._loop.tell_adapters()
+        assert self._loop.state.facts is not None, "the executor was ready without facts"
+        if self._loop.state.prepared.adapters:
+            self._loop.adapters.tell()
         for name in reversed(self._flow()):  # the gateways last: their requests then find every stage started
-            self._loop.table.outboxes[name].send(m.Start(self._loop.facts))
+            self._loop.table.outboxes[name].send(m.Start(self._loop.state.facts))
         self._loop.check_health(self._run_mode.patience_s(settings.supervisor.start_timeout_s))
         self._loop.run_until(
-            lambda: self._loop.first_health is not None and self._loop.first_health.status == "ok",
+            lambda: self._loop.state.first_health is not None and self._loop.state.first_health.status == "ok",
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
             "the first answers",
         )
-        self._loop.is_serving = True
+        facts, prepared = self._loop.state.facts, self._loop.state.prepared
+        self._loop.state.is_serving = True
         self._log_event(
             f"ready on {self._url}",
-            model=settings.served_model_name or self._loop.prepared.model_name,
-            max_model_len=self._loop.facts.max_model_len,
-            kv_blocks=self._loop.facts.num_blocks,
-            kv_dtype=self._loop.facts.kv_dtype,
-            **({"kv_groups": described(groups)} if has_windows(groups := self._loop.facts.kv_groups) else {}),
-            **({"swap_blocks": self._loop.facts.num_swap_blocks} if self._loop.facts.num_swap_blocks else {}),
+            model=settings.served_model_name or prepared.model_name,
+            max_model_len=facts.max_model_len,
+            kv_blocks=facts.num_blocks,
+            kv_dtype=facts.kv_dtype,
+            **({"kv_groups": described(groups)} if has_windows(groups := facts.kv_groups) else {}),
+            **({"swap_blocks": facts.num_swap_blocks} if facts.num_swap_blocks else {}),
             zmq=zmq_address(settings, self._listeners) or "off",
             **({"admin": url_of(self._admins[0])} if self._admins else {}),
             api_keys="on" if self._resources.has_keys else "off",
@@ -219,7 +221,7 @@ class Supervisor:
     def _watch(self) -> int:
         """Serve until a signal comes or a stage ends, then stop in order."""
         code = self._run_until_stopped(lambda: False, float("inf"))
-        self._loop.is_ending = True
+        self._loop.state.is_ending = True
         self._loop.end_scaling()
         gateways = topology.among(self._loop.table.children, "gateway")
         if code == EXIT_OK:
@@ -229,8 +231,8 @@ class Supervisor:
                 self._loop.table.outboxes[name].send(m.Drain(timeout_s))
             code = self._run_until_stopped(lambda: self._are_drained(gateways), timeout_s + NOTIFY_CLIENTS_S)
         if code == EXIT_STAGE_DIED:
-            stage, reason = next(iter(self._loop.reasons.items()))
-            self._loop.drained.clear()
+            stage, reason = next(iter(self._loop.state.reasons.items()))
+            self._loop.state.drained.clear()
             alive = [name for name in gateways if self._loop.table.children[name].is_alive]
             for name in alive:
                 self._loop.table.outboxes[name].send(m.StageDied(stage, reason))
@@ -254,7 +256,7 @@ class Supervisor:
         return [name for stage in topology.FLOW for name in topology.replicas_of(self._resources.settings, stage)]
 
     def _are_drained(self, gateways: list[str]) -> bool:
-        return self._loop.drained.issuperset(gateways)
+        return self._loop.state.drained.issuperset(gateways)
 
     def _stop(self) -> bool:
         """Stop the stages in flow order, so that none sends to one that has ended. Returns whether all stopped well."""
@@ -271,7 +273,7 @@ class Supervisor:
                 child.kill()
             if child.exit_code and child.name != self._run_mode.foreground:  # it may be stopped in a debugger
                 self._loop.drain_inbox()
-                reason = self._loop.reasons.get(child.name, child.describe_end())
+                reason = self._loop.state.reasons.get(child.name, child.describe_end())
                 fields = self._loop.crash_reports.died(child, reason)
                 self._log.error(f"{child.name} failed while it stopped: {reason}", extra={"fields": fields})
                 all_ok = False

@@ -24,7 +24,7 @@ def test_connections_are_refused_once_every_gateway_has_drained() -> None:
     listeners = listen("127.0.0.1", 0, 2)
     address = listeners[0].getsockname()
     supervisor = Supervisor(Settings(gateway=GatewaySettings(port=0, replicas=2)), listeners, logging.getLogger("test"))
-    supervisor._loop.is_ending = True
+    supervisor._loop.state.is_ending = True
     outboxes: list[Outbox[m.SupervisorInbox]] = [
         Outbox(supervisor._loop._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(name, 1), 1)
         for name in ("gateway.0", "gateway.1")

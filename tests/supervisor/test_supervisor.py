@@ -18,8 +18,8 @@ from pipeline.runtime.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthChecks, HealthRound
 from pipeline.supervisor.listeners import listen
-from pipeline.supervisor.loop import Stopping
 from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.stopping import Stopping
 from pipeline.supervisor.supervisor import Supervisor
 
 
@@ -219,7 +219,7 @@ def test_the_last_messages_of_an_ended_stage_are_read(
         supervisor._loop.table.outboxes[child.name] = Outbox(
             supervisor._loop._context, "inproc://unused", m.Envelope("test.0", 1), 1
         )
-        supervisor._loop.prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
+        supervisor._loop.state.prepared = None if stage == "prepare" else m.Prepared("/folder", "name")
         outbox: Outbox[m.SupervisorInbox] = Outbox(
             supervisor._loop._context, supervisor._resources.addresses["supervisor.0"], m.Envelope(child.name, 1), 1
         )
@@ -227,10 +227,10 @@ def test_the_last_messages_of_an_ended_stage_are_read(
         late.start()
         if logged:
             with pytest.raises(Stopping):
-                supervisor._loop._check_children()
+                supervisor._loop._deaths.check()
         else:
-            supervisor._loop._check_children()
-            assert supervisor._loop.prepared == words
+            supervisor._loop._deaths.check()
+            assert supervisor._loop.state.prepared == words
         assert caplog.text.count(logged)
         late.join()
     finally:
