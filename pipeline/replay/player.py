@@ -2,16 +2,17 @@
 
     recording ──► PlaybackContext ──► ReplayInbox ──► the stage's own code ──► ReplayOutbox ──► capture
 
-The stage uses no sockets. The bytes of shared arrays are written to the places that their messages name, in memory of
-this process. What the stage sends is captured in the format of a recording, without times, so two replays of one
-recording write the same bytes. Messages to the supervisor are not captured, because they are about the running process.
+The stage uses no sockets (replay_channels.py). The bytes of shared arrays are written to the places that their messages
+name, in memory of this process. What the stage sends is captured in the format of a recording, without times, so two
+replays of one recording write the same bytes. Messages to the supervisor are not captured, because they are about the
+running process.
 """
 
 import asyncio
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -21,13 +22,10 @@ from pipeline.replay.arrays import copies, refs
 from pipeline.replay.partial import Partial, partial_of
 from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, MessageDecoder
+from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.memories import Memories
-from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR
-
-T = TypeVar("T")
 
 MOMENT_S = 120.0
 """Longest wait for work beside the loop that had ended here in the recording."""
@@ -283,89 +281,3 @@ class PlaybackContext(ReplayContext):
         self._capture.put_end()
         self._capture.wait()
         return self._capture.num_bytes
-
-
-class ReplayInbox(Inbox[T]):
-    """An inbox that delivers recorded messages."""
-
-    is_replayed = True
-
-    def __init__(self, replay_context: PlaybackContext) -> None:
-        self._replay = replay_context
-        self._left: list[tuple[str, Any]] = []
-        self.on_peer_restarted = None
-        self.num_received = 0
-        self.num_stale = 0
-        self.last_sender = ""
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def is_ready(self) -> bool:
-        return True
-
-    def has_message(self) -> bool:
-        return True
-
-    def take(self) -> T | None:
-        while not self._left:
-            self._left = self._replay.next_wake()
-        sender, message = self._left.pop(0)
-        return self._took(sender, message)
-
-    def took(self) -> None:
-        """Does nothing: the playback context tracks wakes."""
-
-    def receive_all(self) -> list[T]:
-        left, self._left = self._left, []
-        return [self._took(*one) for one in left or self._replay.next_wake()]
-
-    def wait_all(self, timeout_s: float) -> list[T]:
-        return self.receive_all()
-
-    async def replayed(self) -> list[T]:
-        return [self._took(*one) for one in await self._replay.next_wake_async()]
-
-    def _took(self, sender: str, message: T) -> T:
-        self.num_received += 1
-        self.last_sender = sender
-        if isinstance(message, m.PeerRestarted) and self.on_peer_restarted is not None:
-            self.on_peer_restarted(message)
-        return message
-
-    def close(self) -> None:
-        pass
-
-
-class ReplayOutbox(Outbox[T], Generic[T]):
-    """An outbox that writes to the capture."""
-
-    def __init__(self, replay_context: PlaybackContext, peer: str) -> None:
-        self._replay = replay_context
-        self.peer = peer
-        self._encoder = msgspec.msgpack.Encoder()
-        self.num_sent = 0
-        self.num_refused = 0
-        self.is_detached = False
-
-    def detach(self) -> None:
-        self.is_detached = True
-
-    def send_encoded(self, body: bytes, message: T) -> bool:
-        if self.is_detached:
-            return True
-        if self._replay.is_refused(self.peer):
-            self.num_refused += 1
-            return False
-        self._replay.sent(self.peer, body, message)
-        self.num_sent += 1
-        return True
-
-    def wake(self) -> None:
-        pass
-
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

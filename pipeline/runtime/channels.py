@@ -68,7 +68,7 @@ class Inbox(Generic[T]):
         poll ──► notice(readable descriptors) ──► take … take ──► poll
 
     With `control_request`, the inbox also accepts every `ControlRequest` and passes it to that function instead of the
-    owner. With a `replay_context`, received messages are recorded. In a replay, pipeline.replay.player fills the inbox.
+    owner. With a `replay_context`, received messages are recorded. In a replay, the inbox is a subclass.
     """
 
     is_replayed = False

@@ -14,8 +14,6 @@ import msgspec
 from pipeline.errors import UserError
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
-from pipeline.replay.recorder import RecordState
-from pipeline.replay.traffic import TrafficReply
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.outbox import Outbox
@@ -26,6 +24,19 @@ if TYPE_CHECKING:
     from pipeline.runtime.arrays import Arrays
 
 
+class StageRecordings(Protocol):
+    """Records what a stage receives. What it returns is the answer. All but `close` raise UserError."""
+
+    def start(self, order: m.Record) -> None:
+        """Raises OSError if the file can't be written."""
+
+    def keep(self, path: str) -> msgspec.Struct: ...
+
+    def end(self, path: str) -> msgspec.Struct: ...
+
+    def close(self) -> None: ...
+
+
 class ControlledStage(Protocol):
     """The parts of a `Stage` that control requests read and change."""
 
@@ -34,15 +45,10 @@ class ControlledStage(Protocol):
     inbox: Inbox[Any]
     arrays: "Arrays"
     supervisor: Outbox[m.SupervisorInbox]
+    recordings: StageRecordings
 
     @property
     def outboxes(self) -> Mapping[str, Outbox[Any]]: ...
-
-    def record(self, order: m.Record) -> None: ...
-
-    def keep_record(self, path: str) -> RecordState: ...
-
-    def end_record(self, path: str) -> RecordState: ...
 
 
 class TrafficSource(Protocol):
@@ -50,7 +56,7 @@ class TrafficSource(Protocol):
 
     def start(self, order: m.RecordTraffic) -> None: ...
 
-    def take(self, order: m.TakeTraffic) -> TrafficReply: ...
+    def take(self, order: m.TakeTraffic) -> msgspec.Struct: ...
 
 
 def with_execute_facts(request: m.ControlRequest, facts: m.ExecuteFacts | None) -> m.ControlRequest:
@@ -94,12 +100,12 @@ class ControlRequests:
             case m.EndFlame():
                 return self._sampler.stop()
             case m.Record():
-                self._stage.record(request)
+                self._stage.recordings.start(request)
                 return None
             case m.EndRecord():
-                return self._stage.end_record(request.path)
+                return self._stage.recordings.end(request.path)
             case m.KeepRecord():
-                return self._stage.keep_record(request.path)
+                return self._stage.recordings.keep(request.path)
             case m.Trace():
                 if not 0 < request.window_s <= MAX_WINDOW_S:
                     raise UserError(f"the trace window must be above 0 and at most {MAX_WINDOW_S:g} s")

@@ -17,6 +17,7 @@ from pipeline.runtime.memories import Memories
 from pipeline.runtime.messages import Envelope
 from pipeline.runtime.messages.lifecycle import EPOCH
 from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.ring_edge import RingEdge
 from pipeline.shm import segment
 from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
@@ -52,31 +53,36 @@ def ring_ends(rings: list[m.Ring], peer: str, incarnation: int) -> RingEnds:
 
 
 class PeerChannels:
-    """Owns the inbox, the outboxes and the mapped memory of a process. When a peer's process has been replaced, these
-    objects stay the same, so their users keep them."""
+    """Owns the inbox, the outboxes and the mapped memory of a process: its `stage.Channels`."""
 
     def __init__(
         self,
         launch: m.Launch,
         union: Any,
         control_requests: Callable[[m.ControlRequest], None],
-        context: "zmq.Context[zmq.Socket[bytes]]",
     ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.replay_context = ReplayContext()
         peers = {ring.peer for ring in launch.rings}
         self._rings = {name: ring_ends(launch.rings, name, launch.incarnations.get(name, 1)) for name in peers}
         readers = [ends.reader for ends in self._rings.values() if ends.reader is not None]
         self.inbox: Inbox[Any] = Inbox(
-            context, launch.address, union, control_requests, readers, incarnations=launch.incarnations, tcp=launch.tcp
+            self._context,
+            launch.address,
+            union,
+            control_requests,
+            readers,
+            incarnations=launch.incarnations,
+            tcp=launch.tcp,
         )
         self._own_keys = None if launch.tcp is None else CurveKeys(launch.tcp.public_key, launch.tcp.secret_key)
         self.inbox.on_peer_restarted = self._renew
-        self._context = context
         self._envelope = Envelope(launch.name, launch.incarnation)
         self.on_added: Callable[[str], None] = lambda _: None
         """Called with the name of a new peer when it has an outbox."""
         self.outboxes: dict[str, Outbox[Any]] = {
             peer.name: Outbox(
-                context, peer.address, self._envelope, peer.bound, self._writer_to(peer.name), self._keys_to(peer)
+                self._context, peer.address, self._envelope, peer.bound, self._writer_to(peer.name), self._keys_to(peer)
             )
             for peer in launch.peers
         }
@@ -158,9 +164,14 @@ class PeerChannels:
         assert EPOCH.unpack(data) == (epoch,), f"descriptors of restart {EPOCH.unpack(data)} came, not of {epoch}"
         return fds
 
-    def close(self) -> None:
+    def close(self, linger_s: float) -> None:
+        """Close all sockets. Queued messages have `linger_s` to be sent."""
+        self.inbox.close()
         if self._control is not None:
             self._control.close()
+        for outbox in self.outboxes.values():
+            outbox.flush(linger_s)
+        self._context.term()
 
 
 def _with_fds(ring: m.Ring, fds: list[int]) -> m.Ring:

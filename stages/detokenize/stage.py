@@ -14,6 +14,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from pipeline.metrics.stats import DetokenizeCounts
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Launch
@@ -35,7 +36,7 @@ NAMES_S = 60.0
 def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
     stage: Stage[m.DetokenizeInbox]
-    with Stage(launch, m.DetokenizeInbox) as stage:
+    with open_stage(launch, m.DetokenizeInbox) as stage:
         detokenize = DetokenizeStage(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
         stage.ready()
         while not detokenize.stopped:

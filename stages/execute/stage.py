@@ -16,6 +16,7 @@ import msgspec
 from pipeline import torch_needed
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.kv_groups import described, has_windows
@@ -44,7 +45,7 @@ def run(launch: m.Launch) -> None:
     Raises UserError if the model can't run with these settings. Errors of a step propagate and end the stage.
     """
     _refuse_alone(launch)
-    stage: Stage[m.ExecuteInbox] = Stage(launch, m.ExecuteInbox)
+    stage: Stage[m.ExecuteInbox] = open_stage(launch, m.ExecuteInbox)
     try:
         runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization

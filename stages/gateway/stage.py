@@ -22,6 +22,7 @@ from pipeline.http_server.guard import OPEN_PATHS
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import Keys
@@ -60,7 +61,7 @@ def run(launch: m.Launch) -> None:
     heap.unmap_large_blocks()
     stage: Stage[m.GatewayInbox]
     with (
-        Stage(launch, m.GatewayInbox) as stage,
+        open_stage(launch, m.GatewayInbox) as stage,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         descriptors.raise_limit(topology.max_open_of_one(launch.settings), stage.log)

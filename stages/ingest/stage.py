@@ -21,6 +21,7 @@ import numpy as np
 import uvloop
 from tokenizers import Tokenizer
 
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import generation_config, heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
@@ -87,7 +88,7 @@ def run(launch: Launch) -> None:
 
 async def _run(launch: Launch) -> None:
     stage: Stage[m.IngestInbox]
-    with Stage(launch, m.IngestInbox) as stage:
+    with open_stage(launch, m.IngestInbox) as stage:
         if stage.settings.chat_template:
             require_valid(stage.model_dir, stage.settings.chat_template)
         tokenizer = Tokenizer.from_buffer(read_file(stage.model_dir / "tokenizer.json"))

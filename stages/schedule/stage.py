@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.config.by_device import max_steps_in_flight
 from pipeline.metrics.stats import ScheduleCounts
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.event_log import EventLog
@@ -42,7 +43,7 @@ RETRY_S = 0.01
 def run(launch: m.Launch) -> None:
     """Run the stage until `Stop`."""
     stage: Stage[m.ScheduleInbox]
-    with Stage(launch, m.ScheduleInbox) as stage:
+    with open_stage(launch, m.ScheduleInbox) as stage:
         stage.ready()
         early: list[m.ScheduleInbox] = []
         facts = _wait_for_start(stage, early)

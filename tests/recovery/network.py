@@ -273,7 +273,6 @@ class ModelStage(Stage[Any]):
             incarnations=incarnations,
         )
         self.name, self.replica, self.settings, self.model_dir = name, int(replica), settings, model_dir
-        self._channels = None
         self.log = logging.getLogger("pipeline.model")
         self.log.setLevel(logging.CRITICAL)
         self.trace = Tracer()
@@ -291,13 +290,13 @@ class ModelStage(Stage[Any]):
             peer: ModelOutbox(network, name, incarnation, peer) for peer in dict.fromkeys(peers) if peer != name
         }
         self.supervisor = self._outboxes[SUPERVISOR]
-        self._memories = Memories()
+        self.memories = Memories()
         for owner in [owner for each in row.reads for owner in topology.among(names, each)] + [name] * row.has_arena:
-            self._memories.add(owner, network.segments[owner], network.incarnations[owner])
+            self.memories.add(owner, network.segments[owner], network.incarnations[owner])
         if stage == "schedule":
             for index, memory in network.indices.items():
-                self._memories.add(index, memory)
-        self.arrays = Arrays(self._memories, name, incarnation)
+                self.memories.add(index, memory)
+        self.arrays = Arrays(self.memories, name, incarnation)
 
     def _renew(self, message: m.PeerRestarted) -> None:
         name, stage = message.peer.name, topology.stage_of(message.peer.name)
@@ -311,7 +310,7 @@ class ModelStage(Stage[Any]):
             return
         segment = self._network.segment(name, message.incarnation)
         if stage in self._row.reads and segment is not None:
-            self._memories.add(name, segment, message.incarnation)
+            self.memories.add(name, segment, message.incarnation)
         if outbox is not None:
             outbox.incarnation, outbox.is_detached = message.incarnation, False
         elif stage in self._row.sends_to:
@@ -319,11 +318,9 @@ class ModelStage(Stage[Any]):
             new.incarnation = message.incarnation
         self.inbox.replaced(name, message.incarnation)
 
-    def reconnected(self, message: m.PeerRestarted | m.Rescaled) -> None:
-        if isinstance(message, m.PeerRestarted) and message.is_removed:
-            self.arrays.lost(message.peer.name)
-            self._memories.remove(message.peer.name)
-        super().reconnected(message)
+    def _forget(self, name: str) -> None:
+        self.arrays.lost(name)
+        self.memories.remove(name)
 
     def fill(self, arrivals: list[Arrival]) -> None:
         """Begin a wake with these messages."""

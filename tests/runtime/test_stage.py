@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.arrays import Arrays
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.memories import Memories
-from pipeline.runtime.stage import Stage
 from pipeline.shm import segment
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 
@@ -142,7 +142,7 @@ def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
     address = {name: address_of(server, name, 1) for name in ("supervisor.0", "schedule.0", "detokenize.0")}
     fd = segment.create("schedule", NUM_BYTES)
     writer = Arrays(mapped("schedule.0", fd, writable=True), "schedule.0")
-    stage = Stage(
+    stage = open_stage(
         m.Launch(
             stage="detokenize",
             replica=0,

@@ -11,6 +11,7 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
@@ -27,7 +28,7 @@ NUM_IDS = 8000
 def run(launch: m.Launch) -> None:
     """The stage. Returns after `Stop`."""
     stage: Stage[m.ExecuteInbox]
-    with Stage(launch, m.ExecuteInbox) as stage:
+    with open_stage(launch, m.ExecuteInbox) as stage:
         config = ModelConfig.load(stage.model_dir)
         settings = stage.settings
         max_model_len = config.longest_sequence(settings.max_model_len)

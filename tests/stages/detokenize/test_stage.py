@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from pipeline.config.settings import Settings
+from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.outbox import Outbox
@@ -179,7 +180,7 @@ def test_output_is_merged_and_sent_later_if_a_socket_is_full(model_dir, monkeypa
         segments=[],
         death_fd=-1,
     )
-    stage: Stage[m.DetokenizeInbox] = Stage(launch, m.DetokenizeInbox)
+    stage: Stage[m.DetokenizeInbox] = open_stage(launch, m.DetokenizeInbox)
     detokenize = DetokenizeStage(stage, Vocabulary.load(model_dir / "tokenizer.json"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     schedule: Outbox[m.DetokenizeInbox] = Outbox(context, stage.launch.address, m.Envelope("schedule.0", 1), 1000)

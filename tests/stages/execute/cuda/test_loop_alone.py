@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.replay import format as f
-from pipeline.replay.player import PlaybackContext, ReplayInbox
+from pipeline.replay.player import PlaybackContext
+from pipeline.replay.replay_channels import ReplayInbox
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.execute.cuda import loop as loops
