@@ -5,11 +5,13 @@ the random numbers that it reads; which of its sends a full socket refused; and,
 the loop ended. A recording holds these in order, and optionally what the stage sent. A replay returns them in the same
 order, so the stage sends the same bytes.
 
-    format.py      the file format
-    recorder.py    the replay context that records
-    player.py      the replay context that plays a recording, with the inbox and outboxes of a replayed stage
-    partial.py     rules for recordings that began when the stage already had work
-    compare.py     compares two recordings of what was sent
-    replaying.py   runs a stage from a recording
-    command.py     `pipeline record` and `pipeline replay`
+    format.py            the file format
+    recorder.py          the replay context that records
+    player.py            the replay context that plays a recording
+    replay_channels.py   the inbox and outboxes of a replayed stage
+    open_stage.py        gives a stage these, or its sockets
+    partial.py           rules for recordings that began when the stage already had work
+    compare.py           compares two recordings of what was sent
+
+The commands are in pipeline/cli/replay/.
 """

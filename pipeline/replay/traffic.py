@@ -24,7 +24,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pipeline.cli.out_file import output
 from pipeline.errors import UserError
 
 MOONCAKE_BLOCK = 512
@@ -128,12 +127,6 @@ def read_trace(path: Path, limit: int | None = None) -> list[TrafficRecord]:
     if not records:
         raise UserError(f"{path}: has no requests: a trace has one JSON object a line")
     return sorted(records, key=lambda record: record.timestamp)
-
-
-def write_trace(path: Path, records: Iterable[TrafficRecord]) -> None:
-    """Write a trace. Raises OSError."""
-    with output(path) as file:
-        file.writelines(line_of(record) for record in records)
 
 
 def read_profile(path: Path) -> ReplicaProfile:

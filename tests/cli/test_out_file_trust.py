@@ -12,11 +12,10 @@ import pytest
 from pipeline.cli.chat.conversation import ChatHistory
 from pipeline.cli.check.kl_base import KlBaseFile
 from pipeline.cli.out_file import PRIVATE, output, require_writable, write_output
+from pipeline.cli.replay.traffic_command import TraceFile, write_trace
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.own_files import NotOwn, OpenFolder, open_to_append
-from pipeline.replay.traffic import write_trace
-from pipeline.replay.traffic_command import TraceFile
 from pipeline.runtime.private_files import create_private
 from tests.planting import give_away
 from tests.rig import PATIENCE_S

@@ -25,10 +25,10 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.cli.profile.alone.chain import ChainProfile
+from pipeline.cli.replay.replaying import replay
 from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.admin_client import Admin, find_servers
 from pipeline.supervisor.run_mode import RunMode

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pipeline import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from pipeline.cli.replay.replaying import replay
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
 from tests.stages.gateway.gate import events_of

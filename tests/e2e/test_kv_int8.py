@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from tests.e2e.recovery_streams import STORY, Ledger, requests, run
 from tests.e2e.server import Server
 from tests.e2e.test_recovery import MAX_TOKENS, MOMENTS, assert_restarted, assert_same, kill, pids, post, run_and

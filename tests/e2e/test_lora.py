@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.llm import LLM
 from pipeline.config.settings import Settings
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.stage import prepare
 from tests.compiled import link_kernels

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.config.settings import Settings
 from pipeline.replay import format as f
 from pipeline.replay.crash_recording import END_BYTES, CrashRecording
 from pipeline.replay.recorder import RecordingContext, header_of
-from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime.memories import Memories
 from pipeline.shm.arrays import ShmRef

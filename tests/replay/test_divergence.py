@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.errors import UserError
 from pipeline.replay import format as f
-from pipeline.replay.replaying import replay
 from tests.rig import Rig
 from tests.stages.schedule.test_stage import FACTS, Neighbours
 

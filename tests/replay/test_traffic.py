@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.cli.replay.traffic_command import TraceFile, write_trace
 from pipeline.errors import UserError
-from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, line_of, read_profile, read_trace, write_trace
-from pipeline.replay.traffic_command import TraceFile
+from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, line_of, read_profile, read_trace
 
 GOOD = {"timestamp": 5, "input_length": 1200, "output_length": 7, "hash_ids": [1, 2, 3]}
 

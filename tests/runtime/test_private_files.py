@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.replay.traffic_command import TraceFile
 from pipeline.replay.recorder import FileWriter
-from pipeline.replay.traffic_command import TraceFile
 from pipeline.runtime.private_files import create_private, open_output
 from tests.rig import PATIENCE_S
 
@@ -83,7 +83,7 @@ def test_a_command_waits_for_the_reader_of_its_fifo(tmp_path: Path) -> None:
 WRITE = """
 import sys
 from pathlib import Path
-from pipeline.replay.traffic_command import TraceFile
+from pipeline.cli.replay.traffic_command import TraceFile
 print("before", flush=True)
 file = TraceFile(Path(sys.argv[1]), 1000)
 file._file.write(b"line\\n")

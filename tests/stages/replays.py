@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from pipeline.cli.replay.replaying import Replayed, replay
 from pipeline.replay import format as f
 from pipeline.replay.compare import ReplayComparison, compare
-from pipeline.replay.replaying import Replayed, replay
 from pipeline.runtime import messages as m
 
 

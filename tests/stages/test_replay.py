@@ -12,12 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.config.settings import IngestSettings, ScheduleSettings, Settings
 from pipeline.errors import UserError
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
 from pipeline.replay.recorder import FileWriter, RecordState
-from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import ShmRef
 from tests.rig import Rig

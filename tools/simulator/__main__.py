@@ -23,9 +23,10 @@ from pathlib import Path
 import msgspec
 
 from pipeline.cli.out_file import require_writable, write_output, writing
+from pipeline.cli.replay.traffic_command import write_trace
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
-from pipeline.replay.traffic import ReplicaProfile, write_trace
+from pipeline.replay.traffic import ReplicaProfile
 from tools.simulator import options, route_cost
 from tools.simulator.plot import chart_of
 from tools.simulator.requests import Trace, records_of

@@ -6,7 +6,7 @@ from pipeline.cli.commands.settings import Commands
 
 
 def add_record(commands: Commands) -> None:
-    from pipeline.replay.options import add_record_options
+    from pipeline.cli.replay.options import add_record_options
 
     parser = commands.add_parser(
         "record",
@@ -21,13 +21,13 @@ def add_record(commands: Commands) -> None:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from pipeline.replay.command import record
+    from pipeline.cli.replay.command import record
 
     return record(args)
 
 
 def add_replay(commands: Commands) -> None:
-    from pipeline.replay.options import add_replay_options
+    from pipeline.cli.replay.options import add_replay_options
 
     parser = commands.add_parser(
         "replay",
@@ -41,6 +41,6 @@ def add_replay(commands: Commands) -> None:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from pipeline.replay.command import run_replay
+    from pipeline.cli.replay.command import run_replay
 
     return run_replay(args)

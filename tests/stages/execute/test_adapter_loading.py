@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.config.settings import LoraSettings
 from pipeline.lora.convert import convert
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.pytorch.lora import TorchLora
 from tests.lora.random_adapters import write_adapter

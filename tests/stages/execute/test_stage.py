@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.kv_groups import KVGroup

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pipeline.replay.options import seconds
+from pipeline.cli.replay.options import seconds
 
 STAGES = {
     "gateway": "streaming HTTP clients, and an instant chain",

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.cli.replay.replaying import replay
 from pipeline.replay.compare import compare
-from pipeline.replay.replaying import replay
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.loop import seconds_of

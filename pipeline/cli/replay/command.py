@@ -12,14 +12,14 @@ from rich.table import Table
 
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable
+from pipeline.cli.replay.replaying import Replayed, replay
+from pipeline.cli.replay.signals import signals_as_interrupt
+from pipeline.cli.replay.traffic_command import record_traffic
 from pipeline.cli.server_choice import choose_server
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
-from pipeline.replay.replaying import Replayed, replay
-from pipeline.replay.signals import signals_as_interrupt
-from pipeline.replay.traffic_command import record_traffic
 from pipeline.runtime import messages as m
 from pipeline.runtime.logs import open_log
 from pipeline.supervisor.admin_client import Admin, find_servers

@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +18,10 @@ from rich.console import Console
 
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import PRIVATE, output, require_writable, write_output, writing
+from pipeline.cli.replay.signals import signals_as_interrupt
 from pipeline.cli.server_choice import choose_server
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
-from pipeline.replay.signals import signals_as_interrupt
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
@@ -151,3 +152,9 @@ def _write_profile(path: Path, profile: ReplicaProfile) -> int:
         write_output(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     print(f"{path}: the speed and the size of the server")
     return 0
+
+
+def write_trace(path: Path, records: Iterable[TrafficRecord]) -> None:
+    """Write a trace. Raises OSError."""
+    with output(path) as file:
+        file.writelines(line_of(record) for record in records)
