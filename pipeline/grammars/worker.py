@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.supervisor.process import SINGLE_THREADED
+from pipeline.runtime.child import SINGLE_THREADED
 
 ENTRY = Path(__file__).with_name("entry.py")
 """The script that the process runs; it imports this module."""

@@ -23,10 +23,10 @@ from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.runtime.curve import ClientKeys, is_loopback
 from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.process_usage import ProcessUsage
 from pipeline.runtime.topology import RAY, SUPERVISOR
 from pipeline.runtime.wire_version import wire_version
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.process_usage import ProcessUsage
 from pipeline.supervisor.resources import INCARNATION, SharedResources
 
 PING_S = 1.0

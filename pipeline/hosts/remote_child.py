@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.process_usage import NOTHING, ProcessUsage
 from pipeline.supervisor.process import Child
-from pipeline.supervisor.process_usage import NOTHING, ProcessUsage
 
 KILLED = -9
 

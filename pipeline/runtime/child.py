@@ -28,6 +28,15 @@ EXIT_ORPHANED = 4
 REPORT_S = 1.0
 """Maximum time for sending a report."""
 PR_SET_PDEATHSIG = 1
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Library threads of the CPU stages would compete with the step for cores. The variables must be set before any
+import."""
 
 
 def main(launch_fd: int) -> None:

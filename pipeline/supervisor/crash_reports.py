@@ -31,9 +31,9 @@ from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
 from pipeline.runtime.cache_path import CRASHES, cache_path
 from pipeline.runtime.private_files import create_private
+from pipeline.runtime.process_usage import rss_bytes
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.process import Child, signal_name
-from pipeline.supervisor.process_usage import rss_bytes
 from pipeline.version import VERSION
 
 MAX_REPORTS, MAX_OF_SERVER, MAX_REPORTS_WITH_THOSE = 20, 3, 60

@@ -13,9 +13,9 @@ import time
 import msgspec
 
 from pipeline.errors import UserError
-from pipeline.runtime.child import report_failure
+from pipeline.runtime.child import SINGLE_THREADED, report_failure
 from pipeline.runtime.messages import Launch
-from pipeline.supervisor.process import SINGLE_THREADED, Child
+from pipeline.supervisor.process import Child
 
 THREAD = "stage "
 """Prefix of the thread's name, before the stage's name; see logs.py."""

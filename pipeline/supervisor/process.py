@@ -12,19 +12,10 @@ from pathlib import Path
 import msgspec
 
 from pipeline.runtime import entry
+from pipeline.runtime.child import SINGLE_THREADED
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
-from pipeline.supervisor.process_usage import ProcessUsage, usage_of
-
-SINGLE_THREADED = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Library threads of the CPU stages would compete with the step for cores. The variables must be set before any
-import."""
+from pipeline.runtime.process_usage import ProcessUsage, usage_of
 
 ABORT_S = 0.5
 """Maximum time for a process that hangs to write its stacks."""

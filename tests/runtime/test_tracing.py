@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.metrics import chrome_trace
+from pipeline.cli.trace import chrome_trace
 from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 from pipeline.runtime import messages as m
 from pipeline.runtime import tracing

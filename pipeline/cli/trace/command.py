@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, write_output
 from pipeline.cli.server_choice import choose_server
+from pipeline.cli.trace import chrome_trace
 from pipeline.cli.trace.options import MAX_SECONDS
 from pipeline.errors import UserError
-from pipeline.metrics import chrome_trace
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder

@@ -21,6 +21,7 @@ from pipeline.grammars.worker import Gone, Worker, receive, send
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
+from pipeline.runtime.process_usage import usage_of
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
     NUM_PREPARING,
@@ -31,7 +32,6 @@ from pipeline.stages.execute.grammar_masks.memory import (
     Order,
     State,
 )
-from pipeline.supervisor.process_usage import usage_of
 
 START_S = 30.0
 """Timeout for the process to become ready."""

@@ -15,8 +15,8 @@ from pipeline.cli.profile.alone.harness import Harness
 from pipeline.cli.profile.alone.loads import StageDriver, load_of
 from pipeline.cli.profile.alone.result import Latency, StageProfile, limit_of
 from pipeline.cli.profile.flame_graph import write
+from pipeline.cli.trace import chrome_trace
 from pipeline.config.settings import Settings
-from pipeline.metrics import chrome_trace
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stack_sampler import Stacks

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.supervisor.process_usage import NOTHING, usage_of
+from pipeline.runtime.process_usage import NOTHING, usage_of
 
 BUSY = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); hold = bytes(64 * 2**20)\n"
 BUSY += "while time.process_time() < 0.2: pass\nprint(time.process_time(), flush=True)\ntime.sleep(600)"
