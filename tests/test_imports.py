@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_imports import ROOT, wrong_imports
+from tools.check_imports import EXCEPTIONS, FLOORS, LINKED, ROOT, unused_exceptions, wrong_imports
 
 
 def plant(root: Path, file: str, source: str) -> list[str]:
@@ -18,6 +18,25 @@ def plant(root: Path, file: str, source: str) -> list[str]:
 
 def test_no_file_has_a_forbidden_import() -> None:
     assert wrong_imports() == []
+
+
+def test_every_part_of_the_package_has_one_floor() -> None:
+    parts = [path for path in (ROOT / "pipeline").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    names = sorted(path.stem for path in parts if path.name not in LINKED)
+    assert sorted(name for floor in FLOORS for name in floor) == names
+
+
+def test_exceptions_from_the_floors_only_become_fewer() -> None:
+    assert unused_exceptions() == [], "nothing needs them: delete them"
+    assert sum(map(len, EXCEPTIONS.values())) <= 6
+
+
+def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
+    file = "pipeline/client/embedded/entry.py"
+    plant(tmp_path, file, "from pipeline.cli.complain import complain")
+    found = unused_exceptions(tmp_path)
+    assert f"tools/check_imports.py: {file} no longer imports supervisor: delete the exception" in found
+    assert f"tools/check_imports.py: {file} no longer imports cli: delete the exception" not in found
 
 
 @pytest.mark.parametrize(
@@ -61,6 +80,37 @@ def test_no_file_has_a_forbidden_import() -> None:
             "pipeline/a.py:3: pipeline never imports torch",
         ),
         ("pipeline/a.py", "from tests import rig", "pipeline/a.py:1: pipeline never imports tests"),
+        *(
+            (
+                f"pipeline/{low}/a.py",
+                f"def f():\n    {source}",
+                f"pipeline/{low}/a.py:2: pipeline/{low.partition('/')[0]} may not import {target}: "
+                f"{high} is on no lower floor",
+            )
+            for low, source, target, high in (
+                ("runtime", "from pipeline.replay import recorder", "pipeline.replay.recorder", "replay"),
+                ("runtime", "from ..cli import out_file", "pipeline.cli.out_file", "cli"),
+                ("runtime", "import pipeline.supervisor.process", "pipeline.supervisor.process", "supervisor"),
+                ("metrics", "from pipeline.runtime import topology", "pipeline.runtime.topology", "runtime"),
+                (
+                    "replay",
+                    "from pipeline.supervisor.process import Child",
+                    "pipeline.supervisor.process.Child",
+                    "supervisor",
+                ),
+                ("replay", "import pipeline.lora.convert", "pipeline.lora.convert", "lora"),
+                ("http_server", "from pipeline import supervisor", "pipeline.supervisor", "supervisor"),
+                ("lora", "from pipeline.http_server.errors import x", "pipeline.http_server.errors.x", "http_server"),
+                ("text/formats", "from pipeline.grammars import x", "pipeline.grammars.x", "grammars"),
+                ("supervisor", "from pipeline.hosts.hosts import Hosts", "pipeline.hosts.hosts.Hosts", "hosts"),
+                ("client", "import pipeline.cli.complain", "pipeline.cli.complain", "cli"),
+            )
+        ),
+        (
+            "pipeline/errors.py",
+            "from pipeline.runtime import logs",
+            "pipeline/errors.py:1: pipeline/errors may not import pipeline.runtime.logs: runtime is on no lower floor",
+        ),
         (
             "stages/ingest/a.py",
             "from pipeline.stages.gateway.parsing import parse",
@@ -121,6 +171,9 @@ def test_a_forbidden_import_is_found_with_its_place(tmp_path: Path, file: str, s
         ("config/a.py", "from pipeline.config import keys\nfrom . import keys\nimport msgspec, torchlike"),
         ("kernels/a.py", "import torch\nfrom pipeline.kernels import b"),
         ("pipeline/a.py", "from pipeline import messages\nfrom pipeline.shm.arena import Arena\nimport zmq, aiohttp"),
+        ("pipeline/runtime/a.py", "from pipeline.errors import UserError\nfrom . import b\nfrom ..metrics import c"),
+        ("pipeline/cli/a.py", "from pipeline.supervisor import b\nfrom pipeline.runtime import c\nimport pipeline"),
+        ("pipeline/supervisor/loop.py", "from pipeline.hosts.hosts import Hosts"),
         ("stages/ingest/a.py", "from pipeline.stages.ingest import b\nfrom . import c\nfrom pipeline import stage"),
         ("stages/execute/a.py", "import torch\nfrom pipeline.kernels import x\nfrom pipeline.shm import arrays"),
         ("stages/execute/stage.py", "from .cpu import runner\nfrom .cuda import runner"),

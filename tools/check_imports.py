@@ -31,6 +31,32 @@ CHOOSE_BACK_ENDS = ("stage", "measuring")
 """The modules and folders of execute that start a back end."""
 
 
+FLOORS = (
+    ("errors", "own_files", "version"),
+    ("metrics", "torch_needed"),
+    ("runtime",),
+    ("client", "lora", "replay", "routing", "text"),
+    ("grammars", "http_server"),
+    ("supervisor",),
+    ("hosts",),
+    ("deploy",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+"""The folders and files in `pipeline`, from the ground up. Each imports only what is on a lower floor."""
+
+EXCEPTIONS = {
+    "pipeline/client/embedded/entry.py": ("cli", "supervisor"),
+    "pipeline/supervisor/children.py": ("hosts",),
+    "pipeline/supervisor/loop.py": ("hosts",),
+    "pipeline/supervisor/supervisor.py": ("hosts",),
+    "pipeline/text/formats/own_syntax.py": ("grammars",),
+}
+"""Files, and what they import from their own floor or a higher one. `unused_exceptions` names those to delete."""
+
+_FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+
+
 class Rules(NamedTuple):
     """The project's modules that a folder may import, and foreign modules that it must not. Prefixes of dotted
     names."""
@@ -74,8 +100,31 @@ def wrong_imports(root: Path = ROOT) -> list[str]:
         for folder in CHECKED
         for path in _files(root / folder)
         for found in imports_of(path.read_bytes(), _package(path, root), str(path))
-        if (fault := _fault(found.target, _room(path, root)) or _back_end_fault(found.target, path.relative_to(root)))
+        if (fault := _fault_of(found.target, path, root))
     ]
+
+
+def unused_exceptions(root: Path = ROOT) -> list[str]:
+    """The exceptions that no import needs any more."""
+    return [
+        f"tools/check_imports.py: {file} no longer imports {upper}: delete the exception"
+        for file, uppers in EXCEPTIONS.items()
+        for upper in sorted(set(uppers) - _imported_above(root / file, root))
+    ]
+
+
+def _imported_above(path: Path, root: Path) -> set[str]:
+    """The names in `FLOORS` that a file imports from its own floor or a higher one."""
+    if not path.exists():
+        return set()
+    found = imports_of(path.read_bytes(), _package(path, root), str(path))
+    return {upper for one in found if (upper := _above(one.target, path.relative_to(root)))}
+
+
+def _fault_of(target: str, path: Path, root: Path) -> str | None:
+    """Why a file must not import a name; None if it may."""
+    place = path.relative_to(root)
+    return _fault(target, _room(path, root)) or _floor_fault(target, place) or _back_end_fault(target, place)
 
 
 def imports_of(source: bytes, package: str, name: str = "<source>") -> Iterator[Import]:
@@ -171,6 +220,25 @@ def _fault(target: str, room: str) -> str | None:
     return None
 
 
+def _above(target: str, path: Path) -> str:
+    """What a file of `pipeline` imports by this name from its own floor or a higher one; empty if it may."""
+    folder, *below = path.with_suffix("").parts
+    top, _, rest = target.partition(".")
+    name = rest.partition(".")[0]
+    if folder != "pipeline" or top != "pipeline" or name == below[0] or name in LINKED:
+        return ""
+    own, upper = _FLOOR_OF.get(below[0]), _FLOOR_OF.get(name)
+    return name if own is not None and upper is not None and upper >= own else ""
+
+
+def _floor_fault(target: str, path: Path) -> str | None:
+    """Why a file of `pipeline` must not import a name of a higher floor; None if it may."""
+    upper = _above(target, path)
+    if not upper or upper in EXCEPTIONS.get(path.as_posix(), ()):
+        return None
+    return f"pipeline/{path.with_suffix('').parts[1]} may not import {target}: {upper} is on no lower floor"
+
+
 def _back_end_fault(target: str, path: Path) -> str | None:
     """Why a file of execute must not import a name of a back end; None if it may."""
     if path.parts[:2] != ("stages", "execute"):
@@ -198,6 +266,6 @@ def _within(target: str, prefix: str) -> bool:
 
 
 if __name__ == "__main__":
-    faults = wrong_imports()
+    faults = wrong_imports() + unused_exceptions()
     print("\n".join(faults) if faults else "all imports follow the table")
     sys.exit(1 if faults else 0)
