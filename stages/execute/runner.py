@@ -62,13 +62,28 @@ class Runner(Protocol):
     kernels: str
     """As in `Backend`; so is `code`."""
     code: str
+    answers: bool
+    """Whether it samples, and sends the results: of several ranks, one does."""
+    place: str
+    """Its place in a pipeline and among ranks, as `pp0/tp1`; empty if it has none."""
+    layers: str
+    """The first and the last layer that it computes, for logs."""
 
     @property
     def name(self) -> str:
         """The back end, for logs."""
 
-    def drop_all(self) -> None:
-        """Drop all rows."""
+    def start(self) -> None:
+        """All stages are ready: start what would have taken cores from their start, in the background."""
+
+    def drop_all(self, incarnation: int = 0) -> None:
+        """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
+
+    def barrier_wait_s(self) -> float:
+        """How long this rank has waited for others of its stage of the pipeline; 0 if there are none."""
+
+    def pipeline_wait_s(self) -> float:
+        """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""

@@ -1,15 +1,10 @@
-"""The executor's loop on a CPU (on a GPU: stages/execute/cuda/loop.py).
-
-It handles messages in order, and sends a step's result as soon as it is complete. It releases the shared memory of
-steps once per wake, with the results: the scheduler is awake then, and no core is taken from a running step.
-"""
+"""The executor: loads the model on the configured device, then serves steps (stages/execute/loop.py)."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,17 +18,11 @@ from pipeline.runtime.kv_groups import described, has_windows
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cores import threads_of, use_cores
-from pipeline.stages.execute.metrics import ExecuteMetrics
 
 if TYPE_CHECKING:
-    from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.loop import MakeSteps
     from pipeline.stages.execute.ranks.place import RankPlace
     from pipeline.stages.execute.runner import Runner
-
-Serve = Callable[[Stage[m.ExecuteInbox]], None]
-
-IDLE_S = 1.0
-"""Longest wait for a message in an iteration of the loop."""
 
 SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: spins of a thread before it sleeps at a barrier; a few microseconds."""
@@ -47,7 +36,7 @@ def run(launch: m.Launch) -> None:
     _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = open_stage(launch, m.ExecuteInbox)
     try:
-        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
+        runner, make_steps = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
@@ -70,8 +59,10 @@ def run(launch: m.Launch) -> None:
             )
         runner.preload_adapters([one.id for one in launch.adapters])
         stage.ready(_facts_of(runner, weights, launch))
+        from pipeline.stages.execute.loop import serve
+
         try:
-            serve(stage)
+            serve(stage, runner, make_steps)
         finally:
             runner.close()
     finally:
@@ -134,15 +125,10 @@ def _place(launch: m.Launch) -> "RankPlace":
 
 def _rank_fields(launch: m.Launch, runner: "Runner") -> dict[str, object]:
     """Of the log line of one of several ranks."""
-    from pipeline.stages.execute.cpu.runner import CpuRunner
-
-    if launch.settings.execute.num_ranks == 1 or not isinstance(runner, CpuRunner):
+    if not runner.place:
         return {}
-    return {
-        "rank": f"{launch.rank} of {launch.settings.execute.num_ranks}",
-        "place": _place(launch),
-        "layers": runner.layers,
-    }
+    rank = f"{launch.rank} of {launch.settings.execute.num_ranks}"
+    return {"rank": rank, "place": runner.place, "layers": runner.layers}
 
 
 def _own_swap(launch: m.Launch, swap: memoryview | None) -> memoryview | None:
@@ -163,7 +149,8 @@ def preload(launch: m.Launch) -> None:
         return
     if settings.execute.kernels == "torch":
         import_module("pipeline.stages.execute.cpu.pytorch.program")
-    import_module("pipeline.stages.execute.cpu.runner")
+    import_module("pipeline.stages.execute.cpu.steps")
+    import_module("pipeline.stages.execute.loop")
 
 
 def _set_num_threads(settings: Settings) -> int:
@@ -176,104 +163,54 @@ def _set_num_threads(settings: Settings) -> int:
     return num_threads
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
-    """The runner of the configured device, and the loop that serves with it."""
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
+    """The runner of the configured device, and what makes the steps that the loop serves with it."""
     settings = launch.settings
     num_threads = _set_num_threads(settings)
-    runner: Runner
-    serve: Serve
     if (problem := torch_needed.why_missing(settings)) is not None:
         raise UserError(problem)
-    if settings.execute.device == "cuda":
-        import torch
-
-        torch.set_num_threads(num_threads)
-        from pipeline.stages.execute.cuda.available import require
-
-        require(settings, ModelConfig.load(launch.model_dir), Path(launch.model_dir), launch.rank)
-        from pipeline.stages.execute.cuda import loop
-        from pipeline.stages.execute.cuda.device import make_device
-        from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
-        from pipeline.stages.execute.cuda.runner import CudaRunner
-
-        place = _place(launch)
-        try:
-            runner = cuda_runner = CudaRunner(
-                *(settings, Path(launch.model_dir), swap),
-                device=make_device(launch.rank),
-                join=join_by(place) if place.num_ranks > 1 else None,
-            )
-            cuda_runner.capture_graphs()
-        except torch.OutOfMemoryError as error:
-            what = str(error).partition(". ")[0]
-            raise UserError(
-                f"the GPU has too little memory for the model and its steps ({what}): lower "
-                "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_utilization"
-            ) from error
-        serve = partial(loop.serve, runner=cuda_runner)
-    else:
-        from pipeline.stages.execute.cpu.kept_library import KeptLibrary
-        from pipeline.stages.execute.cpu.runner import CpuRunner
-
-        before = launch.facts if launch.replay is None else None
-        kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
-        runner = cpu_runner = CpuRunner(settings, Path(launch.model_dir), swap, _place(launch), kept=kept)
-        serve = partial(_serve, runner=cpu_runner)
+    load = partial(_load_cuda, num_threads) if settings.execute.device == "cuda" else _load_cpu
+    loaded = load(launch, swap)
     heap.freeze()
-    return runner, serve
+    return loaded
 
 
-def _serve(stage: Stage[m.ExecuteInbox], runner: "CpuRunner") -> None:
-    from pipeline.stages.execute.adapters.reports import AdapterReports
-    from pipeline.stages.execute.publishing import Publisher, StepTiming
-    from pipeline.stages.execute.ranks.place import StepAbandonedError
+def _load_cuda(num_threads: int, launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
+    import torch
 
-    idle_since = stage.replay_context.monotonic()
-    place = _place(stage.launch)
-    answers = place.answers
-    shown = str(place) if stage.settings.execute.num_ranks > 1 else ""
-    metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, shown)
-    stage.control_requests.own_counts = lambda: metrics.counts(runner.rows.num_live)
-    publisher, schedule = Publisher(stage, metrics, answers=answers), stage.outbox("schedule")
-    reports = AdapterReports(stage, runner.adapters)
-    while True:
-        messages = stage.inbox.wait_all(IDLE_S)
-        reports.poll()
-        for message in messages:
-            match message:
-                case m.Step():
-                    began = stage.replay_context.monotonic()
-                    try:
-                        sampled = runner.step(message, stage.arrays.take, stage.replay_context.monotonic)
-                    except StepAbandonedError:
-                        continue  # `PeerRestarted` follows
-                    if answers:
-                        schedule.wake()  # it wakes while the result is packed
-                    ended = stage.replay_context.monotonic()
-                    times = StepTiming(began, ended, began - idle_since)
-                    requests = [add.request_id for add in message.adds] if stage.trace.on else []
-                    publisher.publish(message.incarnation, message.step_id, sampled, times, requests)
-                    idle_since = ended
-                case m.Release():
-                    stage.arrays.released(message)
-                case m.PeerRestarted():  # schedule: its successor begins without rows
-                    runner.drop_all(message.incarnation)
-                    reports.forget()
-                    stage.reconnected(message)
-                case m.Ping():
-                    stage.supervisor.send(m.Pong(message.nonce, metrics.load(runner.rows.num_live)))
-                case m.Adapters(adapters):
-                    runner.preload_adapters([one.id for one in adapters])
-                case m.UseAdapters():
-                    reports.use(message)
-                case m.Start():
-                    # In the background, so that the first row that needs a mask does not wait for the process to start.
-                    # Now all stages are ready, and it takes no core from their start.
-                    runner.masks.start()
-                    if answers:
-                        runner.compile_for_next_start()
-                case m.Stop():
-                    return
-                case _:
-                    assert_never(message)
-        stage.release()
+    torch.set_num_threads(num_threads)
+    from pipeline.stages.execute.cuda.available import require
+
+    settings, model_dir = launch.settings, Path(launch.model_dir)
+    require(settings, ModelConfig.load(launch.model_dir), model_dir, launch.rank)
+    from pipeline.stages.execute.cuda.device import make_device
+    from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
+    from pipeline.stages.execute.cuda.runner import CudaRunner
+    from pipeline.stages.execute.cuda.steps import CudaSteps
+
+    place = _place(launch)
+    try:
+        runner = CudaRunner(
+            *(settings, model_dir, swap),
+            device=make_device(launch.rank),
+            join=join_by(place) if place.num_ranks > 1 else None,
+        )
+        runner.capture_graphs()
+    except torch.OutOfMemoryError as error:
+        what = str(error).partition(". ")[0]
+        raise UserError(
+            f"the GPU has too little memory for the model and its steps ({what}): lower "
+            "schedule.max_num_batched_tokens, schedule.max_num_seqs or execute.gpu_memory_utilization"
+        ) from error
+    return runner, partial(CudaSteps, runner=runner)
+
+
+def _load_cpu(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
+    from pipeline.stages.execute.cpu.kept_library import KeptLibrary
+    from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.cpu.steps import CpuSteps
+
+    before = launch.facts if launch.replay is None else None
+    kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
+    runner = CpuRunner(launch.settings, Path(launch.model_dir), swap, _place(launch), kept=kept)
+    return runner, partial(CpuSteps, runner=runner)

@@ -84,6 +84,8 @@ class CpuRunner:
         if place.num_stages > 1:
             parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
         self._part = part = parts[place.stage]
+        self.answers, self.layers = place.answers, str(part)
+        self.place = str(place) if settings.execute.num_ranks > 1 else ""
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = most_places(layout_of(settings, config), parts)
@@ -209,15 +211,12 @@ class CpuRunner:
         """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
         return 0.0 if self._link is None else self._link.waited_s()
 
-    @property
-    def layers(self) -> str:
-        """The first and the last layer that this rank computes, for logs."""
-        return str(self._part)
-
-    def compile_for_next_start(self) -> None:
-        """Compile the optimized library in the background, if this server had no time for it. This server and its next
-        executors go on with the one they have."""
-        if self._library is not None and self._library.is_quick and self._compiling is None:
+    def start(self) -> None:
+        """Start the process that computes masks, so that the first row that needs one does not wait for it; and compile
+        the optimized library, if this server had no time for it. This server and its next executors go on with the one
+        they have."""
+        self.masks.start()
+        if self.answers and self._library is not None and self._library.is_quick and self._compiling is None:
             self._compiling = compile_ahead.start(self._library.isa, self._cache_root)
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import prompt_places
+from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.rows import RowTable, Take
 from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
@@ -115,6 +116,8 @@ class CudaRunner:
         else:
             build_program(ranks.whole, weights, ranks.cut(self.model, quantization))
         self.weight_formats = "+".join(weights.taken)
+        self.answers = ranks is None or ranks.is_first
+        self.layers = str(Part(range(config.num_layers)))
         self.kernels, self.code = (
             "cuda",
             hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12],
@@ -159,7 +162,7 @@ class CudaRunner:
             ranks=None if ranks is None else ranks.link,
         )
         self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
-        masks = Masks if ranks is None or ranks.is_first else NoMasks
+        masks = Masks if self.answers else NoMasks
         self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         last = self.model.last_norm
         bias = None if last.bias is None else np.asarray(last.bias)
@@ -185,7 +188,7 @@ class CudaRunner:
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
         self._extras: SamplingExtras | None = None
         """None on ranks that don't sample."""
-        if ranks is None or ranks.is_first:
+        if self.answers:
             self._extras = SamplingExtras(
                 *(device, self.model, self.step_graphs, self._device_rows),
                 *(self.masks, max_num_samples, settings.limits.max_logprobs),
@@ -199,6 +202,9 @@ class CudaRunner:
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
         """Called for each step when it is collected, in order."""
+
+    place = ""
+    """Ranks on GPUs are known by their numbers."""
 
     @property
     def name(self) -> str:
@@ -222,6 +228,18 @@ class CudaRunner:
         """Read these LoRA adapters beside the steps, as far as there is room."""
         if self.adapters is not None:
             self.adapters.preload(adapter_ids)
+
+    def start(self) -> None:
+        """Start the process that computes masks, so that the first row that needs one does not wait for it."""
+        self.masks.start()
+
+    def barrier_wait_s(self) -> float:
+        """How long this rank has waited for others to have a step; 0 if there are none."""
+        return 0.0 if self.ranks is None else self.ranks.board.waited_s
+
+    def pipeline_wait_s(self) -> float:
+        """0: there are no pipelines of GPUs."""
+        return 0.0
 
     def drop_all(self, incarnation: int = 0) -> None:
         """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""

@@ -12,7 +12,7 @@ from pipeline.cli.replay.replaying import replay
 from pipeline.replay.compare import compare
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
-from pipeline.stages.execute.cuda.loop import seconds_of
+from pipeline.stages.execute.cuda.steps import seconds_of
 from tests.rig import Rig
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.driver import Driver, make_step, row_add

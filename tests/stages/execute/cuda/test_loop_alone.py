@@ -3,6 +3,7 @@ decides."""
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,17 @@ from pipeline.replay.player import PlaybackContext
 from pipeline.replay.replay_channels import ReplayInbox
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.stages.execute.cuda import loop as loops
-from pipeline.stages.execute.cuda.completions import Completions
+from pipeline.stages.execute import loop
+from pipeline.stages.execute.cuda import steps
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
-from pipeline.stages.execute.cuda.loop import PAUSE_S, TIMES, Loop
+from pipeline.stages.execute.cuda.steps import TIMES, CudaSteps
+from pipeline.stages.execute.loop import PAUSE_S, serve
 from pipeline.stages.execute.ranks.place import StepAbandonedError
 from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step, row_add
+from tests.stages.execute.loop_driver import INTS, ScriptedInbox, stage_of
 
 NONE: Any = None
-INTS = np.zeros(0, np.int32)
 
 
 class IdleRunner:
@@ -37,6 +39,7 @@ class IdleRunner:
         self.rows = SimpleNamespace(num_live=0)
         self.num_over = self.num_captured = 0
         self.ranks = self.adapters = None
+        self.answers, self.place = True, ""
         self.publish: Callable[[LaunchedStep, Sampled], None] = lambda launched_step, sampled: None
 
     def launch(self, step: m.Step, take: Any) -> LaunchedStep:
@@ -57,54 +60,18 @@ class IdleRunner:
     def drain(self) -> list[Sampled]:
         return [self.collect() for _ in range(len(self.launched_steps))]
 
+    def barrier_wait_s(self) -> float:
+        return 0.0
+
+    pipeline_wait_s = barrier_wait_s
+
     def capture_more(self) -> bool:
         self.num_captured += 1
         return True
 
 
-def stage_of(inbox: Any, replay_context: ReplayContext) -> tuple[Any, list[m.StepResult]]:
-    """The parts of a stage that the loop needs, and the results that it sends."""
-    sent: list[m.StepResult] = []
-    stage = SimpleNamespace(
-        replica=0,
-        inbox=inbox,
-        replay_context=replay_context,
-        control_requests=SimpleNamespace(),
-        arrays=SimpleNamespace(take=None, put=lambda array, readers: array.tobytes()),
-        outbox=lambda peer: SimpleNamespace(send=lambda message: sent.append(message) or True),
-        trace=SimpleNamespace(on=False),
-        release=lambda: None,
-    )
-    return stage, sent
-
-
 def run(stage: Any, runner: Any) -> None:
-    completions = Completions()
-    try:
-        Loop(stage, runner, completions).run()
-    finally:
-        completions.close()
-
-
-class ScriptedInbox:
-    """Each wake is: its latest time in seconds after the previous one, its messages, and how many steps are done."""
-
-    is_replayed = False
-
-    def __init__(self, runner: IdleRunner, wakes: list[tuple[float, list[Any], int]]) -> None:
-        self._runner, self._wakes = runner, iter(wakes)
-        self.now_s = 100.0
-        self.num_captured: list[int] = []
-        """The time of each wake"""
-
-    def wake_by(self, fd: int) -> None:
-        pass
-
-    def wait_all(self, timeout_s: float) -> list[Any]:
-        after_s, messages, self._runner.num_over = next(self._wakes)
-        self.now_s += min(after_s, timeout_s)
-        self.num_captured.append(self._runner.num_captured)
-        return messages
+    serve(stage, runner, partial(CudaSteps, runner=runner))
 
 
 def test_graphs_are_captured_when_the_executor_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,12 +91,30 @@ def test_graphs_are_captured_when_the_executor_is_idle(monkeypatch: pytest.Monke
         (0.001, [m.Stop()], 0),
     ]
     inbox = ScriptedInbox(runner, wakes)
-    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
+    for module in (loop, steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
     stage, sent = stage_of(inbox, ReplayContext())
     run(stage, runner)
     assert inbox.num_captured == [0, 0, 0, 0, 0, 0, 0, 1, 2, 2]
     assert inbox.now_s == pytest.approx(100 + 0.0051 + 2 * PAUSE_S), "one after the other, without another pause"
     assert len(sent) == 3
+
+
+def test_the_pause_begins_when_a_result_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = IdleRunner()
+    wakes: list[tuple[float, list[Any], int]] = [
+        (0.0, [make_step(step_id=1)], 0),
+        (0.8 * PAUSE_S, [], 1),
+        (0.8 * PAUSE_S, [], 0),
+        (0.8 * PAUSE_S, [], 0),
+        (0.0, [m.Stop()], 0),
+    ]
+    inbox = ScriptedInbox(runner, wakes)
+    for module in (loop, steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
+    stage, _ = stage_of(inbox, ReplayContext())
+    run(stage, runner)
+    assert inbox.num_captured == [0, 0, 0, 0, 1]
 
 
 def test_pings_are_answered_during_a_step_unless_it_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +130,8 @@ def test_pings_are_answered_during_a_step_unless_it_never_ends(monkeypatch: pyte
     inbox = ScriptedInbox(runner, wakes)
     replay_context = ReplayContext()
     monkeypatch.setattr(replay_context, "monotonic", lambda: inbox.now_s)
-    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
+    for module in (loop, steps):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: inbox.now_s))
     stage, _ = stage_of(inbox, replay_context)
     pongs: list[int] = []
     stage.supervisor = SimpleNamespace(send=lambda pong: pongs.append(pong.nonce))
