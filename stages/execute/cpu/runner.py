@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
 from pipeline.kernels.cpu import compile_ahead
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
-from pipeline.runtime.messages import ExecuteFacts, Step
+from pipeline.runtime.messages import Step
 from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters.slots import AdapterSlots, LoraPlan
+from pipeline.stages.execute.adapters.slots import LoraPlan
+from pipeline.stages.execute.base_runner import BaseRunner
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import (
     cache_root,
@@ -36,24 +36,23 @@ from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pipeline_stage import PipelineStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
-from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
-from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks, NoMasks
-from pipeline.stages.execute.kv import KVPlan, divide_swap, kv_dtype, layout_of, plan_kv
+from pipeline.stages.execute.drafts.speculation import Proposer
+from pipeline.stages.execute.grammar_masks.masks import LATE_MS
+from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv
 from pipeline.stages.execute.models.registry import build_program
-from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.ranks.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.ranks.place import ALONE, RankPlace, StepAbandonedError
 from pipeline.stages.execute.ranks.share import most_kv_heads
-from pipeline.stages.execute.rows import BoolArray, RowTable, Take
-from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
+from pipeline.stages.execute.rows import BoolArray, Take
+from pipeline.stages.execute.runner import Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
 
 
-class CpuRunner:
+class CpuRunner(BaseRunner):
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
     program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. `kept` is
     what the executor before has left. Raises UserError if the model can't run with these settings."""
@@ -67,8 +66,9 @@ class CpuRunner:
         make: Callable[..., Program] = make_program,
         kept: KeptLibrary = NOTHING_KEPT,
     ) -> None:
+        super().__init__(settings, model_dir)
+        self.answers = place.answers
         self._config = config = ModelConfig.load(model_dir)
-        max_num_seqs = settings.schedule.max_num_seqs
         library = choose_library(settings, config, kept)
         self._library, self._cache_root = library, cache_root(settings)
         self._compiling: subprocess.Popen[bytes] | None = None
@@ -76,43 +76,24 @@ class CpuRunner:
         self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, place)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         keeps = library and settings.execute.keep_packed_weights
-        panels = PanelPlace.of(model_dir, weights.files) if keeps else None
-        if panels is not None:
-            panels = panels.of_rank(place)
+        panels = PanelPlace.of(model_dir, weights.files, place) if keeps else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         parts = [Part(range(config.num_layers))]
         if place.num_stages > 1:
             parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
         self._part = part = parts[place.stage]
-        self.answers, self.layers = place.answers, str(part)
-        self.place = str(place) if settings.execute.num_ranks > 1 else ""
+        self.layers, self.place = str(part), str(place) if settings.execute.num_ranks > 1 else ""
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = most_places(layout_of(settings, config), parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
-        num_swap_blocks = 0 if swapped is None else len(swapped)
-        num_groups = len(kv.layout.groups)
-        self.facts = ExecuteFacts(
-            kv.num_blocks,
-            BLOCK_SIZE,
-            kv.max_model_len,
-            config.vocab_size,
-            num_swap_blocks,
-            config.hidden_size,
-            max_num_tokens,
-            kv_dtype=kv_dtype(settings.execute),
-            kv_groups=list(kv.layout.groups),
-            num_speculative_tokens=num_speculative_tokens(settings.speculative),
-            max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
-            eos_ids=sorted(config.eos_ids),
-        )
-        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
-        max_num_samples = max_num_seqs + self.facts.max_num_drafts
+        self._make_rows(config, kv, 0 if swapped is None else len(swapped))
+        self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)
+        max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
+        num_groups = len(kv.layout.groups)
         self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
-        masks = Masks if place.answers else NoMasks
-        self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
@@ -124,41 +105,23 @@ class CpuRunner:
         own_kv = replace(kv, layout=kv_layout_of(kv.layout, part))
         self.program = make(
             *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, own_kv, num_threads, swapped),
-            panels,
-            lora,
-            ranks,
-            part,
-            self._link,
+            *(panels, lora, ranks, part, self._link),
         )
-        self.adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.program)
+        self._make_adapters(lora, self.program)
         self.program.capture(captured_layers(settings))
         build_program(config, weights, self.program, part)
         self.program.finish_loading()
-        self.speculator: Speculator | None = None
-        if self.facts.max_num_drafts:
-            self.masks.forces = True
-            proposer = self._proposer_of(settings, kv, num_threads, weights)
-            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
+        self._make_changes(
+            config,
+            self.program.last_norm if part.is_last else None,
+            lambda: self._proposer_of(settings, kv, num_threads, weights),
+        )
         self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
         """For example `q8_0+q4_1`."""
-        self._pool = self._pool_of(config)
-        self._changes = RowChanges(
-            *(self.rows, self.masks, self._pool, config.eos_ids),
-            drop_drafts=self._drop_drafts,
-            adapters=self.adapters,
-        )
-        self.failed = self._changes.failed
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
-
-    def _pool_of(self, config: ModelConfig) -> Pool:
-        if not self._part.is_last:
-            return Pool(np.ones(config.hidden_size, np.float32), config.rms_norm_eps)  # not used
-        last = self.program.last_norm
-        bias = None if last.bias is None else np.asarray(last.bias)
-        return Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
 
     def _proposer_of(self, settings: Settings, kv: KVPlan, num_threads: int, weights: Weights) -> Proposer | None:
         """What proposes ids; None for n-grams."""
@@ -172,14 +135,9 @@ class CpuRunner:
         )
 
     def _drop_drafts(self, rows: IntArray) -> None:
-        if self._proposer is not None:
-            self._proposer.drop(rows)
+        super()._drop_drafts(rows)
         if self._pipeline is not None:
             self._pipeline.drop(rows)
-
-    @property
-    def _proposer(self) -> Proposer | None:
-        return None if self.speculator is None else self.speculator.proposer
 
     @property
     def name(self) -> str:
@@ -198,11 +156,6 @@ class CpuRunner:
         if self._pipeline is not None:
             self._pipeline.announce(incarnation)
 
-    def preload_adapters(self, adapter_ids: list[str]) -> None:
-        """Read these LoRA adapters beside the steps, as far as there is room."""
-        if self.adapters is not None:
-            self.adapters.preload(adapter_ids)
-
     def barrier_wait_s(self) -> float:
         """How long this rank has waited for others of its stage; 0 if there are none."""
         return 0.0 if self._ranks is None else self._ranks.waited_s()
@@ -212,26 +165,19 @@ class CpuRunner:
         return 0.0 if self._link is None else self._link.waited_s()
 
     def start(self) -> None:
-        """Start the process that computes masks, so that the first row that needs one does not wait for it; and compile
-        the optimized library, if this server had no time for it. This server and its next executors go on with the one
-        they have."""
-        self.masks.start()
+        """Also compile the optimized library, if this server had no time for it. This server and its next executors go
+        on with the one they have."""
+        super().start()
         if self.answers and self._library is not None and self._library.is_quick and self._compiling is None:
             self._compiling = compile_ahead.start(self._library.isa, self._cache_root)
 
-    def close(self) -> None:
-        """Free threads and memory, and end the processes that compute masks and compile."""
+    def _close_device(self) -> None:
         if self._compiling is not None:
             self._compiling.kill()
             self._compiling.wait()
-        if self.adapters is not None:
-            self.adapters.close()
         self.program.close()
         if self._link is not None:
             self._link.close()
-        self.masks.close()
-        if self.speculator is not None:
-            self.speculator.proposer.close()
 
     def step(self, step: Step, take: Take, clock: Clock = time.monotonic) -> Sampled:
         """Compute one step. Errors of the model or of an invalid plan propagate and end the stage. `clock` times the

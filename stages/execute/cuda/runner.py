@@ -15,26 +15,25 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
-from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
-from pipeline.runtime.messages import ExecuteFacts, Step
-from pipeline.runtime.model_folder import ModelConfig
-from pipeline.stages.execute.adapters.slots import AdapterSlots, LoraPlan
+from pipeline.kernels.step_inputs import IntArray, LongArray
+from pipeline.runtime.messages import Step
+from pipeline.stages.execute.base_runner import BaseRunner
 from pipeline.stages.execute.cuda.device import Device, make_device
-from pipeline.stages.execute.cuda.drafts.draft_model import DeviceDraftModel, DraftWeights
-from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
-from pipeline.stages.execute.cuda.drafts.eagle import DeviceEagleHead, HeadWeights
+from pipeline.stages.execute.cuda.drafts.draft_model import DeviceDraftModel
+from pipeline.stages.execute.cuda.drafts.eagle import DeviceEagleHead
 from pipeline.stages.execute.cuda.graphs.captures import Captures
 from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.graphs.step_shapes import PaddedStepShape, StepShapes
 from pipeline.stages.execute.cuda.host_transfer import BlockCopier, HostTransfer
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep, ProposerStates, pooled_entries
+from pipeline.stages.execute.cuda.loading import load_model
 from pipeline.stages.execute.cuda.memory import require_row_memory, reserved_bytes
-from pipeline.stages.execute.cuda.model.device_model import DeviceModel, allocate_kv
+from pipeline.stages.execute.cuda.model.device_model import allocate_kv
 from pipeline.stages.execute.cuda.ranks.device_ranks import Join, busy
 from pipeline.stages.execute.cuda.results import ResultReader
 from pipeline.stages.execute.cuda.rows.batches import Batch, BoolArray, batch_of, check_plan
@@ -43,18 +42,15 @@ from pipeline.stages.execute.cuda.rows.row_changes import RowChangeSender
 from pipeline.stages.execute.cuda.rows.staging import Run, Staging
 from pipeline.stages.execute.cuda.sampling_extras import SPIN_S, SamplingExtras
 from pipeline.stages.execute.drafts.draft_model import draft_block_bytes
-from pipeline.stages.execute.drafts.speculation import Speculator
-from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
+from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
-from pipeline.stages.execute.models.registry import build_program
-from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import prompt_places
 from pipeline.stages.execute.ranks.layer_split import Part
-from pipeline.stages.execute.rows import RowTable, Take
-from pipeline.stages.execute.runner import RowChanges, Sampled, copies_of
+from pipeline.stages.execute.rows import Take
+from pipeline.stages.execute.runner import Sampled, copies_of
 from pipeline.stages.execute.sampling_features import SamplingFeature
-from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
+from pipeline.stages.execute.weights import Weights
 
 Publish = Callable[[LaunchedStep, Sampled], None]
 
@@ -71,7 +67,7 @@ PROCESSORS = SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK
 """Features that change logits before an id is sampled."""
 
 
-class CudaRunner:
+class CudaRunner(BaseRunner):
     """Owns the model, its memory and its rows. One thread creates it and calls it.
 
     `swap` is the memory of the swap space; `weights` replace those of the folder. With `join`, this is one of several
@@ -87,43 +83,18 @@ class CudaRunner:
         weights: Weights | None = None,
         join: Join | None = None,
     ) -> None:
-        config = ModelConfig.load(model_dir)
-        self._settings = settings
+        super().__init__(settings, model_dir)
         self.device = device = device or make_device()
-        dtype: torch.dtype = getattr(torch, settings.execute.dtype)
-        self._max_num_seqs = max_num_seqs = settings.schedule.max_num_seqs
+        max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_tokens = settings.schedule.max_step_tokens
-        num_drafts = max_num_drafts(settings.speculative, max_num_seqs)
-        max_num_samples = max_num_seqs + num_drafts
-        self._max_num_samples = max_num_samples
-        self.ranks = ranks = None if join is None else join(settings, config, device.where, max_num_samples)
-        config = config if ranks is None else ranks.config
-        quantization = settings.quantization if settings.quantization in ("int8", "int4") else None
-        self.model = DeviceModel(
-            *(device, config, dtype, max_num_tokens, max_num_seqs, quantization),
-            early=settings.execute.programmatic_dependent_launch,
-            adapters=(lora := LoraPlan.of(settings)),
-            max_num_samples=max_num_samples,
-            ranks=None if ranks is None else ranks.link,
-        )
-        self.adapters = None if lora is None else AdapterSlots(model_dir, lora.num_slots, self.model)
-        # A rank converts its part only.
-        weights = weights or Weights(
-            model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=ranks is not None
-        )
-        if ranks is None:
-            build_program(config, weights, self.model)
-        else:
-            build_program(ranks.whole, weights, ranks.cut(self.model, quantization))
-        self.weight_formats = "+".join(weights.taken)
+        loaded = load_model(settings, model_dir, device, max_num_samples, weights, join)
+        config, self.model, self.weight_formats = loaded.config, loaded.model, loaded.weight_formats
+        self.ranks = ranks = loaded.ranks
         self.answers = ranks is None or ranks.is_first
+        self._make_adapters(loaded.lora, self.model)
         self.layers = str(Part(range(config.num_layers)))
-        self.kernels, self.code = (
-            "cuda",
-            hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12],
-        )
-        draft = DraftWeights.of(settings, device, config.vocab_size)
-        head = HeadWeights.of(settings, device, self.model, config)
+        self.kernels = "cuda"
+        self.code = hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12]
         memory = device.memory(reserved_bytes(settings, config))
         kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
         swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout)
@@ -134,25 +105,14 @@ class CudaRunner:
         self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
         self.model.use(self.kv, kv.max_model_len, layout)
         self._block_copier = BlockCopier(device, self.kv, swapped)
-        self.facts = ExecuteFacts(
-            kv.num_blocks,
-            BLOCK_SIZE,
-            kv.max_model_len,
-            config.vocab_size,
-            num_swap_blocks,
-            config.hidden_size,
-            kv_dtype=kv_dtype(settings.execute),
-            kv_groups=list(layout.groups),
-            num_speculative_tokens=num_speculative_tokens(settings.speculative),
-            max_num_drafts=num_drafts,
-            eos_ids=sorted(config.eos_ids),
-            max_num_top=settings.limits.max_logprobs,
-            is_batch_invariant=False,  # split-K and cuBLAS sum in other orders for other numbers of rows
-        )
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
         num_groups = len(layout.groups)
         require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops, num_groups)
-        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
+        self._make_rows(config, kv, num_swap_blocks)
+        # Split-K and cuBLAS sum in other orders for other numbers of rows.
+        self.facts = msgspec.structs.replace(
+            self.facts, max_num_top=settings.limits.max_logprobs, is_batch_invariant=False
+        )
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens, max_num_samples)
         self.shapes = StepShapes(max_num_seqs, max_num_tokens, max_num_samples)
@@ -162,28 +122,17 @@ class CudaRunner:
             ranks=None if ranks is None else ranks.link,
         )
         self._row_changes = RowChangeSender(self._device_rows, self._staging, self.step_graphs)
-        masks = Masks if self.answers else NoMasks
-        self.masks = masks(model_dir, max_num_samples, config.vocab_size, settings.limits.grammar_timeout_s)
-        last = self.model.last_norm
-        bias = None if last.bias is None else np.asarray(last.bias)
-        self._pool = Pool(np.asarray(last.weight), config.rms_norm_eps, bias, config.norm)
-        self.speculator: Speculator | None = None
-        proposer_steps: DraftSteps | None = None
-        self._eagle: DeviceEagleHead | None = None
-        if num_drafts:
+
+        def make_proposer() -> Proposer | None:
             of_rows = self.rows, self._device_rows, kv, self._row_changes.flush
-            if head is not None:
-                self._eagle = DeviceEagleHead(settings, head, device, *of_rows)
-            proposer = self._eagle if draft is None else DeviceDraftModel(settings, draft, device, *of_rows)
-            proposer_steps = None if proposer is None else proposer.steps
-            self.speculator = Speculator(self.rows, settings.speculative, proposer, self.masks)
-        self.masks.forces = self.speculator is not None
-        self._changes = RowChanges(
-            *(self.rows, self.masks, self._pool, config.eos_ids, self._device_rows),
-            drop_drafts=None if self.speculator is None else self.speculator.proposer.drop,
-            adapters=self.adapters,
-        )
-        self.failed = self._changes.failed
+            if loaded.head is not None:
+                return DeviceEagleHead(settings, loaded.head, device, *of_rows)
+            return None if loaded.draft is None else DeviceDraftModel(settings, loaded.draft, device, *of_rows)
+
+        self._make_changes(config, self.model.last_norm, make_proposer, self._device_rows)
+        proposer = self._proposer
+        self._eagle = proposer if isinstance(proposer, DeviceEagleHead) else None
+        proposer_steps = proposer.steps if isinstance(proposer, DeviceEagleHead | DeviceDraftModel) else None
         speculates = self._device_rows, self.speculator
         self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
         self._extras: SamplingExtras | None = None
@@ -196,15 +145,12 @@ class CudaRunner:
         self._captures = Captures(
             *(device, self.shapes, self.step_graphs, self._block_copier, self._extras, proposer_steps, ranks),
             max_num_seqs,
-            has_adapters=lora is not None,
+            has_adapters=loaded.lora is not None,
         )
         self.launched_steps: deque[LaunchedStep] = deque()
         """Oldest first."""
         self.publish: Publish = lambda launched_step, sampled: None
         """Called for each step when it is collected, in order."""
-
-    place = ""
-    """Ranks on GPUs are known by their numbers."""
 
     @property
     def name(self) -> str:
@@ -224,22 +170,9 @@ class CudaRunner:
         array: LogitArray = self.model.logits.cpu().numpy()
         return array
 
-    def preload_adapters(self, adapter_ids: list[str]) -> None:
-        """Read these LoRA adapters beside the steps, as far as there is room."""
-        if self.adapters is not None:
-            self.adapters.preload(adapter_ids)
-
-    def start(self) -> None:
-        """Start the process that computes masks, so that the first row that needs one does not wait for it."""
-        self.masks.start()
-
     def barrier_wait_s(self) -> float:
         """How long this rank has waited for others to have a step; 0 if there are none."""
         return 0.0 if self.ranks is None else self.ranks.board.waited_s
-
-    def pipeline_wait_s(self) -> float:
-        """0: there are no pipelines of GPUs."""
-        return 0.0
 
     def drop_all(self, incarnation: int = 0) -> None:
         """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
@@ -247,18 +180,10 @@ class CudaRunner:
             self.ranks.board.announce(incarnation)
         self._changes.drop_all()
 
-    def close(self) -> None:
-        """Release host memory, and end the process that computes masks. Raises the GPU's error, if there was one."""
-        try:
-            if self.adapters is not None:
-                self.adapters.close()
-            if self.ranks is not None:
-                self.ranks.close()
-            self.device.close()
-        finally:
-            self.masks.close()
-            if self.speculator is not None:
-                self.speculator.proposer.close()
+    def _close_device(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+        self.device.close()
 
     # ------------------------------------------------------------------------------------------------------ launching
 
@@ -463,7 +388,7 @@ class CudaRunner:
         launched_step = self.launched_steps.popleft()
         sampled = self._results.read(launched_step)
         if self._eagle is not None and launched_step.proposer_states is not None:
-            self._observe(self._eagle, launched_step.proposer_states, sampled)
+            self._eagle.observe_step(launched_step.proposer_states, sampled)
             launched_step.proposer_states = None
         if self.ranks is not None:
             self.ranks.board.ended()
@@ -473,13 +398,3 @@ class CudaRunner:
         launched_step.logprobs, launched_step.prompt_logprobs, launched_step.hidden_states = None, [], []
         self._staging.give(launched_step.slot)
         return launched_step, sampled
-
-    def _observe(self, eagle: DeviceEagleHead, entries: ProposerStates, sampled: Sampled) -> None:
-        """Let the proposer see the hidden states of what a step has computed and is kept."""
-        counts = entries.counts.copy()
-        if len(sampled.num_ids):
-            counts[entries.samples] += sampled.num_ids - 1
-        table, rows = self.rows, entries.rows
-        is_current = table.taken[rows] & (table.generations[rows] == entries.generations)
-        starts, offsets = entries.starts[is_current], entries.offsets[is_current]
-        eagle.observe(rows[is_current], starts, counts[is_current], offsets, entries.states)

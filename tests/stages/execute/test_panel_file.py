@@ -15,6 +15,7 @@ from pipeline.kernels.cpu import native
 from pipeline.runtime.model_folder import PANELS
 from pipeline.stages.execute.cpu.native import panel_file
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.weights import TensorFile
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import row_add, settings
@@ -178,9 +179,9 @@ def test_weights_that_are_replaced_during_a_start_are_packed_at_the_next(
 ) -> None:
     of = PanelPlace.of
 
-    def replaced(folder: Path, files: Sequence[TensorFile]) -> PanelPlace | None:
+    def replaced(folder: Path, files: Sequence[TensorFile], place: RankPlace) -> PanelPlace | None:
         replace_weights(folder)
-        return of(folder, files)
+        return of(folder, files, place)
 
     with monkeypatch.context() as patch:
         patch.setattr(PanelPlace, "of", replaced)

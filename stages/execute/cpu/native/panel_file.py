@@ -33,7 +33,7 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.model_folder import PANELS
 from pipeline.runtime.regular_files import open_regular
-from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.ranks.place import ALONE, RankPlace
 from pipeline.stages.execute.weights import TensorFile
 
 MIN_BYTES = 64 * 1024**2
@@ -73,20 +73,17 @@ class PanelPlace:
     weights: str
 
     @classmethod
-    def of(cls, folder: Path, files: Sequence[TensorFile]) -> "PanelPlace | None":
-        """The place for the weight files of a prepared folder; None if packing takes no time worth a file."""
+    def of(cls, folder: Path, files: Sequence[TensorFile], place: RankPlace = ALONE) -> "PanelPlace | None":
+        """The place for the weight files of a prepared folder, of several ranks for the part of one; None if packing
+        takes no time worth a file."""
         if sum(file.num_bytes for file in files) < MIN_BYTES:
             return None
-        return cls(folder / PANELS, "|".join(file.fingerprint() for file in files))
-
-    def of_rank(self, place: RankPlace) -> "PanelPlace":
-        """The place for the part of one of several ranks."""
         name = PANELS
         if place.num_stages > 1:
             name += f".pp{place.stage}of{place.num_stages}"
         if place.num_ranks > 1:
             name += f".{place.rank}of{place.num_ranks}"
-        return PanelPlace(self.path.with_name(name), self.weights)
+        return cls(folder / name, "|".join(file.fingerprint() for file in files))
 
 
 def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -> str | None:

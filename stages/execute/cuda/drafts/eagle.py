@@ -29,6 +29,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps
+from pipeline.stages.execute.cuda.launched_step import ProposerStates
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenStates
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.drafts.draft_model import captured_layers, prepared_draft
@@ -38,6 +39,7 @@ from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.rows import BoolArray, RowTable
+from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 PIECE = 512
@@ -204,6 +206,16 @@ class DeviceEagleHead(EagleProposer[Tensor]):
     def states_of(self, hidden_states: HiddenStates, num_tokens: int) -> Tensor:
         """What `observe` gets of the model's last step; see `HeadModel.states_of`."""
         return self._model.states_of(hidden_states, num_tokens)
+
+    def observe_step(self, entries: ProposerStates, sampled: Sampled) -> None:
+        """Let the head see the hidden states of what a step has computed and is kept. `sampled` is its result."""
+        counts = entries.counts.copy()
+        if len(sampled.num_ids):
+            counts[entries.samples] += sampled.num_ids - 1
+        table, rows = self._table, entries.rows
+        is_current = table.taken[rows] & (table.generations[rows] == entries.generations)
+        starts, offsets = entries.starts[is_current], entries.offsets[is_current]
+        self.observe(rows[is_current], starts, counts[is_current], offsets, entries.states)
 
     def close(self) -> None:
         """Free the folder; the device's memory goes with the process."""

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.stages.execute.cuda import runner
+from pipeline.stages.execute.cuda import loading, runner
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.model import layers as model_module
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
@@ -23,7 +23,7 @@ def test_early_launch_reaches_the_model(slight_dir: Path, monkeypatch: pytest.Mo
         made.append(early)
         return model(*args, early=early, **options)
 
-    monkeypatch.setattr(runner, "DeviceModel", note)
+    monkeypatch.setattr(loading, "DeviceModel", note)
     settings = on_device()
     execute = msgspec.structs.replace(settings.execute, programmatic_dependent_launch=early_launch)
     CudaDriver(slight_dir, msgspec.structs.replace(settings, execute=execute))

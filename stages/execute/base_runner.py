@@ -1,0 +1,145 @@
+"""What a runner keeps beside its model, on any device: rows, grammar masks, adapters, and what proposes ids.
+
+A back end loads its model between these parts, because each needs some of the others:
+
+    CPU    rows ──► program, adapters ──► row changes
+    GPU    model, adapters ──► rows ──► graphs ──► row changes
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
+from pipeline.config.settings import Settings
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters.slots import AdapterPlace, AdapterSlots, LoraPlan
+from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
+from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
+from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.program import Norm
+from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.runner import RowChanges, RowMirror
+
+
+class BaseRunner:
+    """Part of `Runner`."""
+
+    facts: ExecuteFacts
+    rows: RowTable
+    masks: Masks
+    failed: dict[int, str]
+    """Rows whose sequence can't continue, and why."""
+    place = ""
+    """Its place among ranks, for `pipeline ps`; empty if it has none to show."""
+
+    answers: bool
+    """Whether it samples, and sends the results: of several ranks, one does."""
+
+    def __init__(self, settings: Settings, model_dir: Path) -> None:
+        """The back end sets `answers` before it makes the rows."""
+        self._settings, self._model_dir = settings, model_dir
+        self.adapters: AdapterSlots | None = None
+        self.speculator: Speculator | None = None
+        self._max_num_seqs = settings.schedule.max_num_seqs
+        self._max_num_samples = self._max_num_seqs + max_num_drafts(settings.speculative, self._max_num_seqs)
+
+    def _make_adapters(self, plan: LoraPlan | None, place: AdapterPlace) -> None:
+        """Make the slots of LoRA adapters, which are computed at this place."""
+        if plan is not None:
+            self.adapters = AdapterSlots(self._model_dir, plan.num_slots, place)
+
+    def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int) -> None:
+        """Make the facts, the row table and the masks. The back end replaces facts that differ."""
+        settings, max_num_seqs = self._settings, self._max_num_seqs
+        self.facts = ExecuteFacts(
+            kv.num_blocks,
+            BLOCK_SIZE,
+            kv.max_model_len,
+            config.vocab_size,
+            num_swap_blocks,
+            config.hidden_size,
+            kv_dtype=kv_dtype(settings.execute),
+            kv_groups=list(kv.layout.groups),
+            num_speculative_tokens=num_speculative_tokens(settings.speculative),
+            max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
+            eos_ids=sorted(config.eos_ids),
+        )
+        num_groups = len(kv.layout.groups)
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
+        masks = Masks if self.answers else NoMasks
+        limit_s = settings.limits.grammar_timeout_s
+        self.masks = masks(self._model_dir, self._max_num_samples, config.vocab_size, limit_s)
+
+    def _make_changes(
+        self,
+        config: ModelConfig,
+        last_norm: Norm | None,
+        make_proposer: Callable[[], Proposer | None],
+        mirror: RowMirror | None = None,
+    ) -> None:
+        """Make what proposes ids, and what applies the row changes of steps. `last_norm` is None if this rank does not
+        have it; `make_proposer` returns None for n-grams."""
+        if self.facts.max_num_drafts:
+            self.masks.forces = True
+            self.speculator = Speculator(self.rows, self._settings.speculative, make_proposer(), self.masks)
+        self._pool = _pool_of(config, last_norm)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids, mirror),
+            drop_drafts=self._drop_drafts,
+            adapters=self.adapters,
+        )
+        self.failed = self._changes.failed
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return None if self.speculator is None else self.speculator.proposer
+
+    def _drop_drafts(self, rows: IntArray) -> None:
+        if self._proposer is not None:
+            self._proposer.drop(rows)
+
+    def barrier_wait_s(self) -> float:
+        """How long this rank has waited for others of its stage of the pipeline; 0 if there are none."""
+        return 0.0
+
+    def pipeline_wait_s(self) -> float:
+        """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
+        return 0.0
+
+    def start(self) -> None:
+        """All stages are ready: start the process that computes masks, so that the first row that needs one does not
+        wait for it. Before, it would have taken a core from their start."""
+        self.masks.start()
+
+    def preload_adapters(self, adapter_ids: list[str]) -> None:
+        """Read these LoRA adapters beside the steps, as far as there is room."""
+        if self.adapters is not None:
+            self.adapters.preload(adapter_ids)
+
+    def close(self) -> None:
+        """Free threads and memory, and end the processes beside this one. Raises the device's error, if there was
+        one."""
+        try:
+            if self.adapters is not None:
+                self.adapters.close()
+            self._close_device()
+        finally:
+            self.masks.close()
+            if self._proposer is not None:
+                self._proposer.close()
+
+    def _close_device(self) -> None:
+        """Free what the back end has."""
+        raise NotImplementedError
+
+
+def _pool_of(config: ModelConfig, norm: Norm | None) -> Pool:
+    if norm is None:
+        return Pool(np.ones(config.hidden_size, np.float32), config.rms_norm_eps)  # not used
+    bias = None if norm.bias is None else np.asarray(norm.bias)
+    return Pool(np.asarray(norm.weight), config.rms_norm_eps, bias, config.norm)
