@@ -50,6 +50,12 @@ class RankPlace:
         """The number of rank 0 of a stage."""
         return stage * self.num_ranks
 
+    def late_error(self, who: str, where: str, step_id: int) -> RankLateError:
+        """`who` stood `where` for longer than the settings allow."""
+        return RankLateError(
+            f"{who} stood {where}, step {step_id}, for {self.timeout_s:g} s (execute.barrier_timeout_s)"
+        )
+
     def __str__(self) -> str:
         """For logs, as `pp0/tp1`."""
         return f"pp{self.stage}/tp{self.rank}"
@@ -57,3 +63,7 @@ class RankPlace:
 
 ALONE = RankPlace(0, 1, -1, 0.0)
 """Of a process that computes the whole model."""
+
+TENSOR_PARALLEL = "the ranks of execute.tensor_parallel"
+PIPELINE_PARALLEL = "the stages of execute.pipeline_parallel"
+"""Names of groups in errors."""

@@ -6,8 +6,6 @@ A rank that others wait for longer than `execute.barrier_timeout_s` is named by 
 """
 
 import ctypes
-import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -15,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankLateError, RankPlace
 from pipeline.stages.execute.ranks.share import Share
+from pipeline.stages.execute.ranks.shared_memory import map_shared, pages_of
+from pipeline.stages.execute.ranks.steps import StepNumbers
 
 
 class Begun(IntEnum):
@@ -53,7 +52,7 @@ class RankGroup:
         self._set_timeout(LOAD_TIMEOUT_S)
         self.ids: IntArray | None = None
         """The ids that a step sampled, in shared memory."""
-        self._incarnation = self._num_steps = self._step_id = 0
+        self._numbers = StepNumbers()
 
     @property
     def rank(self) -> int:
@@ -61,18 +60,9 @@ class RankGroup:
 
     def allocate(self, num_bytes: int) -> native.ByteArray:
         """Shared memory, zeros at first, that lives until `close`. Raises UserError if there is too little."""
-        size = max(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
-        try:
-            # It only grows the file: another rank may have come further.
-            os.posix_fallocate(self.place.fd, self._end, size)
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            memory = mmap.mmap(self.place.fd, size, flags=flags, offset=self._end)
-        except OSError as error:
-            raise UserError(
-                f"the ranks of execute.tensor_parallel can't share {self._end + size} bytes of memory: {error.strerror}"
-            ) from error
+        size = pages_of(num_bytes)
+        array = map_shared(self.place.fd, self._end, size, TENSOR_PARALLEL, populate=True)
         self._end += size
-        array = np.frombuffer(memory, np.uint8)
         self._kept.append(array)
         return array
 
@@ -94,17 +84,12 @@ class RankGroup:
 
     def announce(self, incarnation: int) -> None:
         """A new scheduler has no steps yet: ranks that wait here with a step of the one before go on."""
-        self._incarnation, self._num_steps = incarnation, 0
-        self._library.ranks_announce(self.handle, incarnation << 32)
+        self._library.ranks_announce(self.handle, self._numbers.announce(incarnation))
 
     def begin(self, incarnation: int, step_id: int) -> bool:
         """Wait until all ranks have this step. Returns False if its scheduler has died, and not all may have got it.
         Raises RankLateError."""
-        self._step_id = step_id
-        if incarnation != self._incarnation:
-            self._incarnation, self._num_steps = incarnation, 0
-        self._num_steps += 1
-        begun = self._library.ranks_begin(self.handle, incarnation << 32 | self._num_steps)
+        begun = self._library.ranks_begin(self.handle, self._numbers.begin(incarnation, step_id))
         if begun == Begun.LATE:
             raise self.late_error()
         return bool(begun == Begun.ALL)
@@ -135,10 +120,7 @@ class RankGroup:
         at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
         where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
         number = self.place.first_of(self.place.stage) + rank.value
-        return RankLateError(
-            f"execute.{number} stood at {where}, step {self._step_id}, for {self.place.timeout_s:g} s "
-            "(execute.barrier_timeout_s)"
-        )
+        return self.place.late_error(f"execute.{number}", f"at {where}", self._numbers.step_id)
 
     def waited_s(self) -> float:
         """How long this rank has waited for others."""

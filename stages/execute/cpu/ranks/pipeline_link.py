@@ -10,19 +10,24 @@ only some ranks have its last step, and abandon it when they see that others hav
 """
 
 import ctypes
-import mmap
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
 from pipeline.kernels.cpu import native
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.place import (
+    LOAD_TIMEOUT_S,
+    PIPELINE_PARALLEL,
+    RankLateError,
+    RankPlace,
+    StepAbandonedError,
+)
+from pipeline.stages.execute.ranks.shared_memory import map_shared
+from pipeline.stages.execute.ranks.steps import StepNumbers
 
 LINE = 64
 HIDDEN_HEADER = np.dtype([("step", "<u8"), ("num_tokens", "<i8"), ("seconds", "<f8")])
@@ -50,7 +55,9 @@ class PipelineLink:
         drawn = _rounded(DRAWN_HEADER.itemsize + 4 * max_num_ids)
         board = _rounded(library.board_bytes(place.num_stages * place.num_ranks))
         begin_hidden = board + num_drawn * drawn
-        memory = _mapped(place.link_fd, begin_hidden + (place.num_stages - 1) * self._num_slots * slot)
+        memory = map_shared(
+            place.link_fd, 0, begin_hidden + (place.num_stages - 1) * self._num_slots * slot, PIPELINE_PARALLEL
+        )
         self._memory = memory
         self._handle = library.board_new(memory.ctypes.data, place.number, native.SPINS, 0)
         self._drawn = [memory[begin : begin + drawn] for begin in range(board, begin_hidden, drawn)]
@@ -62,8 +69,7 @@ class PipelineLink:
         self._in = hidden_after(place.stage - 1) if place.stage else []
         self._out = [] if place.is_last_stage else hidden_after(place.stage)
         self._hidden_size = hidden_size
-        self._incarnation = self.number = self._step_id = 0
-        """`number` counts the steps of the present scheduler."""
+        self._numbers = StepNumbers()
         self._set_timeout(LOAD_TIMEOUT_S)
 
     def use(self, program: int) -> None:
@@ -84,19 +90,22 @@ class PipelineLink:
 
     def announce(self, incarnation: int) -> None:
         """A new scheduler has no steps yet: ranks that wait here for a step of the one before abandon it."""
-        self._incarnation, self.number = incarnation, 0
-        self._library.board_post(self._handle, self._word(0))
+        self._library.board_post(self._handle, self._numbers.announce(incarnation))
 
     def begin(self, incarnation: int, step_id: int) -> None:
         """The next step."""
-        self._step_id = step_id
-        if incarnation != self._incarnation:
+        if incarnation != self._numbers.incarnation:
             self.announce(incarnation)
-        self.number += 1
+        self._numbers.begin(incarnation, step_id)
+
+    @property
+    def number(self) -> int:
+        """The step, counted from the present scheduler's first one."""
+        return self._numbers.number
 
     def end(self) -> None:
         """What the step hands over is written, and what it reads is no longer needed."""
-        self._library.board_post(self._handle, self._word(self.number))
+        self._library.board_post(self._handle, self._numbers.word_of(self.number))
 
     def receive(self, into: FloatArray, *, copies: bool) -> float:
         """Wait for the hidden states of the step, [tokens, hidden_size], and copy them if this rank `copies`. Returns
@@ -119,7 +128,7 @@ class PipelineLink:
         self._states(slot, len(hidden))[:] = hidden
         header = slot[: HIDDEN_HEADER.itemsize].view(HIDDEN_HEADER)
         header["num_tokens"], header["seconds"] = len(hidden), seconds
-        header["step"] = self._word(self.number)
+        header["step"] = self._numbers.word_of(self.number)
 
     def publish(self, ids: IntArray) -> None:
         """Rank 0 of the last stage: write the ids of the step for the stages before. Raises RankLateError."""
@@ -129,7 +138,7 @@ class PipelineLink:
         header = slot[: DRAWN_HEADER.itemsize].view(DRAWN_HEADER)
         begin = DRAWN_HEADER.itemsize
         slot[begin : begin + 4 * len(ids)].view(np.int32)[:] = ids
-        header["num_ids"], header["step"] = len(ids), self._word(self.number)
+        header["num_ids"], header["step"] = len(ids), self._numbers.word_of(self.number)
 
     def await_ids(self, number: int) -> IntArray:
         """The ids of a step, counted as `number`. Raises RankLateError and StepAbandonedError."""
@@ -160,21 +169,18 @@ class PipelineLink:
             self._handle = None
             self._in, self._out, self._drawn = [], [], []
 
-    def _word(self, number: int) -> int:
-        return self._incarnation << 32 | number
-
     def _await(self, rank: int, number: int) -> None:
-        word = self._word(max(0, number))
+        word = self._numbers.word_of(max(0, number))
         if word and not self._library.board_wait(self._handle, rank, word):
             raise self._late_error(rank)
 
     def _check(self, header: "np.ndarray[Any, Any]", number: int | None = None) -> None:
         """Raises StepAbandonedError if a slot has not what its writer should have written."""
-        expected = self._word(self.number if number is None else number)
+        expected = self._numbers.word_of(self.number if number is None else number)
         found = int(header["step"][0])
         if found != expected:
-            assert found < expected or found >> 32 > self._incarnation, f"step {found:x} overwrote {expected:x}"
-            raise StepAbandonedError(f"step {self._step_id} of scheduler {self._incarnation}")
+            assert found < expected or found >> 32 > self._numbers.incarnation, f"step {found:x} overwrote {expected:x}"
+            raise StepAbandonedError(f"step {self._numbers.step_id} of scheduler {self._numbers.incarnation}")
 
     def _states(self, slot: native.ByteArray, num_tokens: int) -> FloatArray:
         begin, width = HIDDEN_HEADER.itemsize, self._hidden_size
@@ -186,22 +192,8 @@ class PipelineLink:
         is_last = rank >= self._place.first_of(self._place.num_stages - 1)
         where = "the end of the step before" if layer < -1 else "the head" if is_last else "the embedding"
         where = f"layer {layer}" if layer >= 0 else where
-        return RankLateError(
-            f"execute.{rank} stood at {where}, step {self._step_id}, for {self._place.timeout_s:g} s "
-            "(execute.barrier_timeout_s)"
-        )
+        return self._place.late_error(f"execute.{rank}", f"at {where}", self._numbers.step_id)
 
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // LINE) * LINE
-
-
-def _mapped(fd: int, num_bytes: int) -> native.ByteArray:
-    try:
-        # It only grows the file: another rank may have come first.
-        os.posix_fallocate(fd, 0, num_bytes)
-        return np.frombuffer(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED), np.uint8)
-    except OSError as error:
-        raise UserError(
-            f"the stages of execute.pipeline_parallel can't share {num_bytes} bytes of memory: {error.strerror}"
-        ) from error

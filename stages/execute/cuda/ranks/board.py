@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.shared_memory import Bytes, map_shared, pages_of
+from pipeline.stages.execute.ranks.steps import StepNumbers
 
 LINE_WORDS = 64
 """Of a rank: 512 bytes."""
@@ -45,25 +46,17 @@ class RankBoard:
         self.place = place
         self._lines = self.allocate(0, place.num_ranks * LINE_WORDS * 8).view(np.int64).reshape(-1, LINE_WORDS)
         self._own = self._lines[place.rank]
-        self._incarnation = self._num_steps = self._step_id = 0
+        self._numbers = StepNumbers()
         self._timeout_s, self._is_loading = LOAD_TIMEOUT_S, True
         self._checked_s = self._excused_s = time.monotonic()
         self.waited_s = 0.0
         """How long this rank has waited for others before steps."""
         self.beat()
 
-    def allocate(self, begin: int, num_bytes: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    def allocate(self, begin: int, num_bytes: int) -> Bytes:
         """Bytes of the memory that all ranks share, from a byte on: whole pages, zeros at first."""
-        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            os.posix_fallocate(self.place.fd, begin, size)
-            memory = mmap.mmap(self.place.fd, size, flags=mmap.MAP_SHARED, offset=begin)
-        except OSError as error:
-            raise UserError(
-                f"the ranks of execute.tensor_parallel can't share {begin + size} bytes of memory: {error.strerror}"
-            ) from error
-        return np.frombuffer(memory, np.uint8)[:num_bytes]
+        return map_shared(self.place.fd, begin, pages_of(num_bytes), TENSOR_PARALLEL)[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
@@ -83,18 +76,12 @@ class RankBoard:
 
     def announce(self, incarnation: int) -> None:
         """A new scheduler has no steps yet: ranks that wait here with a step of the one before go on."""
-        self._incarnation, self._num_steps = incarnation, 0
-        self._own[STEP] = incarnation << 32
+        self._own[STEP] = self._numbers.announce(incarnation)
 
     def begin(self, incarnation: int, step_id: int) -> bool:
         """Wait until all ranks have this step. Returns False if its scheduler has died, and not all may have got it.
         Raises RankLateError."""
-        self._step_id = step_id
-        if incarnation != self._incarnation:
-            self._incarnation, self._num_steps = incarnation, 0
-        self._num_steps += 1
-        step = incarnation << 32 | self._num_steps
-        self._own[STEP] = step
+        self._own[STEP] = step = self._numbers.begin(incarnation, step_id)
         began_s = time.monotonic()
         for rank in self._others():
             seen = self._wait(lambda: int(self._lines[rank, STEP]), lambda seen: seen >= step, rank)  # noqa: B023
@@ -153,16 +140,18 @@ class RankBoard:
         if self._is_loading:
             who = "one of the ranks" if rank is None else f"execute.{rank}"
             return RankLateError(f"{who} has not loaded its part of the model within {self._timeout_s:g} s")
-        suffix = f"step {self._step_id}, for {self.place.timeout_s:g} s (execute.barrier_timeout_s)"
         if rank is not None:
-            return RankLateError(f"execute.{rank} stood at the end of the step before, {suffix}")
+            return self._stood(f"execute.{rank}", "at the end of the step before")
         beats, steps = self._lines[:, BEAT], self._lines[:, STEP]
         silent_s = (time.monotonic_ns() - int(beats.min())) / 1e9
         if int(steps.min()) < int(steps.max()):
-            return RankLateError(f"execute.{int(steps.argmin())} stood before a step that others have begun, {suffix}")
+            return self._stood(f"execute.{int(steps.argmin())}", "before a step that others have begun")
         if silent_s > self.place.timeout_s / 2 and int(beats.argmin()) != self.place.rank:
-            return RankLateError(f"execute.{int(beats.argmin())} stood in a step in flight, {suffix}")
-        return RankLateError(f"the GPUs of all ranks stood in a step in flight, {suffix}")
+            return self._stood(f"execute.{int(beats.argmin())}", "in a step in flight")
+        return self._stood("the GPUs of all ranks", "in a step in flight")
+
+    def _stood(self, who: str, where: str) -> RankLateError:
+        return self.place.late_error(who, where, self._numbers.step_id)
 
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self.place.num_ranks) if rank != self.place.rank)
