@@ -1,13 +1,15 @@
-"""A rank's share of a model: which outputs of each matrix it computes.
+"""A rank's share of a model: which heads, and which part of each size.
 
-Every matrix is cut by its outputs, never by its depth, so each number is computed by one rank, in the same order as
-without ranks: results are bit-identical for any number of ranks.
-
-    matrix             cut into                     results
+    matrix             cut into                     results on CPUs
     query, key, value  groups of heads              the rank's own queries and KV cache
     o, down            hidden, in panels            gathered in the residual
     gate, up           intermediate, in groups      gathered
     embedding, head    vocabulary, in panels        gathered
+
+On CPUs, every matrix is cut by its outputs, never by its depth, so each number is computed by one rank, in the same
+order as without ranks: results are bit-identical for any number of ranks. GPUs have the same heads and the same part of
+the vocabulary, but cut o and down by their inputs, and add what the ranks have computed (cuda/ranks/cut.py): it takes
+two exchanges per layer instead of four.
 
 KV heads are dealt unevenly if their number is no multiple of the ranks'. With more ranks than KV heads, several ranks
 have the same KV head, and each of them a part of its query heads.
