@@ -136,10 +136,10 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
             (
                 f"stages/execute/{place}.py",
                 f"def f():\n    {source}",
-                f"stages/execute/{place}.py:2: stages.execute.{place.partition('/')[0]} never imports "
-                f"pipeline.stages.execute.{back_end}",
+                f"stages/execute/{place}.py:2: stages.execute.{place.replace('/', '.')} never imports "
+                f"pipeline.stages.execute.{banned}",
             )
-            for place, source, back_end in (
+            for place, source, banned in (
                 ("cuda/a", "from pipeline.stages.execute.cpu.program import Program", "cpu"),
                 ("cuda/graphs/a", "from ...cpu import runner", "cpu"),
                 ("cpu/a", "import pipeline.stages.execute.cuda.device", "cuda"),
@@ -149,6 +149,9 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
                 ("grammar_masks/a", "import pipeline.stages.execute.cpu", "cpu"),
                 ("kv", "from pipeline.stages.execute.cpu.program import SwapArray", "cpu"),
                 ("stages", "from .cuda import runner", "cuda"),
+                ("measuring/cases", "from pipeline.stages.execute.cpu.runner import CpuRunner", "cpu"),
+                ("cuda/measuring/a", "from pipeline.stages.execute.measuring.check import run", "measuring.check"),
+                ("cpu/a", "from pipeline.stages.execute.stage import SPIN_COUNT", "stage"),
             )
         ),
         (
@@ -177,7 +180,7 @@ def test_a_forbidden_import_is_found_with_its_place(tmp_path: Path, file: str, s
         ("stages/ingest/a.py", "from pipeline.stages.ingest import b\nfrom . import c\nfrom pipeline import stage"),
         ("stages/execute/a.py", "import torch\nfrom pipeline.kernels import x\nfrom pipeline.shm import arrays"),
         ("stages/execute/stage.py", "from .cpu import runner\nfrom .cuda import runner"),
-        ("stages/execute/measuring/a.py", "from pipeline.stages.execute.cpu.runner import CpuRunner"),
+        ("stages/execute/measuring/check.py", "from pipeline.stages.execute.cpu.runner import CpuRunner"),
         ("stages/execute/cpu/drafts/a.py", "from pipeline.stages.execute.cpu import b\nfrom ...models import c"),
         ("stages/prepare/a.py", "import torch, transformers, huggingface_hub"),
         ("tests/a.py", "import torch, transformers\nfrom pipeline.stages.x import stage\nfrom tests.config import a"),

@@ -27,8 +27,8 @@ EXECUTE = "pipeline.stages.execute"
 BACK_ENDS = ("cpu", "cuda")
 """Folders of execute. Models, layers and everything else that both need import neither, and they don't import each
 other."""
-CHOOSE_BACK_ENDS = ("stage", "measuring")
-"""The modules and folders of execute that start a back end."""
+STARTERS = ("stage", "measuring.check", "measuring.profile")
+"""The modules of execute that start a back end. Back ends don't import them."""
 
 
 FLOORS = (
@@ -243,11 +243,17 @@ def _back_end_fault(target: str, path: Path) -> str | None:
     """Why a file of execute must not import a name of a back end; None if it may."""
     if path.parts[:2] != ("stages", "execute"):
         return None
-    place = path.with_suffix("").parts[2]
+    module = ".".join(path.with_suffix("").parts[2:])
     for back_end in BACK_ENDS:
-        if place not in (back_end, *CHOOSE_BACK_ENDS) and _within(target, f"{EXECUTE}.{back_end}"):
-            return f"stages.execute.{place} never imports {EXECUTE}.{back_end}"
-    return None
+        if _within(module, back_end):
+            others = (*(other for other in BACK_ENDS if other != back_end), *STARTERS)
+            return _back_end_fault_of(module, target, others)
+    return None if module in STARTERS else _back_end_fault_of(module, target, BACK_ENDS)
+
+
+def _back_end_fault_of(module: str, target: str, others: tuple[str, ...]) -> str | None:
+    banned = _match(target, tuple(f"{EXECUTE}.{other}" for other in others))
+    return f"stages.execute.{module} never imports {banned}" if banned else None
 
 
 def _is_ours(target: str, allowed: str) -> bool:

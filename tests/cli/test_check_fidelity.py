@@ -14,8 +14,8 @@ from pipeline.cli.check.divergence import Divergence, kl_divergence
 from pipeline.cli.check.fidelity import BUILT_IN, HEADINGS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.stages.execute.measuring import fidelity
-from pipeline.stages.execute.measuring.streamed_program import streamed_program
+from pipeline.stages.execute.cpu.measuring import fidelity
+from pipeline.stages.execute.cpu.measuring.streamed_program import streamed_program
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.text_tokens import encode

@@ -20,7 +20,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import topology
 
-MEASURE = "pipeline.stages.execute.measuring.fidelity"
+MEASURE = "pipeline.stages.execute.cpu.measuring.fidelity"
 """Module with `measure(settings, folder, chunks, report)`."""
 TOKENS = "pipeline.stages.prepare.text_tokens"
 """Module with `encode(folder, text)`."""

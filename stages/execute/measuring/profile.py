@@ -32,7 +32,7 @@ def profile(settings: Settings, plan: ProfilePlan, prepare: Callable[[], Path]) 
     folder = None if plan.shape else prepare()
     if settings.execute.device == "cuda":
         return _on_gpu(settings, plan, folder, num_threads)
-    from pipeline.stages.execute.measuring.measure import measure
+    from pipeline.stages.execute.cpu.measuring.measure import measure
     from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
     weights: Weights

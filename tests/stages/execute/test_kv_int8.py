@@ -12,9 +12,9 @@ from pipeline.cli.check.divergence import Divergence
 from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv
-from pipeline.stages.execute.measuring import fidelity
 from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute import checkpoints, test_invariance
 from tests.stages.execute.driver import Driver, row_add, settings

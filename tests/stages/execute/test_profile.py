@@ -22,10 +22,10 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.cpu.measuring import measure as module
+from pipeline.stages.execute.cpu.measuring.measure import CpuSamples, fill, floor_s, measure, overlapped_s, summarize
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.measuring import measure as module
 from pipeline.stages.execute.measuring import profile as entry
-from pipeline.stages.execute.measuring.measure import CpuSamples, fill, floor_s, measure, overlapped_s, summarize
 from pipeline.stages.execute.measuring.random_weights import RandomWeights
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 from tests.stages.execute import checkpoints

@@ -12,7 +12,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cuda.measuring.launches import Launches
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
-from pipeline.stages.execute.measuring.measure import floor_of
+from pipeline.stages.execute.measuring.cases import floor_of
 
 PRODUCTS, ATTENTION, REST = "products", "attention", "rest"
 """The ops that a step's kernels are grouped into."""

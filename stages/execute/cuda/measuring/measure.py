@@ -26,7 +26,7 @@ from pipeline.stages.execute.cuda.measuring.launches import Launches, traced
 from pipeline.stages.execute.cuda.measuring.rates import Probe
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.kv import kv_dtype
-from pipeline.stages.execute.measuring.measure import check_positions, cpu_name, num_blocks_of
+from pipeline.stages.execute.measuring.cases import check_positions, cpu_name, num_blocks_of
 from pipeline.stages.execute.measuring.planned import row_add, step, take
 from pipeline.stages.execute.weights import Weights
 from pipeline.version import VERSION

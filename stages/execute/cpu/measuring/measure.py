@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +14,15 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from pipeline.cli.profile.results import Case, Floor, MachineRates, OpTime, Profile, ProfilePlan, StepTime
+from pipeline.cli.profile.results import Case, MachineRates, OpTime, Profile, ProfilePlan, StepTime
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
 from pipeline.kernels.cpu.build import BuildError
-from pipeline.kernels.cpu.isa import Isa, available, cpuinfo
+from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
-from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
+from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.kv_groups import undivided
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
@@ -32,6 +31,7 @@ from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
+from pipeline.stages.execute.measuring.cases import check_positions, cpu_name, floor_of, num_blocks_of
 from pipeline.stages.execute.measuring.plain_adapter import plain_adapter
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import AnyMatrix, AnyVector
@@ -280,20 +280,6 @@ def _op_times(samples: CpuSamples, floors_s: Sequence[float]) -> list[OpTime]:
     return times
 
 
-def floor_of(least_s: float, seconds: float) -> Floor | None:
-    """A lower bound and its share of a time; None if either is zero."""
-    return Floor(least_s * 1e3, least_s / seconds) if least_s and seconds else None
-
-
-def cpu_name() -> str:
-    """The CPU's model name, else its architecture."""
-    for line in cpuinfo().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
-
-
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
@@ -319,14 +305,6 @@ class CountedWeights:
         return self._weights.join_vectors(names, sizes)
 
 
-def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> None:
-    """Raises UserError if a case's sequences have more than `most` tokens."""
-    for case in cases:
-        if case.context > most:
-            option = "--prefill" if case.phase == "prefill" else "--context"
-            raise UserError(f"{option} {case.context}: the sequences of {config.name} have at most {most} tokens")
-
-
 def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num_programs: int) -> KVPlan:
     """A plan with as much KV memory as the largest case needs. Raises UserError if too little is free."""
     num_blocks = max(num_blocks_of(case) for case in cases)
@@ -338,8 +316,3 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
             "--batch, --context or --prefill"
         )
     return KVPlan(num_blocks, max(case.context for case in cases), undivided(config.num_layers))
-
-
-def num_blocks_of(case: Case) -> int:
-    """Blocks of all of a case's sequences."""
-    return case.num_seqs * -(-case.context // BLOCK_SIZE)

@@ -23,12 +23,12 @@ from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.backend import make_program
+from pipeline.stages.execute.cpu.measuring.streamed_program import streamed_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import num_blocks, row_add, step, take
-from pipeline.stages.execute.measuring.streamed_program import streamed_program
 
 FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
 """The formats of 4 to 6 bits, for which execute.activations has an effect."""

@@ -1,0 +1,1 @@
+"""`pipeline profile execute` and `pipeline check-model` on a CPU."""
