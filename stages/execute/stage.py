@@ -1,6 +1,7 @@
 """The executor: loads the model on the configured device, then serves steps (stages/execute/loop.py)."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pipeline.stages.execute.ranks.place import RankPlace
     from pipeline.stages.execute.runner import Runner
 
+Serve = Callable[[Stage[m.ExecuteInbox]], None]
+
 SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT: spins of a thread before it sleeps at a barrier; a few microseconds."""
 
@@ -36,7 +39,7 @@ def run(launch: m.Launch) -> None:
     _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = open_stage(launch, m.ExecuteInbox)
     try:
-        runner, make_steps = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
+        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
@@ -59,10 +62,8 @@ def run(launch: m.Launch) -> None:
             )
         runner.preload_adapters([one.id for one in launch.adapters])
         stage.ready(_facts_of(runner, weights, launch))
-        from pipeline.stages.execute.loop import serve
-
         try:
-            serve(stage, runner, make_steps)
+            serve(stage)
         finally:
             runner.close()
     finally:
@@ -163,16 +164,18 @@ def _set_num_threads(settings: Settings) -> int:
     return num_threads
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
-    """The runner of the configured device, and what makes the steps that the loop serves with it."""
+def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+    """The runner of the configured device, and the loop that serves with it."""
     settings = launch.settings
     num_threads = _set_num_threads(settings)
     if (problem := torch_needed.why_missing(settings)) is not None:
         raise UserError(problem)
     load = partial(_load_cuda, num_threads) if settings.execute.device == "cuda" else _load_cpu
-    loaded = load(launch, swap)
+    runner, make_steps = load(launch, swap)
+    from pipeline.stages.execute.loop import serve
+
     heap.freeze()
-    return loaded
+    return runner, partial(serve, runner=runner, make_steps=make_steps)
 
 
 def _load_cuda(num_threads: int, launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
