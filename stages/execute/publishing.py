@@ -1,15 +1,51 @@
-"""Publishes the result of a computed step."""
+"""The result of a computed step, and how it is published."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from pipeline.kernels.logits_processor_inputs import NO_IDS
+from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
 from pipeline.runtime.tracing import Args
 from pipeline.stages.execute.metrics import ExecuteMetrics
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+
+
+class Sampled(NamedTuple):
+    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
+
+    rows: IntArray
+    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
+    ids: IntArray
+    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
+    num_rows: int = 0
+    """Entries that were computed. Entries that had ended before are not counted, nor are their tokens."""
+    num_tokens: int = 0
+    num_copies: int = 0
+    copy_s: float = 0.0
+    """Time of the step's block copies."""
+    token_outputs: ByteArray = NO_BYTES
+    """The logprobs or the embedding of each of `ids` whose row requests one, concatenated."""
+    prompt_logprobs: ByteArray = NO_BYTES
+    """`StepResult.prompt_records`"""
+    errors: tuple[str, ...] = ()
+    """The reason for each finish that is `ERROR`, in order."""
+    num_ids: IntArray = NO_IDS
+    """If ids were proposed, how many of `ids` each entry has; empty for one each."""
+    num_drafts: IntArray = NO_IDS
+    """How many ids were proposed for each entry; empty for none."""
+    draft_s: float = 0.0
+    """Time of the draft model."""
+    draft_pass_s: float = 0.0
+    """Of one of its passes."""
+    elsewhere_s: float = 0.0
+    """Time in which other stages of a pipeline have computed the step, less that in which this one waited for them."""
 
 
 class StepTiming(NamedTuple):

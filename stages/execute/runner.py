@@ -1,62 +1,41 @@
-"""What both back ends of the executor share: the `Runner` protocol, a step's result, its row changes and its copies."""
+"""A loaded model with its KV memory and its rows, on one device.
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, Protocol
+What a runner keeps beside its model is the same on any device: rows, grammar masks, adapters, and what proposes ids. A
+back end loads its model between these parts, because each needs some of the others:
 
-import msgspec
+    CPU    rows ──► program, adapters ──► row changes
+    GPU    model, adapters ──► rows ──► graphs ──► row changes
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 
-from pipeline.kernels.logits_processor_inputs import NO_IDS
-from pipeline.kernels.logprob_inputs import ByteArray
-from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.messages import ADAPTER_FAILED, ExecuteFacts, GenerationOptions, Step
-from pipeline.stages.execute.adapters.slots import AdapterSlots
-from pipeline.stages.execute.grammar_masks.masks import Masks
+from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
+from pipeline.config.settings import Settings
+from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
+from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute.adapters.slots import AdapterPlace, AdapterSlots, LoraPlan
+from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
+from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
+from pipeline.stages.execute.kv import KVPlan, kv_dtype
 from pipeline.stages.execute.pooling import Pool
-from pipeline.stages.execute.prompt_logprobs import NO_BYTES
-from pipeline.stages.execute.rows import GroupArray, RowTable, Take
-from pipeline.stages.execute.sampling_features import SamplingFeature
+from pipeline.stages.execute.program import Norm
+from pipeline.stages.execute.row_changes import RowChanges, RowMirror
+from pipeline.stages.execute.rows import RowTable
 
 
-class Sampled(NamedTuple):
-    """What a step sampled: parallel arrays, one value for each of its entries with `samples` set."""
-
-    rows: IntArray
-    generations: "np.ndarray[Any, np.dtype[np.uint32]]"
-    ids: IntArray
-    finishes: "np.ndarray[Any, np.dtype[np.uint8]]"
-    num_rows: int = 0
-    """Entries that were computed. Entries that had ended before are not counted, nor are their tokens."""
-    num_tokens: int = 0
-    num_copies: int = 0
-    copy_s: float = 0.0
-    """Time of the step's block copies."""
-    token_outputs: ByteArray = NO_BYTES
-    """The logprobs or the embedding of each of `ids` whose row requests one, concatenated."""
-    prompt_logprobs: ByteArray = NO_BYTES
-    """`StepResult.prompt_records`"""
-    errors: tuple[str, ...] = ()
-    """The reason for each finish that is `ERROR`, in order."""
-    num_ids: IntArray = NO_IDS
-    """If ids were proposed, how many of `ids` each entry has; empty for one each."""
-    num_drafts: IntArray = NO_IDS
-    """How many ids were proposed for each entry; empty for none."""
-    draft_s: float = 0.0
-    """Time of the draft model."""
-    draft_pass_s: float = 0.0
-    """Of one of its passes."""
-    elsewhere_s: float = 0.0
-    """Time in which other stages of a pipeline have computed the step, less that in which this one waited for them."""
-
-
-class Runner(Protocol):
-    """A loaded model with its KV memory and its rows, on one device."""
+class Runner(ABC):
+    """What the loop needs of a back end, beside its steps; and the parts that all back ends have."""
 
     facts: ExecuteFacts
     rows: RowTable
     masks: Masks
-    adapters: AdapterSlots | None
-    """None if LoRA adapters are off."""
+    failed: dict[int, str]
+    """Rows whose sequence can't continue, and why."""
     weight_formats: str
     """Formats of the matrices, such as `q8_0+q4_1`."""
     kernels: str
@@ -64,126 +43,121 @@ class Runner(Protocol):
     code: str
     answers: bool
     """Whether it samples, and sends the results: of several ranks, one does."""
-    place: str
-    """Its place in a pipeline and among ranks, as `pp0/tp1`; empty if it has none."""
+    place = ""
+    """Its place among ranks, for `pipeline ps`; empty if it has none to show."""
     layers: str
     """The first and the last layer that it computes, for logs."""
 
+    def __init__(self, settings: Settings, model_dir: Path) -> None:
+        """The back end sets `answers` before it makes the rows."""
+        self._settings, self._model_dir = settings, model_dir
+        self.adapters: AdapterSlots | None = None
+        """None if LoRA adapters are off."""
+        self.speculator: Speculator | None = None
+        self._max_num_seqs = settings.schedule.max_num_seqs
+        self._max_num_samples = self._max_num_seqs + max_num_drafts(settings.speculative, self._max_num_seqs)
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """The back end, for logs."""
 
-    def start(self) -> None:
-        """All stages are ready: start what would have taken cores from their start, in the background."""
-
+    @abstractmethod
     def drop_all(self, incarnation: int = 0) -> None:
         """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
 
+    def _make_adapters(self, plan: LoraPlan | None, place: AdapterPlace) -> None:
+        """Make the slots of LoRA adapters, which are computed at this place."""
+        if plan is not None:
+            self.adapters = AdapterSlots(self._model_dir, plan.num_slots, place)
+
+    def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int) -> None:
+        """Make the facts, the row table and the masks. The back end replaces facts that differ."""
+        settings, max_num_seqs = self._settings, self._max_num_seqs
+        self.facts = ExecuteFacts(
+            kv.num_blocks,
+            BLOCK_SIZE,
+            kv.max_model_len,
+            config.vocab_size,
+            num_swap_blocks,
+            config.hidden_size,
+            kv_dtype=kv_dtype(settings.execute),
+            kv_groups=list(kv.layout.groups),
+            num_speculative_tokens=num_speculative_tokens(settings.speculative),
+            max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
+            eos_ids=sorted(config.eos_ids),
+        )
+        num_groups = len(kv.layout.groups)
+        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
+        masks = Masks if self.answers else NoMasks
+        limit_s = settings.limits.grammar_timeout_s
+        self.masks = masks(self._model_dir, self._max_num_samples, config.vocab_size, limit_s)
+
+    def _make_changes(
+        self,
+        config: ModelConfig,
+        last_norm: Norm | None,
+        make_proposer: Callable[[], Proposer | None],
+        mirror: RowMirror | None = None,
+    ) -> None:
+        """Make what proposes ids, and what applies the row changes of steps. `last_norm` is None if this rank does not
+        have it; `make_proposer` returns None for n-grams."""
+        if self.facts.max_num_drafts:
+            self.masks.forces = True
+            self.speculator = Speculator(self.rows, self._settings.speculative, make_proposer(), self.masks)
+        self._pool = _pool_of(config, last_norm)
+        self._changes = RowChanges(
+            *(self.rows, self.masks, self._pool, config.eos_ids, mirror),
+            drop_drafts=self._drop_drafts,
+            adapters=self.adapters,
+        )
+        self.failed = self._changes.failed
+
+    @property
+    def _proposer(self) -> Proposer | None:
+        return None if self.speculator is None else self.speculator.proposer
+
+    def _drop_drafts(self, rows: IntArray) -> None:
+        if self._proposer is not None:
+            self._proposer.drop(rows)
+
     def barrier_wait_s(self) -> float:
         """How long this rank has waited for others of its stage of the pipeline; 0 if there are none."""
+        return 0.0
 
     def pipeline_wait_s(self) -> float:
         """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
+        return 0.0
+
+    def start(self) -> None:
+        """All stages are ready: start the process that computes masks, so that the first row that needs one does not
+        wait for it. Before, it would have taken a core from their start."""
+        self.masks.start()
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""
+        if self.adapters is not None:
+            self.adapters.preload(adapter_ids)
 
     def close(self) -> None:
-        """Free threads and memory, and stop the process that computes masks."""
-
-
-class RowMirror(Protocol):
-    """A copy of the row table on a device, which follows every change."""
-
-    def add(self, row: int) -> str | None:
-        """Copy a row that was added to the table. Returns an error if its sequence can't run."""
-
-    def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> object:
-        """Append blocks to the table and to the mirror."""
-
-    def drop(self, rows: IntArray) -> None:
-        """Drop rows that were dropped from the table."""
-
-
-class RowChanges:
-    """Applies the row changes of steps to everything that keeps state by row."""
-
-    def __init__(
-        self,
-        table: RowTable,
-        masks: Masks,
-        pool: Pool,
-        eos_ids: Collection[int],
-        mirror: RowMirror | None = None,
-        drop_drafts: Callable[[IntArray], None] | None = None,
-        adapters: AdapterSlots | None = None,
-    ) -> None:
-        self._table, self._masks, self._pool, self._eos_ids = table, masks, pool, eos_ids
-        self._mirror, self._drop_drafts, self._adapters = mirror, drop_drafts, adapters
-        self._options = msgspec.msgpack.Decoder(GenerationOptions)
-        self._last_options = b"", GenerationOptions()
-        """Those of the last row that was added, packed and decoded."""
-        self.failed: dict[int, str] = {}
-        """Rows whose sequence can't continue, and why. The row's next sampled id is then `NO_ID`, with this error."""
-
-    def apply(self, step: Step, take: Take) -> None:
-        """Drop rows, add rows and append blocks, in this order."""
-        table, mirror = self._table, self._mirror
-        if len(drops := take(step.drops, np.int32)):
-            self._drop(drops)
-        for add in step.adds:
-            options = self._options_of(add.options)
-            table.take_in(add, options, self._eos_ids, take)
-            if options.adapter_id:
-                self._take_adapter(add.row, options.adapter_id)
-            if mirror is not None and (error := mirror.add(add.row)) is not None:
-                self.failed[add.row] = error
-            if table.features[add.row] & SamplingFeature.GRAMMAR_MASK:
-                self._masks.add(add.row, options, add.num_prompt)
-        rows, blocks, groups = take(step.block_rows, np.int32), take(step.block_ids, np.int32), step.block_groups
-        (table if mirror is None else mirror).append_blocks(rows, blocks, take(groups, np.uint8))
-
-    def _options_of(self, raw: msgspec.Raw) -> GenerationOptions:
-        """Decode the options, which the sequences of a request share. They are added one after the other."""
-        packed = bytes(raw)
-        if packed != self._last_options[0]:
-            self._last_options = packed, self._options.decode(packed)
-        return self._last_options[1]
-
-    def _take_adapter(self, row: int, adapter_id: str) -> None:
-        assert self._adapters is not None, f"row {row} has an adapter, but adapters are off"
+        """Free threads and memory, and end the processes beside this one. Raises the device's error, if there was
+        one."""
         try:
-            self._table.adapters[row] = self._adapters.take(row, adapter_id)
-        except (OSError, ValueError) as error:
-            self.failed[row] = f"{ADAPTER_FAILED}: {error}"
+            if self.adapters is not None:
+                self.adapters.close()
+            self._close_device()
+        finally:
+            self.masks.close()
+            if self._proposer is not None:
+                self._proposer.close()
 
-    def drop_all(self) -> None:
-        """Drop all rows: the scheduler has died, and its successor begins with none."""
-        if self._adapters is not None:
-            self._adapters.use(())
-        self._drop(np.flatnonzero(self._table.taken).astype(np.int32))
-
-    def _drop(self, rows: IntArray) -> None:
-        self._table.drop(rows)
-        if self._mirror is not None:
-            self._mirror.drop(rows)
-        self._masks.drop(rows)
-        if self._drop_drafts is not None:
-            self._drop_drafts(rows)
-        for row in rows.tolist():
-            self.failed.pop(row, None)
-            self._pool.drop(row)
-            if self._adapters is not None:
-                self._adapters.drop(row)
+    @abstractmethod
+    def _close_device(self) -> None:
+        """Free what the back end has."""
 
 
-def copies_of(step: Step, take: Take, facts: ExecuteFacts) -> tuple[IntArray, IntArray]:
-    """Sources and targets of a step's block copies, checked; ids from the number of KV blocks on are swap blocks."""
-    sources, targets = take(step.copy_sources, np.int32), take(step.copy_targets, np.int32)
-    assert len(sources) == len(targets), f"{len(sources)} source blocks, {len(targets)} target blocks"
-    if len(sources):
-        end = facts.num_blocks + facts.num_swap_blocks
-        for blocks in (sources, targets):
-            assert blocks.min() >= 0 and blocks.max() < end, f"copied block ids must be below {end}: {blocks}"
-        assert (sources != targets).all(), f"blocks copied to themselves: {sources[sources == targets]}"
-    return sources, targets
+def _pool_of(config: ModelConfig, norm: Norm | None) -> Pool:
+    if norm is None:
+        return Pool(np.ones(config.hidden_size, np.float32), config.rms_norm_eps)  # not used
+    bias = None if norm.bias is None else np.asarray(norm.bias)
+    return Pool(np.asarray(norm.weight), config.rms_norm_eps, bias, config.norm)

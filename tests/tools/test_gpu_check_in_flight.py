@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.publishing import Sampled
 from tools.gpu_check.servers import in_flight
 from tools.gpu_check.servers.in_flight import DEPTH, NUM_BLOCKS, NUM_ROWS, NUM_SWAP_BLOCKS, RandomPlan
 from tools.gpu_check.shapes import SMALL

@@ -11,8 +11,8 @@ from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_places
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import BoolArray, RowTable
-from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 
 NO_SIZES: LongArray = np.zeros(0, np.int64)

@@ -18,7 +18,6 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepIn
 from pipeline.runtime.messages import Step
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
-from pipeline.stages.execute.base_runner import BaseRunner
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import (
     cache_root,
@@ -41,18 +40,20 @@ from pipeline.stages.execute.grammar_masks.masks import LATE_MS
 from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.layer_split import Part, kv_layout_of, most_places, split
 from pipeline.stages.execute.ranks.place import ALONE, RankPlace, StepAbandonedError
 from pipeline.stages.execute.ranks.share import most_kv_heads
+from pipeline.stages.execute.row_changes import copies_of
 from pipeline.stages.execute.rows import BoolArray, Take
-from pipeline.stages.execute.runner import Sampled, copies_of
+from pipeline.stages.execute.runner import Runner
 from pipeline.stages.execute.sampling_features import SamplingFeature
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 Clock = Callable[[], float]
 
 
-class CpuRunner(BaseRunner):
+class CpuRunner(Runner):
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
     program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. `kept` is
     what the executor before has left. Raises UserError if the model can't run with these settings."""
@@ -119,7 +120,6 @@ class CpuRunner(BaseRunner):
         self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
-        """For example `q8_0+q4_1`."""
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 

@@ -5,8 +5,7 @@ from typing import NamedTuple
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.publishing import Publisher, StepTiming
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.publishing import Publisher, Sampled, StepTiming
 
 
 class ComputedStep(NamedTuple):

@@ -16,8 +16,8 @@ from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.drafts.speculation import Speculator, merged
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import RowTable
-from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
 
 

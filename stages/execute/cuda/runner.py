@@ -22,7 +22,6 @@ import torch
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.runtime.messages import Step
-from pipeline.stages.execute.base_runner import BaseRunner
 from pipeline.stages.execute.cuda.device import Device, make_device
 from pipeline.stages.execute.cuda.drafts.draft_model import DeviceDraftModel
 from pipeline.stages.execute.cuda.drafts.eagle import DeviceEagleHead
@@ -46,9 +45,11 @@ from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import prompt_places
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.layer_split import Part
+from pipeline.stages.execute.row_changes import copies_of
 from pipeline.stages.execute.rows import Take
-from pipeline.stages.execute.runner import Sampled, copies_of
+from pipeline.stages.execute.runner import Runner
 from pipeline.stages.execute.sampling_features import SamplingFeature
 from pipeline.stages.execute.weights import Weights
 
@@ -67,7 +68,7 @@ PROCESSORS = SamplingFeature.LOGITS_PROCESSORS | SamplingFeature.GRAMMAR_MASK
 """Features that change logits before an id is sampled."""
 
 
-class CudaRunner(BaseRunner):
+class CudaRunner(Runner):
     """Owns the model, its memory and its rows. One thread creates it and calls it.
 
     `swap` is the memory of the swap space; `weights` replace those of the folder. With `join`, this is one of several
@@ -92,8 +93,7 @@ class CudaRunner(BaseRunner):
         self.ranks = ranks = loaded.ranks
         self.answers = ranks is None or ranks.is_first
         self._make_adapters(loaded.lora, self.model)
-        self.layers = str(Part(range(config.num_layers)))
-        self.kernels = "cuda"
+        self.layers, self.kernels = str(Part(range(config.num_layers))), "cuda"
         self.code = hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12]
         memory = device.memory(reserved_bytes(settings, config))
         kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))

@@ -12,7 +12,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.publishing import Sampled
 
 GREEDY = m.GenerationOptions(temperature=0.0, ignore_eos=True)
 

@@ -12,8 +12,8 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.place import RankPlace
-from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import Driver, settings
 from tests.stages.execute.native_driver import emulation
 

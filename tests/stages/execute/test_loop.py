@@ -8,8 +8,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.execute.cpu.steps import CpuSteps
 from pipeline.stages.execute.loop import IDLE_S, serve
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.place import StepAbandonedError
-from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step
 from tests.stages.execute.loop_driver import INTS, ScriptedInbox, stage_of
 

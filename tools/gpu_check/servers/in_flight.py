@@ -23,7 +23,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.publishing import Sampled
 from tools.gpu_check.child import Context
 from tools.gpu_check.models import write_prepared
 from tools.gpu_check.readings import Reading

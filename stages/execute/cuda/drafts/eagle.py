@@ -38,8 +38,8 @@ from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import BoolArray, RowTable
-from pipeline.stages.execute.runner import Sampled
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
 
 PIECE = 512

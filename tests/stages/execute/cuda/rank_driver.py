@@ -19,8 +19,8 @@ from pipeline.stages.execute.cuda.ranks.board import RankBoard
 from pipeline.stages.execute.cuda.ranks.collectives import Collectives
 from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
 from pipeline.stages.execute.cuda.runner import CudaRunner
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.place import RankPlace
-from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import Driver
 
 TIMEOUT_S = 60.0

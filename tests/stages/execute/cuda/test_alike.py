@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
-from pipeline.stages.execute.runner import Sampled
+from pipeline.stages.execute.publishing import Sampled
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver

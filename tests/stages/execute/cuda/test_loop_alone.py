@@ -23,8 +23,8 @@ from pipeline.stages.execute.cuda import steps
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.steps import TIMES, CudaSteps
 from pipeline.stages.execute.loop import PAUSE_S, serve
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.place import StepAbandonedError
-from pipeline.stages.execute.runner import Sampled
 from tests.stages.execute.driver import make_step, row_add
 from tests.stages.execute.loop_driver import INTS, ScriptedInbox, stage_of
 
