@@ -372,6 +372,7 @@ class SequenceLifecycle:
                     sequence in self.adapters,
                 )
                 assert sum(places) == 1, "a sequence is in two places, or in none"
+                assert places[0] or not self.is_steady, "a sequence waits, and steps are planned as if none did"
                 assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"
                 assert self.parallel_samples.is_parked(sequence) == places[3]
         self.adapters.check()

@@ -39,6 +39,10 @@ class Bench:
         self.plans_early = False
         """Whether a step may be planned before the result of the one before is settled, as the stage does."""
         self.num_early_plans = 0
+        self.early_flags = 0
+        """The flags of the rows of steps, before whose results others were planned."""
+        self.num_repeats = 0
+        """How many of these repeated a step of a decode run."""
         self.steps: deque[m.Step] = deque()
         self.tables: deque[set[int]] = deque()
         self.opened: dict[int, m.Open] = {}
@@ -104,7 +108,6 @@ class Bench:
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
         `failing`. `others` are further options."""
-        number = next(self._ids)
         options = m.GenerationOptions(
             n=n,
             max_tokens=max_tokens,
@@ -118,6 +121,20 @@ class Bench:
             predicted_ids=predicted_ids,
             **others,
         )
+        return self.admit_options(prompt, options, request_id, arrival_s, num_schedule_deaths, outputs, attempt)
+
+    def admit_options(
+        self,
+        prompt: Iterable[int],
+        options: m.GenerationOptions,
+        request_id: int | None = None,
+        arrival_s: float | None = None,
+        num_schedule_deaths: int = 0,
+        outputs: Iterable[int] = (),
+        attempt: int = 1,
+    ) -> int:
+        """Admit a request that has these options. Returns its id."""
+        number = next(self._ids)
         message = m.Admit(
             request_id=request_id or number,
             attempt=attempt,
@@ -181,7 +198,9 @@ class Bench:
         is_full = len(self.steps) == self.depth
         result = self._compute()
         if is_full and self.plans_early and self.scheduler.can_plan_before_settling(result):
+            self.early_flags |= self.scheduler.in_flight[0].flags
             self.num_early_plans += self._plan(self.scheduler.plan_before_settling)
+            self.num_repeats += self.scheduler.in_flight[-1].run is not None
         self.scheduler.settle(result)
 
     def _compute(self) -> m.StepResult:
