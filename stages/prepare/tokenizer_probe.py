@@ -8,7 +8,7 @@ panics on some files.
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +45,16 @@ def added():
 
 tokenizer = Tokenizer.from_file(sys.argv[1])
 before = added()
-for call in json.load(sys.stdin):
+given = json.load(sys.stdin)
+specials = {*given["specials"]}
+for call in given["calls"]:
     tokens = [AddedToken(**token) for token in call["tokens"]]
+    specials.update(token.content for token in tokens if token.special or call["as_special"])
     (tokenizer.add_special_tokens if call["as_special"] else tokenizer.add_tokens)(tokens)
 after = added()
+for token in after:
+    # The library forgets no special token: one that is added again, not as special, is one until it is saved.
+    token["special"] = token["content"] in specials
 ids = tokenizer.encode("a", add_special_tokens=True).ids[:1]
 print(json.dumps({"first": ids[0] if ids else None, "added": None if after == before else after}))
 """
@@ -72,21 +78,24 @@ class Probed(msgspec.Struct, frozen=True):
     """All its added tokens, as in tokenizer.json; None if adding tokens changed none of them."""
 
 
-def probe(path: Path, what: Path, calls: Sequence[AddCall] = ()) -> Probed:
-    """Load a tokenizer, add tokens to it, and encode a letter.
+def probe(path: Path, what: Path, calls: Sequence[AddCall] = (), specials: Iterable[str] = ()) -> Probed:
+    """Load a tokenizer, add tokens to it, and encode a letter. `specials` are the special tokens that its file has.
 
     Raises ModelError, naming the file as `what`, if the library can't read the tokenizer, add the tokens or encode.
     """
     command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S)), " ".join(FLAGS)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     given = msgspec.json.encode(
-        [
-            {
-                "tokens": [{flag: getattr(token, flag) for flag in FLAGS} for token in call.tokens],
-                "as_special": call.as_special,
-            }
-            for call in calls
-        ]
+        {
+            "specials": sorted(specials),
+            "calls": [
+                {
+                    "tokens": [{flag: getattr(token, flag) for flag in FLAGS} for token in call.tokens],
+                    "as_special": call.as_special,
+                }
+                for call in calls
+            ],
+        }
     )
     try:
         done = subprocess.run(

@@ -40,9 +40,9 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The text of each token with a name, for templates."""
     listed: list[AddedToken] = []
     """Those with ids in the files, in order of the ids."""
-    named: list[AddedToken] = []
-    """Those with names."""
-    extra: list[AddedToken] = []
+    named: list[str | AddedToken] = []
+    """Those with names; a text is one that the files give without flags. Some may have the same content."""
+    extra: list[str | AddedToken] = []
     """Other special ones."""
     split: bool
     """Whether special tokens in texts are plain text."""
@@ -65,19 +65,22 @@ def read(
         raise ModelError(f"{where}: {SPECIFIC} is {shown(specific)}; it must be an object of named tokens")
     own = own or dict(specific or {})
     decoder: dict[int, AddedToken] = {}
+    known: dict[str, AddedToken] = {}
     if DECODER in found:
         entries = found[DECODER]
         if not isinstance(entries, dict) or not all(map(_is_id, entries)):
             raise ModelError(f"{where}: {DECODER} is {shown(entries)}; it must be an object from ids to tokens")
-        decoder = {int(key): _token(value, where, DECODER) for key, value in entries.items()}
+        decoder = {int(key): _added(value, where, DECODER) for key, value in entries.items()}
+        known = {token.content: token for token in decoder.values()}
     else:
         _merge(found, own, json_of(source, MAP), source / MAP)
-        special = {_token(found[name], where, name).content for name in NAMES if found.get(name)}
-        special |= {token.content for token in _tokens(found.get(EXTRA), where, EXTRA)}
+        special = {content(_token(found[name], where, name)) for name in NAMES if found.get(name)}
+        special |= {content(token) for token in _tokens(found.get(EXTRA), where, EXTRA)}
         for text, number in json_of(source, ADDED).items():
             if type(number) is not int:
                 raise ModelError(f"{source / ADDED}: {shown(text)} is {shown(number)}; it must be an id")
             decoder[number] = AddedToken(text, normalized=text not in special, special=text in special)
+        known = {token.content: token for token in (*decoder.values(), *own_tokens.values())}
         decoder |= own_tokens
     extra = _tokens(found[EXTRA] if EXTRA in found else found.get(ADDITIONAL), where, EXTRA)
     defaults = CLASSES[tokenizer_class].names if tokenizer_class in CLASSES else {}
@@ -87,11 +90,10 @@ def read(
     named |= {name: _token(value, where, name) for name, value in {**auto, **own}.items()}
     if len(named) > MAX_NAMES:
         raise ModelError(f"{where}: {len(named)} special tokens have names; at most {MAX_NAMES} are supported")
-    known = {token.content: token for token in decoder.values()}
     return SpecialTokens(
-        names={name: token.content for name, token in named.items()},
+        names={name: content(token) for name, token in named.items()},
         listed=[token for _, token in sorted(decoder.items(), key=lambda item: item[0])],
-        named=[known.get(token.content, token) for token in named.values()],
+        named=[known.get(content(token), token) if name in NAMES else token for name, token in named.items()],
         extra=extra,
         split=found.get("split_special_tokens") is True,
     )
@@ -105,6 +107,7 @@ def _merge(found: dict[str, Any], own: dict[str, Any], special: Mapping[str, Any
             seen = set(map(_written, merged))
             found[EXTRA] = [*merged, *(_special(token) for token in value if _written(token) not in seen)]
         elif key == EXTRA and isinstance(value, dict):
+            found.pop(EXTRA, None)  # the list of tokenizer_config.json, which this replaces
             own |= value
         elif value is None or isinstance(value, str | list | dict):
             found[key] = {**value, "__type": TYPE} if isinstance(value, dict) else value
@@ -135,7 +138,7 @@ def _is_id(key: str) -> bool:
     return key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS
 
 
-def _tokens(value: Any, where: Path, key: str) -> list[AddedToken]:
+def _tokens(value: Any, where: Path, key: str) -> list[str | AddedToken]:
     return [_token(each, where, key) for each in _list(value, where, key)]
 
 
@@ -147,18 +150,32 @@ def _list(value: Any, where: Path, key: str) -> list[Any]:
     return value
 
 
-def _token(value: Any, where: Path, key: str) -> AddedToken:
+def content(token: str | AddedToken) -> str:
+    """The text of a token."""
+    return token if isinstance(token, str) else token.content
+
+
+def added(token: str | AddedToken) -> AddedToken:
+    """The token as it is added: one without flags is special."""
+    return AddedToken(token, special=True) if isinstance(token, str) else token
+
+
+def _added(value: Any, where: Path, key: str) -> AddedToken:
+    return added(_token(value, where, key))
+
+
+def _token(value: Any, where: Path, key: str) -> str | AddedToken:
     """A token: a text, or an object as transformers saves it."""
     match value:
         case str() if value:
-            return AddedToken(value, special=True)
-        case {"content": str() as content, **flags_of} if content:
+            return value
+        case {"content": str() as text, **flags_of} if text:
             flags = {name: flags_of.get(name) is True for name in ("single_word", "lstrip", "rstrip")}
             is_typed = flags_of.get("__type") == TYPE and key == EXTRA
             special = flags_of.get("special") is True if key == DECODER or is_typed else True
             normalized = flags_of.get("normalized")
             normalized = normalized if isinstance(normalized, bool) else flags_of.get("special") is not True
-            return AddedToken(content, special=special, normalized=normalized, **flags)
+            return AddedToken(text, special=special, normalized=normalized, **flags)
     raise ModelError(f"{where}: {key} is {shown(value)}; it must be a token's text, or an object with its content")
 
 

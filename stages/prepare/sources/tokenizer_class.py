@@ -250,14 +250,24 @@ def _members(value: msgspec.Raw | None) -> Parts:
 
 def added_tokens(parts: Parts, where: Path) -> dict[int, AddedToken]:
     """The `added_tokens` of a tokenizer.json, by id. Raises ModelError, naming the file as `where`."""
-    try:
-        entries = msgspec.json.decode(parts.get("added_tokens", msgspec.Raw(b"null")), type=list[_Added] | None)
-    except ValueError as error:
-        raise ModelError(f"{where}: added_tokens cannot be read: {error}") from error
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return {
-        entry.id: AddedToken(entry.content, **{flag: getattr(entry, flag) for flag in flags}) for entry in entries or []
+        entry.id: AddedToken(entry.content, **{flag: getattr(entry, flag) for flag in flags})
+        for entry in _entries(parts, where)
     }
+
+
+def special_texts(parts: Parts, where: Path) -> set[str]:
+    """The texts of the `added_tokens` that are special, or that another entry for the same text says are: to the
+    library, they stay it. Raises ModelError, naming the file as `where`."""
+    return {entry.content for entry in _entries(parts, where) if entry.special}
+
+
+def _entries(parts: Parts, where: Path) -> list["_Added"]:
+    try:
+        return msgspec.json.decode(parts.get("added_tokens", msgspec.Raw(b"null")), type=list[_Added] | None) or []
+    except ValueError as error:
+        raise ModelError(f"{where}: added_tokens cannot be read: {error}") from error
 
 
 class _Added(msgspec.Struct):

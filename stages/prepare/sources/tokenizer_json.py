@@ -78,7 +78,7 @@ def write_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Wr
             notes.append(f"tokenizer.json has another {' and '.join(others)} than {name}, whose own counts{advice}")
     _write(path, parts)
     known = [token.content for token in tokenizer_class.added_tokens(parts, where).values()]
-    probed = probe(path, where, _calls(special, name, known))
+    probed = probe(path, where, _calls(special, name, known), tokenizer_class.special_texts(parts, where))
     if (added := probed.added) is None:
         tokenizer, first = _open(path, where), probed.first
     else:
@@ -126,20 +126,22 @@ def _refuse_versions(given: Mapping[str, Any], source: Path) -> None:
 def _calls(special: SpecialTokens, name: str | None, known: Iterable[str]) -> list[AddCall]:
     """How the class `name` of transformers adds the tokens of the other files to those of tokenizer.json, `known`. Not
     here but in the other process, because the library runs the file's normalizer on them."""
-    tokens = [*special.listed]
-    texts = {*known, *(token.content for token in tokens)}
-    for token in [*special.named, *special.extra]:
-        if token.content not in texts:
-            tokens.append(token)
-            texts.add(token.content)
+    written = [*special.named, *special.extra]
+    texts = {*known, *(token.content for token in special.listed)}
+    new: list[str | AddedToken] = []
+    for token in written:
+        if special_tokens.content(token) not in texts and token not in new:
+            new.append(token)  # also another one of the same content: the flags of the last count
+    tokens = [*special.listed, *map(special_tokens.added, new)]
     names = set(special.names.values())
-    for token in tokens:
-        token.special = token.special or token.content in names
+    for one in tokens:
+        one.special = one.special or one.content in names
     calls = [AddCall(tokens)]
     if name is not None and CLASSES[name].adds_plainly:
-        calls.append(AddCall([AddedToken(one.content, special=True) for one in [*special.named, *special.extra]]))
+        plain = [AddedToken(special_tokens.content(token), special=True) for token in written]
+        calls.append(AddCall(plain))
     if name is not None and CLASSES[name].adds_as_special:
-        calls.append(AddCall([*special.named, *special.extra], as_special=True))
+        calls.append(AddCall(list(map(special_tokens.added, written)), as_special=True))
     return calls
 
 

@@ -154,6 +154,28 @@ CASES = {
         map={**NAMES, "additional_special_tokens": CHATML, "pad_token": "<pad>"},
         added={"<|im_start|>": 600, "<|im_end|>": 601, "<pad>": 602},
     ),
+    "two names of a token, with other flags": Case(
+        config={
+            "sep_token": {**TYPED, **token("<|im_end|>", single_word=True, normalized=True)},
+            "pad_token": {**TYPED, **token("<|im_end|>", lstrip=True)},
+        }
+    ),
+    "a token's name and its own name, with other flags": Case(
+        config={"pad_token": "fo", "x_token": {**TYPED, **token("fo", single_word=True, normalized=True)}}
+    ),
+    "a token of added_tokens_decoder with its own name, Qwen's class": Case(
+        config={
+            "added_tokens_decoder": {"600": token("<img>", special=False, lstrip=True)},
+            "image_token": {**TYPED, **token("<img>", rstrip=True)},
+        },
+        model_type="qwen2",
+    ),
+    "names in the map replace the list": Case(
+        config={**NAMES, "additional_special_tokens": ["fox"]}, map={"extra_special_tokens": {"image_token": "<unk>"}}
+    ),
+    "a special token again, not special, split": Case(
+        config={"split_special_tokens": True}, added={"<s>": 600, "<pad>": 601}, first="<s>"
+    ),
     "split": Case(config={**NAMES, "split_special_tokens": True}),
     "not split": Case(config={**NAMES, "split_special_tokens": False}),
     "a prefix": Case(config={**NAMES, "add_prefix_space": True}),
