@@ -1,7 +1,8 @@
 """The sampling parameters that a model recommends: generation_config.json, as transformers writes it.
 
 prepare copies the model's own recommendations into the prepared folder, also those of a .gguf file. The setting
-`generation_config` selects them, those in another folder, or none. What a request gives always takes precedence.
+`generation_config` selects them, those in another folder, or none. What a request gives always takes precedence; tokens
+that the file excludes are not among what a request can give.
 """
 
 from pathlib import Path
@@ -42,8 +43,14 @@ class _File(msgspec.Struct):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    suppress_tokens: list[int] | None = None
+    bad_words_ids: list[Annotated[list[int], Meta(min_length=1)]] | None = None
 
 
+EXCLUDED = ("suppress_tokens", "bad_words_ids")
+"""Keys that no field of a request changes."""
+MAX_EXCLUDED_IDS = 32_768
+"""Of both keys: each sequence has them in its message to the executor."""
 KEYS = _File.__struct_fields__
 """The keys that are used."""
 SILENT = (
@@ -59,12 +66,24 @@ NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
     """The defaults for a prepared model with these settings. Raises UserError, naming the file and the key, if the file
     can't be used or the setting names a folder without one."""
+    given = _given(settings, model_dir)
+    return GenerationDefaults(**{name: value for name, value in given.items() if name not in EXCLUDED})
+
+
+def excluded(settings: Settings, model_dir: str | Path) -> list[list[int]]:
+    """Runs of ids that the model never samples, as transformers' `generate` does it, and as `bad_words` are of a
+    request: `suppress_tokens` and `bad_words_ids`. Raises UserError as `load` does."""
+    given = _given(settings, model_dir)
+    return [*([one] for one in given.get("suppress_tokens", ())), *given.get("bad_words_ids", ())]
+
+
+def _given(settings: Settings, model_dir: str | Path) -> dict[str, Any]:
     match settings.generation_config:
         case "none":
-            return GenerationDefaults()
+            return {}
         case "auto":
             path = Path(model_dir) / FILE
-            return _read(path, f"model {settings.model}: {FILE}") if path.exists() else GenerationDefaults()
+            return _read(path, f"model {settings.model}: {FILE}") if path.exists() else {}
         case folder:
             path = _in_folder(folder)
             return _read(path, str(path))
@@ -107,7 +126,7 @@ def _in_folder(folder: str) -> Path:
     )
 
 
-def _read(path: Path, shown: str) -> GenerationDefaults:
+def _read(path: Path, shown: str) -> dict[str, Any]:
     try:
         given = msgspec.json.decode(read_regular(path, MAX_BYTES), type=_File)
     except OSError as error:
@@ -120,4 +139,8 @@ def _read(path: Path, shown: str) -> GenerationDefaults:
     values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
     if "top_k" in values:
         values["top_k"] = max(0, values["top_k"])
-    return GenerationDefaults(**values)
+    if (
+        num := len(values.get("suppress_tokens", ())) + sum(map(len, values.get("bad_words_ids", ())))
+    ) > MAX_EXCLUDED_IDS:
+        raise UserError(f"{shown}: {' and '.join(EXCLUDED)} have {num} ids; at most {MAX_EXCLUDED_IDS} are supported")
+    return values

@@ -85,7 +85,7 @@ class EncodedPrompt(NamedTuple):
 
 class PromptProcessor:
     """Processes prompts for one model. `limits` are settings. `max_new_tokens` is the model's default for `max_tokens`;
-    None is what fits the context."""
+    None is what fits the context. `excluded` are runs of ids that the model never samples."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class PromptProcessor:
         eos_ids: Collection[int] = (),
         max_new_tokens: int | None = None,
         *,
+        excluded: Sequence[Sequence[int]] = (),
         allow_special_tokens_in_content: bool = True,
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
@@ -109,6 +110,8 @@ class PromptProcessor:
         self._max_new_tokens = max_new_tokens
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
+        # Those that the vocabulary lacks can't be sampled anyway.
+        self._excluded = [list(run) for run in excluded if all(0 <= one < facts.vocab_size for one in run)]
         self._uses_predictions = facts.num_speculative_tokens > 0
         self._max_id_bytes = longest_id_bytes(tokenizer)
         # The prompts of one request have the same words and prediction, and come one after the other.
@@ -195,7 +198,7 @@ class PromptProcessor:
             options,
             max_tokens=max_tokens,
             bad_words=[],
-            bad_words_ids=runs,
+            bad_words_ids=runs if options.pooling != Pooling.NONE else [*self._excluded, *runs],
             prediction="",
             predicted_ids=self._predicted_ids(options.prediction),
         )
@@ -231,8 +234,8 @@ class PromptProcessor:
         allowed = np.frombuffer(options.allowed_ids, np.int32)
         if np.isin(allowed, np.fromiter(forbidden, np.int64, len(forbidden))).all():
             message = (
-                "'allowed_token_ids' leaves no first token: 'bad_words', or 'min_tokens' with the stop tokens, "
-                "excludes all of them"
+                "'allowed_token_ids' leaves no first token: 'bad_words', the model's generation_config.json, or "
+                "'min_tokens' with the stop tokens, excludes all of them"
             )
             raise RequestRefused(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
@@ -381,6 +384,7 @@ def load(
     chat: ChatSettings = CHAT,
     max_new_tokens: int | None = None,
     *,
+    excluded: Sequence[Sequence[int]] = (),
     shows_tools: bool = True,
 ) -> PromptProcessor:
     """Create the processor for the model in a prepared folder. `shows_tools`: its chat template shows tools."""
@@ -398,6 +402,7 @@ def load(
         limits,
         config.eos_ids,
         max_new_tokens,
+        excluded=excluded,
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
     )
 

@@ -132,6 +132,7 @@ class IngestStage:
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._max_new_tokens = generation_config.load(stage.settings, stage.model_dir).max_new_tokens
+        self._excluded = generation_config.excluded(stage.settings, stage.model_dir)
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()
@@ -197,6 +198,7 @@ class IngestStage:
                     settings.limits,
                     settings.chat,
                     self._max_new_tokens,
+                    excluded=self._excluded,
                     shows_tools=self._formats.shows_tools,
                 )
                 heap.freeze()

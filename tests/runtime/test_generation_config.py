@@ -44,6 +44,29 @@ def test_null_and_missing_values_are_neutral(tmp_path: Path) -> None:
     assert generation_config.load(Settings(), tmp_path) == neutral
 
 
+def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {"suppress_tokens": [7, 5], "bad_words_ids": [[3, 4], [9]], "temperature": 0.5})
+    assert generation_config.excluded(Settings(), folder) == [[7], [5], [3, 4], [9]]
+    assert generation_config.load(Settings(), folder) == GenerationDefaults(temperature=0.5)
+    assert generation_config.excluded(Settings(generation_config="none"), folder) == []
+    folder_with(tmp_path, {"suppress_tokens": None})
+    assert generation_config.excluded(Settings(), folder) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"suppress_tokens": 7}, r"Expected `array \| null`, got `int` - at `\$.suppress_tokens`"),
+        ({"bad_words_ids": [[]]}, r"length >= 1 - at `\$.bad_words_ids\[0\]`"),
+        ({"bad_words_ids": [[1] * 20_000] * 2}, "suppress_tokens and bad_words_ids have 40000 ids; at most 32768"),
+    ],
+)
+def test_excluded_tokens_that_are_not_ids_are_an_error(tmp_path: Path, content: Any, words: str) -> None:
+    folder_with(tmp_path, content)
+    with pytest.raises(UserError, match=f"generation_config.json.*{words}"):
+        generation_config.excluded(Settings(), tmp_path)
+
+
 def test_the_setting_names_another_folder(tmp_path: Path) -> None:
     model, other = folder_with(tmp_path / "model", {"top_k": 5}), folder_with(tmp_path / "other", {"temperature": 0.25})
     found = generation_config.load(Settings(generation_config=str(other)), model)

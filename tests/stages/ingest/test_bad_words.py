@@ -1,9 +1,15 @@
 """Bad words become their token ids, both at the beginning of a text and after a space."""
 
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
 from pipeline.stages.ingest.bad_words import MAX_CHARS, MAX_IDS, BadWord, as_ids
+from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
 BAD = (("b", "a"), ("ba", "d"), ("Ġ", "bad"), ("Ġ", "b"))
@@ -79,3 +85,18 @@ def test_words_that_cannot_be_excluded_are_rejected(words: list[str], message: s
 def test_ids_outside_of_the_vocabulary_are_rejected() -> None:
     with pytest.raises(BadWord, match="outside the model's vocabulary"):
         as_ids(tiny.byte_tokenizer(), ["ÿ"], 10)
+
+
+def test_tokens_that_the_model_excludes_are_bad_words_of_each_request(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path)
+    excluded = {"suppress_tokens": [-1, 65, 300], "bad_words_ids": [[66, 67]], "begin_suppress_tokens": [1]}
+    (folder / "generation_config.json").write_text(json.dumps(excluded))
+    with Rig("ingest", Settings(), model_dir=folder) as rig:
+        rig.start(tiny.facts())
+        rig.send(tiny.submit("x"), "gateway.0")
+        assert tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids == [[65], [66, 67]]
+        rig.send(tiny.submit("x", request_id=2, bad_words=["a"]), "gateway.0")
+        found = tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids
+        assert found[:2] == [[65], [66, 67]] and len(found) > 2
+        rig.send(tiny.submit("x", request_id=3, pooling=m.Pooling.LAST), "gateway.0")
+        assert tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids == []

@@ -259,11 +259,17 @@ def test_what_generation_config_says_and_the_server_does_not_do_is_named(tmp_pat
     plain = {"eos_token_id": [2, 5], "temperature": 0.7, "do_sample": True, "repetition_penalty": 1.1, "num_beams": 1}
     path.write_text(json.dumps(plain))
     assert notes_of(prepared(source)) == []
-    unused = {"suppress_tokens": [7], "early_stopping": True, "stop_strings": ["END"], "min_length": 0, "new": "x"}
+    unused = {
+        "begin_suppress_tokens": [7],
+        "early_stopping": True,
+        "stop_strings": ["END"],
+        "min_length": 0,
+        "new": "x",
+    }
     path.write_text(json.dumps({**plain, **unused, "eos_token_id": 5}))
     folder = prepared(source)
     assert notes_of(folder) == [
-        "generation_config.json: 'suppress_tokens', 'early_stopping', 'stop_strings', 'new' are not used",
+        "generation_config.json: 'begin_suppress_tokens', 'early_stopping', 'stop_strings', 'new' are not used",
         "replies also end at the ids [2] of config.json or the tokenizer, which eos_token_id of generation_config.json "
         "does not name",
     ]
