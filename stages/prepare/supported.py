@@ -14,7 +14,7 @@ SIZES = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-WRITTEN_AS = {"mistral": "llama", "mixtral": "llama"}
+WRITTEN_AS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 """Architectures that llama.cpp's converter writes under another one's name."""
 
 

@@ -226,6 +226,16 @@ def _olmo(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+def _olmo2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """Files with a window are those of OLMo 3. Layers with the window have a rotary embedding without scaling, as in
+    llama.cpp."""
+    if not (found := windows(model, keys, 4)):
+        return {}
+    theta = keys.number("rope.freq_base_swa", model.rope_theta) or model.rope_theta
+    is_other = model.rope_scaling is not None or theta != model.rope_theta
+    return {**found, "architecture": "olmo3", "sliding_rope": Rope(theta) if is_other else None}
+
+
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     return {"parallel": keys.flag("use_parallel_residual", True)}
 
@@ -296,7 +306,10 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         read=_olmo,
     ),
     "olmo2": GgufArchitecture(
-        models="OLMo 2", always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"}
+        models="OLMo 2 and 3",
+        always={**POST, "pre_norms": False, "qk_norm": True, "qk_norm_kind": "all"},
+        read=_olmo2,
+        reads_windows=True,
     ),
     "exaone4": GgufArchitecture(
         models="EXAONE 4",

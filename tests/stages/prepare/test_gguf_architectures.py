@@ -153,6 +153,18 @@ CASES = {
     "glm4": Case("glm4", A.GLM4),
     "olmo": Case("olmo", A.OLMO, convert=permuted),
     "olmo2": Case("olmo2", A.OLMO2),
+    "olmo3": Case("olmo3, by pattern", A.OLMO2, {"attention.sliding_window": 21}),
+    "olmo3, yarn": Case(
+        "olmo3",
+        A.OLMO2,
+        {
+            "attention.sliding_window": 21,
+            "attention.sliding_window_pattern": [True, False, True],
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
     "ernie4_5": Case("ernie4_5", A.ERNIE4_5),
     "arcee": Case("arcee", A.ARCEE, convert=permuted),
     "smollm3": Case("smollm3", A.SMOLLM3, convert=permuted),
@@ -217,6 +229,9 @@ GGUF_ONLY = {
     ),
     "cohere2, by pattern": tiny_architectures.Variant(
         "cohere2", {"sliding_window": 21}, {**tiny_architectures.SIZES, "num_hidden_layers": 4}
+    ),
+    "olmo3, by pattern": tiny_architectures.Variant(
+        "olmo3", {"sliding_window": 21}, {**tiny_architectures.SIZES, "num_hidden_layers": 4}
     ),
     "gpt_oss, each second layer": tiny_architectures.Variant(
         "gpt_oss", {**VARIANTS["gpt_oss"].changes, "swiglu_limit": 7.0}
@@ -325,8 +340,8 @@ def save(
     return path
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: str) -> None:
+def saved(folder: Path, name: str) -> tuple[Path, Any]:
+    """The file of a case, and its original model, with matrices in bfloat16 as they are kept."""
     case = CASES[name]
     variant = GGUF_ONLY.get(case.variant) or VARIANTS[case.variant]
     if name == "smollm3":  # files don't say which layers have no rotary embedding; llama.cpp takes each fourth
@@ -342,12 +357,18 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     model = tiny_architectures.make(variant)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and "norm" not in parameter_name:  # matrices are kept in bfloat16
+            if parameter.dim() > 1 and "norm" not in parameter_name:
                 parameter.copy_(parameter.bfloat16())
-    path = save(tmp_path / "tiny.gguf", model, case, has_expert_tensors="each expert" in name)
+    return save(folder / "tiny.gguf", model, case, has_expert_tensors="each expert" in name), model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: str) -> None:
+    path, model = saved(tmp_path, name)
     folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
-    assert ModelConfig.load(folder).architecture == variant.kind
-    driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2, max_model_len=variant.max_model_len))
+    assert ModelConfig.load(folder).architecture == model.config.model_type
+    max_model_len = (GGUF_ONLY.get(CASES[name].variant) or VARIANTS[CASES[name].variant]).max_model_len
+    driver = Driver(folder, settings(kernels="torch", tokens=256, kv_mib=2, max_model_len=max_model_len))
     driver.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, driver.take_blocks(len(IDS)))])
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0, -1].numpy()
