@@ -1,15 +1,14 @@
 """A .gguf file in transformers, for `check-model`: dequantized, with matrices rounded to bfloat16 as prepare stores
 them.
 
-transformers' own `from_pretrained(gguf_file=...)` needs one more package, and ignores tensors without a word. And it
-takes its defaults for what a file does not say, or for what it does not know of a file: then there is nothing to
-compare with, and the difference is an error that names both values.
+transformers reads the config of some files itself (`from_pretrained(gguf_file=...)`). That is compared with what
+prepare reads: a difference is an error that names both values, unless transformers has its default for what it does not
+know of a file. `gguf_rebuilt` has the model.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import msgspec
 import torch
 
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.prepare import gguf_rebuilt
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES
 from pipeline.stages.prepare.gguf.parts import read_parts
@@ -26,9 +26,6 @@ from pipeline.stages.prepare.sources.gguf_files import parts_of
 from pipeline.stages.prepare.sources.source import ModelError
 
 SUFFIX = ".gguf"
-ROPE = "rope_"
-"""Beginning of the names of tensors that change what is computed, and that transformers ignores. Those of
-`ROPE_FREQUENCIES` divide the frequencies, as in llama.cpp: `load` does that."""
 ELSEWHERE = "; check the model's folder in Hugging Face layout instead, or the kernels with --fidelity"
 COMPARED = (
     "compared with what transformers reads of the same file, both with matrices in bfloat16: neither the file's blocks "
@@ -38,8 +35,6 @@ NOT_COMPUTED = {"name", "eos_ids", "bos_id", "add_bos", "weight_files", "layout"
 NOT_COMPUTED |= {"special_tokens", "split_special_tokens", "vocab_size", "norm_offset"}
 """Fields of ModelConfig that logits do not depend on, that tensors have to fit, or that are in the file's tensors."""
 WINDOW = {"sliding_window", "sliding_layers"}
-FUSED = "mlp.experts.gate_up_proj"
-"""One tensor in transformers, and two in the file."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 """Matrices that prepare stores in float32."""
 UNREAD = {
@@ -59,72 +54,62 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 
-def require_readable(path: Path) -> Path:
-    """The file, the first one if it is one of several parts. Raises ModelError if transformers reads only a part of its
-    model."""
-    path = parts_of(path)[0]
-    _, tensors = read_parts(parts_of(path))
-    ignored = (name for name in tensors if name.startswith(ROPE) and name != ROPE_FREQUENCIES)
-    if (name := next(ignored, None)) is not None:
-        raise ModelError(f"{path}: transformers ignores the tensor {shown(name)}{ELSEWHERE}")
-    return path
-
-
-def require_same_reading(path: Path, ours: ModelConfig, num_tokens: int) -> None:
-    """Raises ModelError if transformers reads another model of the file than prepare did, `ours`. A window longer than
-    `num_tokens` does not count."""
+def how_compared(path: Path, ours: ModelConfig, num_tokens: int) -> list[str]:
+    """Lines that say what is compared. `ours` is what prepare has read of the file. A window longer than `num_tokens`
+    does not count. Raises ModelError if transformers reads another model of the file, or has no such model."""
     ignored = NOT_COMPUTED | (WINDOW if (ours.sliding_window or 0) >= num_tokens else set())
     _, tensors = read_parts(parts_of(path))
-    ignored |= {"rope_scaling"} if ROPE_FREQUENCIES in tensors else set()
-    config = _config(path)
+    has_frequencies = ROPE_FREQUENCIES in tensors
+    rebuilt = _reading(path, gguf_rebuilt.config_of(path, ours).to_dict(), ours.name)
+    if differing := _differing(ours, rebuilt, ignored | ({"rope_scaling"} if has_frequencies else set())):
+        raise ModelError(f"{path}: transformers has no model like it: {_words(ours, rebuilt, differing)}{ELSEWHERE}")
     try:
-        theirs = ConfigReader(path, config.to_dict()).model(ours.name, [], {})
+        config = _config(path)
     except ModelError as error:
-        raise ModelError(f"transformers reads another model of the file: {error}{ELSEWHERE}") from error
-    differing = [
-        f"{name} {shown(other)} (here {shown(mine)})"
-        for name in ModelConfig.__struct_fields__
-        if name not in ignored and not _agree(mine := _plain(ours, name), other := _plain(theirs, name))
-    ]
-    if differing:
-        raise ModelError(f"{path}: transformers reads the file otherwise: {', '.join(differing)}{ELSEWHERE}")
+        return [COMPARED, f"{error}, so its keys are compared with nothing: they are as prepare reads them"]
+    theirs = _reading(path, config.to_dict(), ours.name)
+    differing = _differing(ours, theirs, ignored | ({"rope_scaling"} if has_frequencies else set()))
+    defaults = _reading(path, _default_of(config, ours.num_layers), ours.name)
+    if others := [name for name in differing if not _agree(_plain(theirs, name), _plain(defaults, name))]:
+        raise ModelError(f"{path}: transformers reads the file otherwise: {_words(ours, theirs, others)}{ELSEWHERE}")
+    unread = f"transformers does not read {', '.join(differing)} of the file, so prepare's reading counts"
+    return [COMPARED, *([unread] if differing else [])]
 
 
-def load(path: Path, dtype: torch.dtype) -> Any:
-    """The model. Raises ModelError if transformers can't load it, or not all of it."""
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    config = _config(path)
-    _, tensors = read_parts(parts_of(path))
-    divisors = tensors.pop(ROPE_FREQUENCIES, None)  # prepare has checked its type and shape
-    try:
-        how = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
-        with redirect_stderr(StringIO()), _as_one_file(path):  # its progress bar
-            state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-        left = model.load_state_dict(state, strict=False)
-        model.tie_weights()
-        if divisors is not None:
-            factors = torch.from_numpy(divisors.data.view("<f4").copy())
-            for name in ("inv_freq", "original_inv_freq"):
-                getattr(model.model.rotary_emb, name).div_(factors)
-    except Exception as error:  # transformers documents no exceptions
-        raise _cannot_load(path, error) from error
-    tied = model.all_tied_weights_keys if config.tie_word_embeddings else ()
-    if missing := sorted(set(left.missing_keys) - set(tied)):
-        raise ModelError(
-            f"{path}: transformers finds no weights for {shown(missing[0])} and makes up {len(missing)} tensors"
-            f"{ELSEWHERE}"
-        )
-    num_read = sum(2 if name.endswith(FUSED) else 1 for name in state)
-    if num_ignored := len(tensors) - num_read + len(left.unexpected_keys):
-        raise ModelError(f"{path}: transformers ignores {num_ignored} of its {len(tensors)} tensors{ELSEWHERE}")
+def load(path: Path, dtype: torch.dtype, ours: ModelConfig) -> Any:
+    """The model, with matrices in bfloat16. Raises ModelError if transformers has not all of its tensors."""
+    model = gguf_rebuilt.load(path, parts_of(path), ours)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 and not name.endswith(ROUTERS):
+            if parameter.dim() > 1 and "norm" not in name and not name.endswith(ROUTERS):
                 parameter.copy_(parameter.bfloat16())
     return model.to(dtype).eval()
+
+
+def _reading(path: Path, config: dict[str, Any], name: str) -> ModelConfig:
+    """What prepare reads of a config of transformers. Raises ModelError."""
+    try:
+        return ConfigReader(path, config).model(name, [], {})
+    except ModelError as error:
+        raise ModelError(f"transformers reads another model of the file: {error}{ELSEWHERE}") from error
+
+
+def _default_of(config: Any, num_layers: int) -> dict[str, Any]:
+    """The architecture's config in transformers, of which it takes what it does not read of a file."""
+    from transformers import AutoConfig
+
+    given = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "num_hidden_layers": num_layers}
+    found: dict[str, Any] = AutoConfig.for_model(config.model_type, **given).to_dict()
+    return found
+
+
+def _differing(ours: ModelConfig, theirs: ModelConfig, ignored: set[str]) -> list[str]:
+    names = (name for name in ModelConfig.__struct_fields__ if name not in ignored)
+    return [name for name in names if not _agree(_plain(ours, name), _plain(theirs, name))]
+
+
+def _words(ours: ModelConfig, theirs: ModelConfig, names: list[str]) -> str:
+    return ", ".join(f"{name} {shown(_plain(theirs, name))} (here {shown(_plain(ours, name))})" for name in names)
 
 
 def _config(path: Path) -> Any:
@@ -174,7 +159,7 @@ class _Parts:
 
 def _cannot_load(path: Path, error: Exception) -> ModelError:
     words = (str(error) or type(error).__name__).strip().splitlines()[0].rstrip(".:")
-    return ModelError(f"transformers can't load {path}: {words}{ELSEWHERE}")
+    return ModelError(f"transformers can't read the keys of {path} ({words})")
 
 
 def _plain(model: ModelConfig, name: str) -> Any:
@@ -182,9 +167,11 @@ def _plain(model: ModelConfig, name: str) -> Any:
     value = msgspec.to_builtins(getattr(model, name))
     if name == "sliding_layers" and (value is None or model.sliding_window is None):
         return list(range(model.num_layers)) if model.sliding_window is not None else []
-    if name in ("rotary_dim", "query_scale") and value is None:
-        return model.head_dim if name == "rotary_dim" else model.head_dim**-0.5
-    return value
+    if name == "query_scale" and value is None:
+        return model.head_dim**-0.5
+    if name == "rotary_dim":  # the share, which is what configs have
+        return 1.0 if value is None else value / model.head_dim
+    return None if name == "qk_norm_kind" and not model.qk_norm else value
 
 
 def _agree(mine: Any, theirs: Any) -> bool:

@@ -49,10 +49,10 @@ def checkpoint(settings: Settings) -> Path:
     match source_of(settings.model, Cache.of(settings).root):
         case FolderSource(path):
             if (gguf := gguf_files.only_model_in(path)) is not None:
-                return gguf_reference.require_readable(gguf)
+                return gguf_files.parts_of(gguf)[0]
             return _with_floats(path, settings.model)
         case GgufSource() | WheelSource():
-            return gguf_reference.require_readable(gguf_file(settings, Silence()))
+            return gguf_files.parts_of(gguf_file(settings, Silence()))[0]
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
 
@@ -67,8 +67,7 @@ def how_compared(source: Path, folder: Path, num_tokens: int) -> list[str]:
     checkpoint."""
     if not gguf_reference.is_gguf(source):
         return []
-    gguf_reference.require_same_reading(source, ModelConfig.load(folder), num_tokens + NUM_GREEDY)
-    return [gguf_reference.COMPARED]
+    return gguf_reference.how_compared(source, ModelConfig.load(folder), num_tokens + NUM_GREEDY)
 
 
 def _with_floats(folder: Path, model: str) -> Path:
@@ -107,10 +106,11 @@ def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
 class Reference:
     """The checkpoint in transformers, float32. Raises ModelError if transformers can't load it."""
 
-    def __init__(self, folder: Path, overrides: str = "") -> None:
-        """`folder` may be a .gguf file; `overrides` is the setting `hf_overrides`."""
-        self._folder, self._overrides = folder, hf_overrides.parse(overrides)
-        self._model = _load(folder, torch.float32, self._overrides)
+    def __init__(self, folder: Path, overrides: str = "", prepared: Path | None = None) -> None:
+        """`folder` may be a .gguf file, of which prepare has made `prepared`; `overrides` is the setting
+        `hf_overrides`."""
+        self._folder, self._overrides, self._prepared = folder, hf_overrides.parse(overrides), prepared
+        self._model = self._load(torch.float32)
 
     def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
         """The greedy texts of the plan's prompts, and logits for every sequence that `ours` has logits for.
@@ -123,7 +123,12 @@ class Reference:
             return Theirs(_logits(self._model, wanted), self._greedy_texts(plan))
         self._round()
         exact, texts = _logits(self._model, wanted), self._greedy_texts(plan)
-        return Theirs(exact, texts, _logits(_load(self._folder, torch.bfloat16, self._overrides), wanted))
+        return Theirs(exact, texts, _logits(self._load(torch.bfloat16), wanted))
+
+    def _load(self, dtype: torch.dtype) -> Any:
+        if self._prepared is not None and gguf_reference.is_gguf(self._folder):
+            return gguf_reference.load(self._folder, dtype, ModelConfig.load(self._prepared))
+        return _load(self._folder, dtype, self._overrides)
 
     def _greedy_texts(self, plan: CheckPlan) -> list[list[int]]:
         return [self._greedy(prompt) for prompt in plan.prompts]
@@ -148,8 +153,6 @@ class Reference:
 
 def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
     """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
-    if gguf_reference.is_gguf(folder):
-        return gguf_reference.load(folder, dtype)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 

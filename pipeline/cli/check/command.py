@@ -115,7 +115,7 @@ def _check(
     notes = [*notes_of(folder), *reference_module.how_compared(source, folder, num_tokens)]
     plan = reference_module.plan_of(folder, num_tokens)
     sides = list(importlib.import_module(EXECUTE).compute(for_execute, folder, plan))
-    reference = reference_module.Reference(source, for_prepare.hf_overrides)
+    reference = reference_module.Reference(source, for_prepare.hf_overrides, folder)
     findings = [finding for ours in sides for finding in judge(plan, ours, reference.compute(plan, ours))]
     config = ModelConfig.load(folder)
     return _summary(config), notes, _unseen(config, num_tokens), findings
