@@ -8,7 +8,8 @@
     </tool_call>                             GLM                  …     Qwen; Seed-OSS has <seed:tool_call>
 
 Values have no quotes: the tool's schema determines whether 5 is a number or a text. Texts are streamed.
-An end tag within a text is part of it: it ends the value only before the next tag, or where the reply ends.
+An end tag within a text is part of it: it ends the value only before the next tag, or where the reply ends. No tag in
+a string of a JSON value ends the value, unless the string has no end.
 A value whose end tag is missing ends before another parameter of the tool, and where the call ends. Such tags may be
 part of a text: they count if what follows them could follow a call.
 Sources: the chat templates of zai-org/GLM-4.6, GLM-4.7-Flash, Qwen/Qwen3-Coder and ByteDance-Seed/Seed-OSS
@@ -35,9 +36,16 @@ _KEY = re.compile(r"[^<>\n]{1,256}")
 """The name of a parameter, where the tag that ends the value before it is missing"""
 TEXTS = frozenset({"string", "array", "object"})
 """Types of values that may have text in them"""
+MAX_LAST_PIECES = 256
+"""Pieces of a value in which the end of a call may be: each has a character or more"""
 MAX_SPACE_CHARS = 64
 """White space between the end tags of a call whose last value has no end tag, and behind a text's end tag: more of it
 ends the text"""
+
+
+_IN_STRING = re.compile(r'["\\]')
+UNKNOWN, OUTSIDE, INSIDE, ESCAPED = range(4)
+"""Where a place in a JSON value is: at its beginning, outside of strings, in one, or behind a backslash in one"""
 
 
 class Tags(msgspec.Struct, frozen=True):
@@ -138,6 +146,12 @@ class XmlParser(CallParser):
         self._has_text = False
         """The current value may have text in it, and so an end tag."""
         self._value: list[str] = []
+        self._string: int | None = None
+        """Where the value so far ends, if it may be JSON"""
+        self._hid_tag = False
+        """A tag in a string of the value ended nothing."""
+        self._hides_tags = True
+        """No string so far had no end: else the reply would be read again for each."""
         self._is_over = False
         """The reply has ended: nothing follows the text that waits for more."""
         self._value_ends = (tags.after_value, tags.before_key, *([tags.call_end] if tags.call_end else []), tags.end)
@@ -148,7 +162,7 @@ class XmlParser(CallParser):
         if self._read == self._in_value:
             self._is_over = True
             text, self._rest = self._rest, ""
-            at = 0
+            at = self._again(text, 0, out) if self._hid_tag and self._is_whole(text) else 0
             while at < len(text):
                 at = self._read(text, at, out)
         return out + super().finish()
@@ -269,6 +283,9 @@ class XmlParser(CallParser):
         self._is_text = types == STRING_ONLY
         self._has_text = types is None or not types.isdisjoint(TEXTS)
         self._value = []
+        may_be_json = self._hides_tags and self._has_text and not self._is_text
+        self._string = UNKNOWN if may_be_json and not self._is_repeated else None
+        self._hid_tag = False
         if not self._is_repeated:
             before, quote = ", " if self._keys else "{", '"' if self._is_text else ""
             self._write(f"{before}{quoted(self._key)}: {quote}", out)
@@ -277,9 +294,19 @@ class XmlParser(CallParser):
         return at
 
     def _in_value(self, text: str, at: int, out: list[Event]) -> int:
-        begin = at
+        if self._string == UNKNOWN:
+            self._string = OUTSIDE if text[at] in '[{"' else None
+        begin = place = at
+        state = self._string
         while (found := self._value_end.search(text, at)) is not None:
-            place, at = found.span()
+            before, (place, at) = place, found.span()
+            if state is not None:
+                state = _string_state(text, before, place, state)
+                if len(found[0]) > 1 and state != OUTSIDE:
+                    self._hid_tag = True
+                    continue
+                if len(found[0]) == 1 and self._hid_tag:  # a special token: the string has no end
+                    return self._again(text, begin, out)
             has_tag = found[0] == self._tags.after_value
             match self._ends_with_tag(text, at) if has_tag else self._ends_without_tag(text, found):
                 case True if has_tag:
@@ -291,8 +318,24 @@ class XmlParser(CallParser):
                     break
         else:
             held = self._held(text, at)
+        if self._string is not None:
+            self._string = _string_state(text, begin, held, self._string)
         self._take(text[begin:held], out)
         return self._hold(text, held)
+
+    def _again(self, text: str, at: int, out: list[Event]) -> int:
+        """Read a value again of which a string has no end: it is no JSON, so all tags count."""
+        whole, place = "".join(self._value) + text[at:], 0
+        self._value, self._string, self._hid_tag, self._hides_tags = [], None, False, False
+        while place < len(whole):
+            place = self._read(whole, place, out)
+        return len(text)
+
+    def _is_whole(self, rest: str) -> bool:
+        """Whether the reply, of which `rest` has not been read, ends with a call's end: the model wrote the value to
+        its end, too."""
+        ends = (self._tags.call_end or self._tags.end, self._tags.end)
+        return "".join([*self._value[-MAX_LAST_PIECES:], rest]).rstrip().endswith(ends)
 
     def _held(self, text: str, at: int) -> int:
         """Where the end of a value may begin, of which the text has no more than a part."""
@@ -390,3 +433,19 @@ class XmlParser(CallParser):
                 return at + len(tags.end)
             case mark:
                 return at + len(mark)
+
+
+def _string_state(text: str, at: int, end: int, state: int) -> int:
+    """Where `text[end]` is in a JSON value, if `text[at]` is at `state`."""
+    while at < end:
+        if state == ESCAPED:
+            state, at = INSIDE, at + 1
+        elif state == OUTSIDE:
+            if (at := text.find('"', at, end) + 1) == 0:
+                return OUTSIDE
+            state = INSIDE
+        elif (found := _IN_STRING.search(text, at, end)) is None:
+            return INSIDE
+        else:
+            state, at = OUTSIDE if found[0] == '"' else ESCAPED, found.end()
+    return state

@@ -301,6 +301,35 @@ def test_texts_in_lists_may_have_end_tags(form: str, write: Callable[..., str], 
     assert [json.loads(arguments) for _, arguments in reply.calls] == [{"xs": json.loads(value), "code": "a"}]
 
 
+TAGS_IN_STRINGS = {
+    "glm45": '["</arg_value><arg_key>code</arg_key>", {"\\"</arg_value></tool_call>": "</tool_call>"}, "\\\\"]',
+    "qwen3_coder": '["</parameter><parameter=code>", {"\\"</parameter></function>": "</tool_call>"}, "\\\\"]',
+    "seed_oss": '["</parameter><parameter=code></function></seed:tool_call>", "\\u0041</parameter> </function>"]',
+}
+
+
+@pytest.mark.parametrize("key", ["xs", "at", "any"])
+@pytest.mark.parametrize(("form", "write"), [("glm45", glm), ("qwen3_coder", qwen), ("seed_oss", seed)])
+def test_no_tag_in_a_string_of_a_json_value_ends_it(form: str, write: Callable[..., str], key: str) -> None:
+    value = TAGS_IN_STRINGS[form]
+    if key != "xs":
+        value = f'{{"a": {value}}}' if key == "at" else json.dumps(value)
+    name, behind = ("add_2", {"code": "a"}) if key == "xs" else ("find", {"text": "a"})
+    reply = parsed(form, f"{write(name, **{key: value}, **behind)}\n{write('now')}")
+    found = [(name, json.loads(arguments)) for name, arguments in reply.calls]
+    assert found == [(name, {key: json.loads(value), **behind}), ("now", {})]
+
+
+@pytest.mark.parametrize(("form", "write"), [("glm45", glm), ("qwen3_coder", qwen), ("seed_oss", seed)])
+@pytest.mark.parametrize("value", ['["a', "[1, 'it\"s']", '{"a": "b, "c": "}', '"a'])
+def test_a_string_without_end_hides_no_tag(form: str, write: Callable[..., str], value: str) -> None:
+    text = f"{write('add_2', xs=value, code='a')}\n{write('now')}"
+    for specials in ((), TOOLS[form].marks):
+        reply = parsed(form, text, specials=specials)
+        assert [name for name, _ in reply.calls] == ["add_2", "now"]
+        assert json.loads(reply.calls[0][1])["code"] == "a"
+
+
 def test_an_end_tag_before_much_white_space_ends_a_text() -> None:
     """So that no more is held back."""
     text = f"<function=find>\n<parameter=text>\na\n</parameter>{' ' * 65}"
