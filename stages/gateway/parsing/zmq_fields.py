@@ -13,6 +13,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.parsing.chat_tools import custom_names
 from pipeline.stages.gateway.parsing.conversation import ReasoningEffort, chat_prompt
 from pipeline.stages.gateway.parsing.message_params import ContentPart, FunctionCall, MessageParam, ToolCallParam
 from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputsParam
@@ -58,12 +59,14 @@ def structured_of(given: p.StructuredOutputs | None) -> StructuredOutputsParam |
 def chat_of(chat: p.ChatPrompt, caps: Caps) -> m.ChatPrompt:
     """The prompt of a chat. Raises ApiError."""
     choice: Any = chat.tool_choice
+    tools = _raw(chat.tools, "tools", caps)
     if choice == "named":
-        choice = {"type": "function", "function": {"name": chat.tool_name}}
+        kind = "custom" if chat.tool_name in custom_names(tools) else "function"
+        choice = {"type": kind, kind: {"name": chat.tool_name}}
     body = _Chat(
         chat.add_generation_prompt,
         chat.continue_final_message,
-        _raw(chat.tools, "tools", caps),
+        tools,
         Raw(msgspec.json.encode(choice)),
         chat.parallel_tool_calls,
         _raw(chat.documents, "documents", caps),

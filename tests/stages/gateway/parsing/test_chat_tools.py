@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from pipeline.client.protocol import parts as p
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.ollama.parsing import parse_chat as parse_ollama_chat
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of
 from pipeline.stages.gateway.parsing.parse import parse_chat
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.zmq_fields import chat_of
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.parsing.test_conversation import FIND, HERMES, NOW, USER, parsed, prompt, refused
 
@@ -26,6 +29,7 @@ PATCH = {
 }
 CALL = {"id": "c1", "type": "custom", "custom": {"name": "apply_patch", "input": INPUT}}
 CUSTOM = {"type": "custom", "custom": {"name": "apply_patch"}}
+LIMITS = RequestLimits("tiny", 64, max_prompt_tokens=1000, formats=HERMES)
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
@@ -67,6 +71,22 @@ def test_an_escaped_type_is_the_same_type() -> None:
     body = json.dumps({"model": "tiny", "messages": [USER], "tools": [PATCH]}).replace('"custom"', '"c\\u0075stom"')
     made = parse_chat(body.encode(), RequestLimits("tiny", 64, max_prompt_tokens=1000, formats=HERMES))
     assert made.reply is not None and made.reply.custom == ["apply_patch"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_over_zeromq_they_are_functions_too(choice: str) -> None:
+    messages = [p.ChatMessage("user", "Patch it")]
+    tools = json.dumps([FIND, PATCH])
+    found = chat_of(p.ChatPrompt(messages, tools=tools, tool_choice=choice, tool_name="apply_patch"), LIMITS.caps)
+    expected = prompt(tools=[FIND, PATCH], tool_choice=CUSTOM if choice == "named" else choice)
+    assert (found.tools, found.tool_choice) == (expected.tools, expected.tool_choice)
+    assert found.tool_name == expected.tool_name
+
+
+def test_over_ollama_s_routes_they_are_functions_too() -> None:
+    body = {"model": "tiny", "messages": [USER], "tools": [FIND, PATCH]}
+    (found,) = parse_ollama_chat(json.dumps(body).encode(), LIMITS).prompts
+    assert isinstance(found, m.ChatPrompt) and found.tools == prompt(tools=[FIND, PATCH]).tools
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
