@@ -75,6 +75,7 @@ class _Simplifier:
         self._has_recursive_refs = '"$recursiveRef"' in text
         self._has_inner_ids = text.count('"$id"') > ("$id" in self._root)
         """References may start at a part of the document."""
+        self._old_ids = _old_ids(self._root) if '"id"' in text and '"$ref"' in text and '"$id"' not in text else {}
 
     def schema(self, schema: Any) -> Any:
         """A schema, or an array of schemas, simplified. Anything else is returned as it is."""
@@ -82,6 +83,8 @@ class _Simplifier:
             return [self.schema(part) for part in schema]
         if not isinstance(schema, dict):
             return None if isinstance(schema, float) and abs(schema) == float("inf") else schema
+        if isinstance(ref := schema.get("$ref"), str) and ref in self._old_ids:
+            return {"$ref": _escaped(self._old_ids[ref])}  # beside it, drafts 3 and 4 ignore all keywords
         schema = with_required_names(schema)
         made = {key: self._keyword(key, value) for key, value in schema.items() if key not in VALUES}
         made = with_enforced_bounds(_counted(made))
@@ -180,6 +183,26 @@ def with_required_names(schema: dict[str, Any]) -> dict[str, Any]:
         "properties": others,
         "required": [*required, *(name for name, flag in flags.items() if flag and name not in known)],
     }
+
+
+def _old_ids(root: dict[str, Any]) -> dict[str, str]:
+    """Places of the schemas with an `id`, the name of drafts 3 and 4 for `$id`: a reference to each. Jackson refers so
+    to classes that the schema has shown once, as `urn:jsonschema:com:acme:Node`."""
+    found: dict[str, str] = {}
+    left: list[tuple[Any, str, bool]] = [(root, "#", False)]
+    while left:
+        part, place, has_names = left.pop()
+        if isinstance(part, list):
+            left += [(one, f"{place}/{number}", False) for number, one in enumerate(part)]
+        if not isinstance(part, dict):
+            continue
+        if not has_names and isinstance(one := part.get("id"), str) and not one.startswith("#"):
+            found.setdefault(one, place)
+        for key, value in part.items():
+            if isinstance(value, dict | list) and (has_names or key not in VALUES):
+                step = key.replace("~", "~0").replace("/", "~1")
+                left.append((value, f"{place}/{step}", not has_names and key in OF_NAMES))
+    return found
 
 
 def _escaped(ref: str) -> str:
