@@ -256,12 +256,20 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     return msgspec.structs.replace(config, layout=layout, modules=None if modules == layout else modules)
 
 
+ENCODERS = frozenset(
+    {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert", "eurobert"}
+    | {"t5encoder", "gemma-embedding", "llama-embed"}
+)
+"""Architectures of files for embeddings, most of them with a WordPiece vocabulary."""
+
+
 def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
     found = metadata.need("general.architecture", str)
     if found in GGUF_ARCHITECTURES:
         return found, GGUF_ARCHITECTURES[found]
+    what = "an encoder, which writes no text and" if found in ENCODERS else "which"
     raise ModelError(
-        f"{metadata.path}: general.architecture is {shown(found)}, which is not supported; `pipeline models "
+        f"{metadata.path}: general.architecture is {shown(found)}, {what} is not supported; `pipeline models "
         "--supported` lists those that are"
     )
 

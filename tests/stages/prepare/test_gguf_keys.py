@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig, notes_of
+from pipeline.stages.prepare.gguf.model import ENCODERS
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
@@ -140,3 +142,17 @@ def test_scalings_in_two_forms_are_refused(tmp_path: Path) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", checkpoints.tiny_llama(), metadata=keys, extra_tensors=tensors)
     with pytest.raises(ModelError, match=r"rope_freqs\.weight beside another rope scaling is not supported"):
         prepared(path)
+
+
+@pytest.mark.parametrize("architecture", sorted(ENCODERS))
+def test_an_encoder_is_refused_by_name_before_anything_else_is_read(tmp_path: Path, architecture: str) -> None:
+    """Most have a WordPiece vocabulary, which files of decoders may have, too."""
+    writer = gguf.GGUFWriter(tmp_path / "encoder.gguf", architecture)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(["[UNK]", "a", "##b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    message = f"general.architecture is '{architecture}', an encoder, which writes no text and is not supported"
+    with pytest.raises(ModelError, match=message):
+        prepare(Settings(model=str(tmp_path / "encoder.gguf"), cache_dir=str(tmp_path / "cache")))
