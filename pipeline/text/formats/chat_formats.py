@@ -36,6 +36,7 @@ from pipeline.text.formats.pythonic import Olmo3, Pythonic
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
 from pipeline.text.formats.reply_marks import ReplyMarks, SpecialTokens
+from pipeline.text.formats.text_scan import SPACE, skip_space, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
 from pipeline.text.formats.xml_calls import GLM, QWEN, SEED, XmlFormat
 
@@ -105,6 +106,8 @@ class ReplyParser:
         self._reasoning = reasoning
         self._calls = calls
         self._has_content = has_content
+        self._late = ""
+        """Content that may begin with the end mark of reasoning which a call has ended."""
 
     def push(self, text: str, special_spans: bytes = b"") -> list[Event]:
         """Add text, and the spans of the special tokens that begin in it, if `ChatFormats.needs_specials`; those of
@@ -117,11 +120,33 @@ class ReplyParser:
         """End the reply. Returns the remaining events."""
         return self.marks.shown(self._finish())
 
+    def _without_late_end(self, events: list[Event]) -> list[Event]:
+        """Drop the end mark of reasoning that a call had ended, if it is the first text behind the call."""
+        if self._reasoning is None or not self._reasoning.late_ends:
+            return events
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, Content) and self._reasoning.late_ends:
+                text, self._late = self._late + event.text, ""
+                at = skip_space(text, 0)
+                end = starts_with(text, at, self._reasoning.late_ends) if at < len(text) else ""
+                if end == "":
+                    self._late = text
+                    continue
+                self._reasoning.late_ends = ()
+                text = text[at + len(end) :] if end else text
+                out += [Content(text)] if text else []
+            else:
+                out.append(event)
+        return out
+
     def _finish(self) -> list[Event]:
         out = self._read(self._specials.finish()) if self._specials is not None else []
         if self._reasoning is not None and (rest := self._reasoning.finish(out)):
             out += self._calls.push(rest)
-        out += self._calls.finish()
+        out = self._without_late_end([*out, *self._calls.finish()])
+        if self._late.strip(SPACE):
+            out.append(Content(self._late))
         return out if self._has_content else [event for event in out if not isinstance(event, Content)]
 
     def _read(self, text: str) -> list[Event]:
@@ -133,7 +158,7 @@ class ReplyParser:
             text = self._reasoning.push(text, out)
         if text:
             out += self._calls.push(text)
-        return out
+        return self._without_late_end(out)
 
 
 class ChatFormats(msgspec.Struct, frozen=True):
@@ -218,7 +243,9 @@ class ChatFormats(msgspec.Struct, frozen=True):
         if self.reasoning is None:
             return ReplyParser(marks, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
-        return ReplyParser(marks, _seen(self.reasoning, marks).parser(stage), calls, has_content=has_content)
+        # Where calls are required, a grammar makes the model end its reasoning.
+        start = tools.call_start(names, marks) if tools is not None and choice == "auto" else None
+        return ReplyParser(marks, _seen(self.reasoning, marks).parser(stage, start), calls, has_content=has_content)
 
     def calls(
         self, choice: str, name: str, tools: str, *, parallel: bool, max_bytes: int = MAX_SCHEMA_BYTES

@@ -11,6 +11,7 @@ which is another format.
 from collections.abc import Collection
 
 from pipeline.text.formats.call_object import SPACE
+from pipeline.text.formats.call_start import CallStart
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
@@ -29,6 +30,9 @@ class Hermes(ToolFormat):
 
     def detects(self, template: str) -> bool:
         return START in template and "<function=" not in template and "<arg_key>" not in template
+
+    def call_start(self, names: Collection[str], marks: ReplyMarks) -> CallStart:
+        return CallStart(marks.of(START), ("{", '"name"', ":"), (",", "}"), tuple(f'"{name}"' for name in names))
 
     def parser(self, names: Collection[str], marks: ReplyMarks) -> "HermesParser":
         return HermesParser(marks, names)

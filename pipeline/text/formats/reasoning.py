@@ -16,6 +16,7 @@ from enum import Enum
 import msgspec
 
 from pipeline.text.formats import harmony
+from pipeline.text.formats.call_start import CallStart
 from pipeline.text.formats.events import Event, Reasoning
 from pipeline.text.formats.kimi_k2 import MARKS as KIMI_MARKS
 from pipeline.text.formats.marks import Marks
@@ -106,8 +107,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         """A text of which `stage_of` returns this stage, if the format has it."""
         return {ReasoningStage.OPEN: self.start, ReasoningStage.OVER: self.end}.get(stage, "")
 
-    def parser(self, stage: ReasoningStage) -> "ReasoningParser":
-        return ReasoningParser(self, stage)
+    def parser(self, stage: ReasoningStage, call: CallStart | None = None) -> "ReasoningParser":
+        """A parser of a reply that starts at this stage. Reasoning also ends where a call begins as in `call`."""
+        return ReasoningParser(self, stage, call)
 
 
 class _Gemma4(ReasoningFormat, frozen=True):
@@ -187,12 +189,16 @@ class ReasoningParser:
     """Streaming parser that splits a reply into reasoning and the rest. It drops empty lines next to the marks, because
     templates write them."""
 
-    def __init__(self, form: ReasoningFormat, stage: ReasoningStage) -> None:
+    def __init__(self, form: ReasoningFormat, stage: ReasoningStage, call: CallStart | None = None) -> None:
         self._form = form
+        self._call = call
+        self.late_ends: tuple[str, ...] = ()
+        """End marks that the model may still write, since a call has ended the reasoning."""
         self.stage = stage
         """Where the text ends that has been pushed."""
         self._starts = tuple(start for start, _ in form.pairs)
-        self._end = Marks.of(frozenset((*(end for _, end in form.pairs), *form.unclosed_before)))
+        called = () if call is None else (call.mark,)
+        self._end = Marks.of(frozenset((*(end for _, end in form.pairs), *form.unclosed_before, *called)))
         self._wrappers: SpecialTokenFilter | None = None
         self._is_first = True
         """Only white space has been read so far."""
@@ -255,8 +261,15 @@ class ReasoningParser:
         return word
 
     def _reason(self, text: str, out: list[Event]) -> str:
-        found = self._end.find(text)
+        found, begins_call = self._end.find(text), False
+        while found and self._call is not None and found[0] == self._call.mark:
+            if (follows := self._call.follows(text, found.end())) is not False:
+                begins_call = True
+                break
+            found = self._end.find(text, found.end())
         held = found.start() if found else self._end.held(text)
+        if found and begins_call and follows is None:
+            found = None
         if thought := text[:held]:
             self._think(thought, out)
         if found is None:
@@ -267,7 +280,9 @@ class ReasoningParser:
         self._is_just_over = True
         if self._form.wrappers:
             self._wrappers = SpecialTokenFilter(frozenset(self._form.wrappers))
-        return text[found.start() if found[0] in self._form.unclosed_before else found.end() :]
+        if begins_call:
+            self.late_ends = tuple(end for _, end in self._form.pairs)
+        return text[found.start() if begins_call or found[0] in self._form.unclosed_before else found.end() :]
 
     def _think(self, text: str, out: list[Event]) -> None:
         if not self._has_begun:

@@ -2,11 +2,12 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 from msgspec import Raw
 
+from pipeline.text.formats.call_start import CallStart
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.lark import CallRule, LarkBuilder
 from pipeline.text.formats.reply_marks import ReplyMarks
@@ -62,6 +63,11 @@ class ToolFormat(ABC):
     @abstractmethod
     def detects(self, template: str) -> bool:
         """Whether a chat template is one of this family."""
+
+    def call_start(self, names: Collection[str], marks: ReplyMarks) -> CallStart | None:
+        """How a call of one of these tools begins; None if reasoning without an end hides calls. A parser looks for
+        what `marks.of` returns for the format's marks."""
+        return None
 
     @abstractmethod
     def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> CallParser:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
+from pipeline.text.formats.call_start import CallStart
 from pipeline.text.formats.calls import CallParser
 from pipeline.text.formats.events import Event
 from pipeline.text.formats.lark import CallRule, LarkBuilder
@@ -85,6 +86,12 @@ class XmlFormat(ToolFormat):
     def detects(self, template: str) -> bool:
         tags = self.tags
         return tags.start in template and (tags.before_name or tags.before_key) in template
+
+    def call_start(self, names: Collection[str], marks: ReplyMarks) -> CallStart:
+        tags = self.tags
+        before = (tags.before_name,) if tags.before_name else ()
+        behind = (tags.after_name,) if tags.after_name else (tags.before_key, marks.of(tags.end))
+        return CallStart(marks.of(tags.start), before, behind, tuple(names))
 
     def parser(self, names: Mapping[str, str], marks: ReplyMarks) -> "XmlParser":
         tags = msgspec.structs.replace(self.tags, start=marks.of(self.tags.start), end=marks.of(self.tags.end))
