@@ -136,6 +136,10 @@ class ChatTemplates:
             probe, parts = refused_forms.EMPTY_REPLY, refused_forms.with_empty_parts(plain)
             if self._prefers("empty parts", template, (probe, plain), (probe, parts)):
                 traits = parts
+        if refused_forms.has_later_system(prompt):
+            probe, joined = refused_forms.LATER_SYSTEM, refused_forms.with_one_system(plain)
+            if self._prefers("one system", template, (probe, plain), (probe, joined)):
+                traits = refused_forms.with_one_system(traits)
         if refused_forms.has_several_calls(prompt):
             probe = refused_forms.SEVERAL_CALLS
             if self._prefers("calls apart", template, (probe, plain), (refused_forms.with_calls_apart(probe), plain)):

@@ -58,7 +58,8 @@ def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
         if name in OWN_FIELDS:
             raise BadChat(f"'chat_template_kwargs' can't have {name!r}: {OWN_FIELDS[name]}", "chat_template_kwargs")
     messages = [_message(message, traits) for message in prompt.messages]
-    if any(message.role == "developer" for message in prompt.messages) and not traits.developer:
+    has_developer = any(message.role == "developer" for message in prompt.messages)
+    if traits.one_system or (has_developer and not traits.developer):
         messages = _with_one_system(messages)
     if prompt.continue_final_message:
         if prompt.add_generation_prompt:
@@ -218,7 +219,7 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 
 def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join developer and system messages into one system message at the start, for templates that don't know the
-    developer role."""
+    developer role, or that take a system message there alone."""
     texts = []
     others = []
     for message in messages:

@@ -2,6 +2,8 @@
 
     an empty reply     an assistant's message without text and calls, such as one that ended within its reasoning. A
                        template that refuses it may take it with an empty part
+    a system message   behind others, as Codex and Claude Code send it. If a template refuses it, or leaves it out, all
+                       system messages become one at the start
     several calls      in one message. If a template refuses them, or writes only the first, each call becomes a message
                        with its own results behind it
     text, reasoning    and calls in one message. If a template refuses them, the text becomes the end of the reasoning
@@ -26,6 +28,9 @@ RESULT = ChatMessage("tool", "a", CALL.name, tool_call_id=CALL.id)
 LAST_RESULT = ChatMessage("tool", LAST_WORDS, LAST_CALL.name, tool_call_id=LAST_CALL.id)
 
 EMPTY_REPLY = ChatPrompt([USER, ChatMessage("assistant", ""), ChatMessage("user", LAST_WORDS)])
+LATER_SYSTEM = ChatPrompt(
+    [ChatMessage("system", "a"), USER, ChatMessage("assistant", "b"), ChatMessage("system", LAST_WORDS), USER]
+)
 SEVERAL_CALLS = ChatPrompt([USER, ChatMessage("assistant", None, tool_calls=[CALL, LAST_CALL]), RESULT, LAST_RESULT])
 REASONED_CALL = ChatPrompt([USER, ChatMessage("assistant", "a", tool_calls=[LAST_CALL], reasoning="b"), LAST_RESULT])
 
@@ -51,6 +56,15 @@ def with_one_text(prompt: ChatPrompt) -> ChatPrompt:
 
 def has_empty_reply(prompt: ChatPrompt) -> bool:
     return any(one.role == "assistant" and not one.content and not one.tool_calls for one in prompt.messages)
+
+
+def has_later_system(prompt: ChatPrompt) -> bool:
+    return any(one.role in ("system", "developer") for one in prompt.messages[1:])
+
+
+def with_one_system(traits: TemplateTraits) -> TemplateTraits:
+    """The traits of a template that gets all system messages as one at the start."""
+    return dataclasses.replace(traits, one_system=True)
 
 
 def has_several_calls(prompt: ChatPrompt) -> bool:

@@ -22,8 +22,8 @@ class TemplateTraits:
     """`parts`: it loops over the parts of a message's content. `text_too`: it tests whether content is text, and so
     takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
     role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text.
-    `empty_parts`: it gets an empty reply as an empty part; see refused_forms.py. `thinking_parts`: it reads the
-    reasoning of a message from a part of its content."""
+    `empty_parts`: it gets an empty reply as an empty part; `one_system`: it gets all system messages as one at the
+    start; see refused_forms.py. `thinking_parts`: it reads the reasoning of a message from a part of its content."""
 
     parts: bool = False
     text_too: bool = False
@@ -31,6 +31,7 @@ class TemplateTraits:
     developer: bool = False
     json_arguments: bool = False
     empty_parts: bool = False
+    one_system: bool = False
     thinking_parts: bool = False
 
 

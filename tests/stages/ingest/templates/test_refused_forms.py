@@ -2,6 +2,7 @@
 were."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from pipeline.stages.ingest.templates.budget import Budget
 from pipeline.stages.ingest.templates.chat_templates import SHORT_STEPS, ChatTemplates
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 from pipeline.stages.ingest.templates.template_inspection import TemplateTraits
+from tests.stages.ingest.templates.chats import TEMPLATES
 
 A, B, C = (ToolCall(name, f"f_{name}", "{}") for name in "abc")
 USER, LAST = ChatMessage("user", "Hi"), ChatMessage("user", "and now?")
@@ -151,3 +153,50 @@ def test_forms_are_tried_once_with_few_steps(monkeypatch: pytest.MonkeyPatch) ->
         budgets.clear()
         chats.text(prompt, max_chars=10_000, now_s=0.0, is_short=True)
         assert budgets == [SHORT_STEPS] * num_more
+
+
+QWEN35 = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = QWEN35.replace(" and not loop.first", "")
+SYSTEM, LATER = ChatMessage("system", "Be brief."), ChatMessage("system", "It rains.")
+
+
+def written(source: str, *messages: ChatMessage) -> str:
+    templates = ChatTemplates({"default": ChatTemplate(source)}, "", timeout_s=10.0)
+    return templates.text(ChatPrompt(list(messages)), max_chars=1000, now_s=0.0, is_short=True)
+
+
+@pytest.mark.parametrize("source", [QWEN35, FIRST_SYSTEM])
+def test_system_messages_that_a_template_takes_at_the_start_alone_are_joined_there(source: str) -> None:
+    developer = ChatMessage("developer", LATER.content)
+    for later in (LATER, developer):
+        assert written(source, SYSTEM, USER, later, LAST) == "<system>Be brief.\n\nIt rains.<user>Hi<user>and now?"
+    assert written(source, USER, LATER, LAST) == "<system>It rains.<user>Hi<user>and now?"
+    assert written(source, SYSTEM, LATER, USER) == "<system>Be brief.\n\nIt rains.<user>Hi"
+    assert written(source, SYSTEM, USER) == "<system>Be brief.<user>Hi"
+
+
+def test_system_messages_stay_where_they_are_if_the_template_takes_them() -> None:
+    text = written("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", SYSTEM, USER, LATER, LAST)
+    assert text == "<system>Be brief.<user>Hi<system>It rains.<user>and now?"
+    with pytest.raises(TemplateFailure, match="System message must be"):
+        written(NO_SYSTEM, SYSTEM, USER, LATER, LAST)
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_no_real_template_leaves_out_a_later_system_message(path: Path) -> None:
+    templates = ChatTemplates({"default": ChatTemplate(path.read_text("utf-8"))}, "", timeout_s=10.0)
+    later, reply = ChatMessage("system", "It rains."), ChatMessage("assistant", "a")
+    for messages in ([SYSTEM, USER, reply, later, LAST], [USER, reply, later, LAST]):
+        try:
+            text = templates.text(ChatPrompt(messages), max_chars=100_000, now_s=0.0, is_short=False)
+        except TemplateFailure:
+            continue  # it takes none at all
+        assert text.count("It rains.") == 1 and text.count("and now?") == 1
