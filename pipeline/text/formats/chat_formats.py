@@ -239,7 +239,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         calls = NoCalls((), marks.hidden) if tools is None else tools.parser(schemas, marks)
         has_content = choice not in ("required", "named")
         if self._is_harmony(tools):
-            return ReplyParser(marks, None, self._harmony(tools, calls, marks, tail), has_content=has_content)
+            return ReplyParser(marks, None, self._harmony(tools, calls, marks, tail, names), has_content=has_content)
         if self.reasoning is None:
             return ReplyParser(marks, None, calls, has_content=has_content)
         stage = self.reasoning.default_stage if tail is None else self.reasoning.stage_of(tail)
@@ -307,7 +307,12 @@ class ChatFormats(msgspec.Struct, frozen=True):
         return isinstance(tools, Harmony) or isinstance(self.reasoning, HarmonyReasoning)
 
     def _harmony(
-        self, tools: ToolFormat | None, content: CallParser, marks: ReplyMarks, tail: str | None
+        self,
+        tools: ToolFormat | None,
+        content: CallParser,
+        marks: ReplyMarks,
+        tail: str | None,
+        names: Collection[str],
     ) -> HarmonyParser:
         part = Part.HEADER
         if isinstance(self.reasoning, HarmonyReasoning) and tail is not None:
@@ -319,6 +324,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
             with_calls=isinstance(tools, Harmony),
             with_reasoning=self.reasoning is not None,
             part=part,
+            names=names,
         )
 
     def _is_special(self, mark: str) -> bool:

@@ -96,8 +96,11 @@ class HarmonyParser:
         with_calls: bool,
         with_reasoning: bool,
         part: Part = Part.HEADER,
+        names: Collection[str] = (),
     ) -> None:
+        """`names` are the tools': the model may leave out the namespace before one of them."""
         self._content = content
+        self._names = frozenset(names)
         self._marks = marks.each(MARKS)
         self._start, self._channel, self._message = marks.each((START, CHANNEL, MESSAGE))
         self._body_end = Marks.of(frozenset(marks.each((START, CHANNEL, END, CALL, RETURN))))
@@ -177,12 +180,13 @@ class HarmonyParser:
         return end + len(self._message)
 
     def _begin(self, channel: str, recipient: str) -> None:
-        if recipient.startswith(FUNCTIONS) and self._with_calls:
+        is_function = recipient.startswith(FUNCTIONS) or recipient in self._names
+        if is_function and self._with_calls:
             self._part = Part.CALL
             self._name = recipient.removeprefix(FUNCTIONS)[:MAX_NAME_CHARS]
             self._object = CallObject.of_arguments(self._num_calls, self._name)
             return
-        is_thought = channel == ANALYSIS or (recipient and not recipient.startswith(FUNCTIONS))
+        is_thought = channel == ANALYSIS or (recipient and not is_function)
         self._part = Part.REASONING if is_thought and self._with_reasoning else Part.CONTENT
         if self._has_text[self._part]:
             self._separator[self._part] = "\n"

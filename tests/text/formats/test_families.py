@@ -253,6 +253,12 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
     ],
     "openai": [
         (
+            '<|channel|>commentary to=find <|constrain|>json<|message|>{"text": "a"}<|call|>',
+            "",
+            [("find", {"text": "a"})],
+        ),
+        ("<|channel|>commentary to=lost<|message|>{}<|call|>", "{}", []),
+        (
             f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{FIND}<|call|>",
             "",
             [("find", json.loads(FIND))],
