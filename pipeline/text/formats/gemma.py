@@ -22,7 +22,8 @@ from pipeline.text.formats.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 CALL = "call:"
-_NAME = re.compile(r"[\w.\-]+")
+_NAME = re.compile(r"[\w.\-:]+")
+"""With colons, the last part is the name: some models write namespaces before it, as in `call:google:mcp:find`."""
 _KEY = re.compile(r"\w+")
 JSON_TYPES = frozenset({"integer", "number", "boolean", "null"})
 
@@ -114,8 +115,12 @@ class GemmaParser(CallParser):
         if name is None or end - begin > MAX_NAME_CHARS or text[end] != "{":
             self._no_call(out)
             return at
-        self._begin_call(name[0], out)
-        types = property_types(self._schemas.get(name[0], ""))
+        called = name[0].rpartition(":")[2] if name[0] not in self._schemas else name[0]
+        if called != name[0] and called not in self._schemas:
+            self._no_call(out)
+            return at
+        self._begin_call(called, out)
+        types = property_types(self._schemas.get(called, ""))
         self._value = LooseValue(self._quote, types=types)
         self._read = self._in_arguments
         return end

@@ -194,6 +194,7 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, object]]]]] = {
         (f"{seed('now')}\n{seed('now')}", "", [("now", {}), ("now", {})]),
     ],
     "gemma4": [
+        ("<|tool_call>call:google:mcp:find{n:5}<tool_call|>", "", [("find", {"n": 5})]),
         (gemma(f'text:<|"|>{TEXT}<|"|>,n:5'), "", [("find", {"text": TEXT, "n": 5})]),
         (
             gemma('at:{x:1.5,y:{z:[<|"|>a,}<|"|>,true,null]}},all:false'),
