@@ -13,6 +13,7 @@ from pipeline.config.settings import ChatSettings, Settings
 from pipeline.grammars.engine import Engine
 from pipeline.runtime import messages as m
 from pipeline.text.formats.chat_formats import ChatFormats
+from pipeline.text.formats.reasoning import ReasoningStage
 from tests.rig import Rig
 from tests.stages.gateway.gate import MODEL, Gate, read_until
 from tests.stages.ingest import models as tiny
@@ -51,6 +52,12 @@ def begun(rig: Rig, prompt: m.ChatPrompt, grammar: m.Grammar | None, *, with_tai
     return answers(rig, msgspec.structs.replace(submitted, prompt_options=options))
 
 
+def takes(engine: Engine, grammar: str, text: str) -> bool:
+    matcher = engine.matcher(grammar)
+    ids = tiny.byte_tokenizer().encode(text).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
 def answers(rig: Rig, submitted: m.Submit) -> tuple[Any, str]:
     rig.send(submitted, "gateway.0")
     accepted = rig.receive("gateway", m.Accepted)
@@ -85,22 +92,23 @@ def test_a_schema_and_a_required_call_are_enforced_whatever_a_document_has(tmp_p
     schema = m.Grammar("json_schema", json.dumps(SCHEMA), "response_format")
     call = '<tool_call>\n{"name": "find", "arguments": {"n": 1}}\n</tool_call>'
 
-    def takes(grammar: str, text: str) -> bool:
-        matcher = engine.matcher(grammar)
-        ids = tiny.byte_tokenizer().encode(text).ids
-        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
     with rig_of(tmp_path, "qwen3") as rig:
         rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
         for document in ("word", "<think>", "</think>", "<think> </think>", f"<think>{'word ' * 40}"):
             prompt = PLACES["user"](f"Sum up: {document}")
             tail, answer = begun(rig, prompt, schema)
             assert tail == ""
-            assert takes(answer, '{"n": 1}') and takes(answer, '<think>Hm, n.</think>{"n": 1}'), document
-            assert not takes(answer, '{"n": 2}') and not takes(answer, "Hm.") and not takes(answer, "Hm.</think>{}")
+            assert takes(engine, answer, '{"n": 1}') and takes(engine, answer, '<think>Hm, n.</think>{"n": 1}'), (
+                document
+            )
+            assert (
+                not takes(engine, answer, '{"n": 2}')
+                and not takes(engine, answer, "Hm.")
+                and not takes(engine, answer, "Hm.</think>{}")
+            )
             _, required = begun(rig, prompt, required_call("qwen3"), with_tail=False)  # as over ZeroMQ
-            assert takes(required, call) and takes(required, f"<think>Hm.</think>{call}"), document
-            assert not takes(required, "Hm.") and not takes(required, call.replace("1", "2"))
+            assert takes(engine, required, call) and takes(engine, required, f"<think>Hm.</think>{call}"), document
+            assert not takes(engine, required, "Hm.") and not takes(engine, required, call.replace("1", "2"))
 
 
 def test_a_request_that_is_submitted_again_keeps_its_grammar(tmp_path: Path) -> None:
@@ -210,3 +218,27 @@ def test_each_dialect_is_safe_from_marks_in_its_texts(dialect: str, tmp_path: Pa
         assert over[1] != opened[1]
         assert sent("</think>", "So <think>") == over
         assert sent("</think>", "<think>\nSo") == opened
+
+
+@pytest.mark.parametrize("template", ["qwen3", "gemma4", "glm4.6"])
+@pytest.mark.parametrize("think", [False, None, True])
+def test_ollama_s_format_is_enforced_whether_or_not_the_model_thinks(
+    template: str, think: bool | None, tmp_path: Path
+) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    folder = tiny.folder(tmp_path, source)
+    (tmp_path / "gate").mkdir()
+    (tmp_path / "gate" / "chat_template.jinja").write_text(source)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "format": SCHEMA}
+    with Gate(tmp_path / "gate") as gate, Rig("ingest", Settings(), model_dir=folder) as rig:
+        rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
+        gate.post(body | ({} if think is None else {"think": think}), "/api/chat")
+        submit = gate.submit()
+        tail, grammar = answers(rig, submit)
+        gate.reject(submit, m.Failure(400, "no"))
+    engine = Engine(folder)
+    form = ChatFormats.of(source, ChatSettings())
+    stage = form.reasoning.stage_of(tail) if form.reasoning is not None and tail else None
+    thought = "" if stage is not ReasoningStage.OPEN or form.reasoning is None else f"Hm.{form.reasoning.end}"
+    assert takes(engine, grammar, f'{thought}{{"n": 1}}')
+    assert not takes(engine, grammar, f'{thought}{{"n": 2}}') and not takes(engine, grammar, f"{thought}Hm")
