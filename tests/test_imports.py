@@ -113,13 +113,13 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
         ),
         (
             "stages/ingest/a.py",
-            "from pipeline.stages.gateway.parsing import parse",
-            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.parse",
+            "from pipeline.stages.gateway.parsing import build",
+            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.build",
         ),
         (
             "stages/ingest/a.py",
-            "from ..gateway.parsing import parse",
-            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.parse",
+            "from ..gateway.parsing import build",
+            "stages/ingest/a.py:1: stages.ingest may not import pipeline.stages.gateway.parsing.build",
         ),
         (
             "stages/schedule/a.py",

@@ -12,18 +12,19 @@ import msgspec
 from pipeline.client import protocol as p
 from pipeline.http_server.body_reader import Rest
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama import parsing as ollama
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
+from pipeline.stages.gateway.apis.infill.parsing import parse_infill
+from pipeline.stages.gateway.apis.ollama import parsing as ollama
+from pipeline.stages.gateway.apis.openai import parsing as openai
+from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
+from pipeline.stages.gateway.apis.openai.rendering import Rendering
+from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_response
+from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.open_bytes import measured
-from pipeline.stages.gateway.parsing import parse, resumption
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
-from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
-from pipeline.stages.gateway.parsing.invocations import parse_invocation
+from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
-from pipeline.stages.gateway.replies.rendering import Rendering
-from pipeline.stages.gateway.responses_api.parsing import Referred, parse_response
 
 Parser = Callable[[bytes, RequestLimits], ParsedRequest | Rest[ParsedRequest]]
 
@@ -33,16 +34,16 @@ _generates: MessageDecoder[p.Generate] = MessageDecoder(p.Generate)
 
 
 def render_chat() -> Rendering:
-    return Rendering(parse.read_chat, parse.parse_chat)
+    return Rendering(openai.read_chat, openai.parse_chat)
 
 
 def render_completion() -> Rendering:
-    return Rendering(parse.read_completion, parse.parse_completion, is_list=True)
+    return Rendering(openai.read_completion, openai.parse_completion, is_list=True)
 
 
 PARSERS: dict[str, Callable[[bytes, RequestLimits], ParsedRequest]] = {
-    "chat_completions": parse.parse_chat,
-    "completions": parse.parse_completion,
+    "chat_completions": openai.parse_chat,
+    "completions": openai.parse_completion,
     "messages": parse_messages,
     "count_tokens": parse_count_tokens,
     "embeddings": parse_embeddings,
@@ -53,8 +54,8 @@ PARSERS: dict[str, Callable[[bytes, RequestLimits], ParsedRequest]] = {
     "ollama_generate": ollama.parse_generate,
     "ollama_embed": ollama.parse_embed,
     "ollama_embeddings": ollama.parse_embeddings,
-    "tokenize": parse.parse_tokenize,
-    "detokenize": parse.parse_detokenize,
+    "tokenize": openai.parse_tokenize,
+    "detokenize": openai.parse_detokenize,
     "infill": parse_infill,
     "invocations": parse_invocation,
     ZMQ: lambda body, limits: parse_generate(_generates.decode(body), limits),

@@ -16,11 +16,11 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.apis.responses.types import ResponseObject
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_bytes import PLAIN, OutputCost, output_bytes
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.best_of import best
-from pipeline.stages.gateway.responses_api.types import ResponseObject
 from pipeline.stages.gateway.usage import RequestUsage
 from pipeline.text import special_spans
 from pipeline.text.formats.chat_formats import ChatFormats

@@ -29,6 +29,7 @@ from pipeline.runtime.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway import timings
 from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.apis.responses.event_log import EventLog as ResponseLog
 from pipeline.stages.gateway.deadlines import Deadlines
 from pipeline.stages.gateway.errors import ApiError, Overloaded, overloaded, timeout_error
 from pipeline.stages.gateway.late_stages import LateStages
@@ -37,7 +38,6 @@ from pipeline.stages.gateway.open_bytes import bounded, fixed_bytes, measured, o
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.received import Received
 from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
-from pipeline.stages.gateway.responses_api.event_log import EventLog as ResponseLog
 from pipeline.stages.gateway.timings import RecentRequests
 from pipeline.stages.gateway.usage import RequestUsage
 from pipeline.text.formats.chat_formats import ChatFormats

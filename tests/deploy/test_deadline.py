@@ -11,8 +11,8 @@ from pipeline.deploy.deadline import TIMED_PATHS
 from pipeline.deploy.replicas import NoReplica
 from pipeline.deploy.upstream import Upstream
 from pipeline.http_server import time_left
+from pipeline.stages.gateway.apis.openai.invocations import InvocationBody
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.parsing.invocations import InvocationBody
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
 from tests.deploy.test_relay import BODY, Once, stream, tokens_of
 

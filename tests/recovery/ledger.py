@@ -13,8 +13,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.detokenize.output_processor import OutputProcessor
+from pipeline.stages.gateway.apis.openai.reply import COMPLETION
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.replies.responses import COMPLETION
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.schedule.request_table import EXECUTOR_DIED, PROMPT_TAIL

@@ -13,19 +13,19 @@ from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
+from pipeline.stages.gateway.apis.infill.parsing import parse_infill
+from pipeline.stages.gateway.apis.ollama import parsing as ollama
+from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.apis.responses.names import renamed
+from pipeline.stages.gateway.apis.responses.parsing import StoredSize, parse_response
+from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama import parsing as ollama
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.decode import decode
-from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
-from pipeline.stages.gateway.parsing.invocations import parse_invocation
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
-from pipeline.stages.gateway.responses_api.names import renamed
-from pipeline.stages.gateway.responses_api.parsing import StoredSize, parse_response
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
 from tools.scaling_meter.case import Case, Make

@@ -17,14 +17,14 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import bearer
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
+from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
+from pipeline.stages.gateway.apis.openai.parsing import parse_completion
+from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.ollama.form import OllamaForm
-from pipeline.stages.gateway.ollama.names import renamed as ollama_renamed
-from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_points
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
-from pipeline.stages.gateway.responses_api.names import renamed
 from pipeline.stages.gateway.zmq import errors as zmq_errors
 from pipeline.stages.ingest.content_specials import ContentSpecials
 from pipeline.stages.ingest.templates import conversation

@@ -14,12 +14,12 @@ from pipeline.http_server.ollama_errors import OllamaErrorBody, is_ollama
 from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
+from pipeline.stages.gateway.apis.ollama.parsing import TAG
+from pipeline.stages.gateway.apis.responses.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
 from pipeline.stages.gateway.errors import ErrorBody
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.ollama.parsing import TAG
 from pipeline.stages.gateway.parsing.chat_tools import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
-from pipeline.stages.gateway.responses_api.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
 from pipeline.version import VERSION
 
 JSON = "application/json"

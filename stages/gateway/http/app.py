@@ -40,21 +40,22 @@ from pipeline.stages.gateway.admin.server_info import (
 )
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
+from pipeline.stages.gateway.apis.anthropic.reply import counted
+from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
+from pipeline.stages.gateway.apis.openai import reply as responses
+from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.page import files
-from pipeline.stages.gateway.parsing import parse, resumption
+from pipeline.stages.gateway.parsing import resumption
+from pipeline.stages.gateway.parsing.build import check_model, unknown_model
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import PARSERS, Parser, Received, render_chat, render_completion
-from pipeline.stages.gateway.replies import responses
-from pipeline.stages.gateway.replies.anthropic.messages import counted
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
-from pipeline.stages.gateway.responses_api.handlers import ResponsesApi
 from pipeline.version import VERSION
 
 PIPELINE_MAX_AGE_S = 0.2
@@ -334,7 +335,7 @@ class Api:
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
         card, name = self._card(), http_request.match_info["model"]
-        parse.check_model(name, self._limits_of_key())
+        check_model(name, self._limits_of_key())
         adapter = self._limits.adapters.get(name)
         return _json(card if name == card.id or adapter is None else _adapter_card(card, adapter))
 
@@ -354,7 +355,7 @@ class Api:
         """Raises ApiError, 404, if the client's key may not use this name: it may not change what others use."""
         limits = self._limits_of_key()
         if not limits.allows(name):
-            raise parse.unknown_model(shown(name), limits)
+            raise unknown_model(shown(name), limits)
 
     def _registry(self) -> AdapterRegistry:
         assert self._adapters is not None

@@ -22,11 +22,22 @@ from pipeline.stages.gateway.admin.server_info import (
     TokenizerInfo,
     Version,
 )
-from pipeline.stages.gateway.infill.parsing import INFILL_NEUTRAL, InfillBody
-from pipeline.stages.gateway.infill.reply import InfillReply
-from pipeline.stages.gateway.ollama import bodies as ob
-from pipeline.stages.gateway.ollama import types as ot
-from pipeline.stages.gateway.parsing.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
+from pipeline.stages.gateway.apis.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
+from pipeline.stages.gateway.apis.anthropic.types import CountTokensReply, MessageEvent, MessageReply
+from pipeline.stages.gateway.apis.embeddings.parsing import EMBEDDINGS_NEUTRAL, EmbeddingsBody
+from pipeline.stages.gateway.apis.embeddings.reply import EmbeddingsReply
+from pipeline.stages.gateway.apis.infill.parsing import INFILL_NEUTRAL, InfillBody
+from pipeline.stages.gateway.apis.infill.reply import InfillReply
+from pipeline.stages.gateway.apis.ollama import bodies as ob
+from pipeline.stages.gateway.apis.ollama import types as ot
+from pipeline.stages.gateway.apis.openai.invocations import InvocationBody
+from pipeline.stages.gateway.apis.openai.rendering import Rendered
+from pipeline.stages.gateway.apis.openai.reply import Detokenized, Tokenized
+from pipeline.stages.gateway.apis.openai.types import ChatChunk, ChatReply, TextReply
+from pipeline.stages.gateway.apis.responses.body import RESPONSES_NEUTRAL, ResponsesBody
+from pipeline.stages.gateway.apis.responses.types import ItemList, ResponseDeleted, ResponseEvent, ResponseObject
+from pipeline.stages.gateway.apis.tokens.parsing import GENERATE_NEUTRAL, GenerateBody
+from pipeline.stages.gateway.apis.tokens.reply import GenerateChunk, GenerateReply
 from pipeline.stages.gateway.parsing.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -35,17 +46,6 @@ from pipeline.stages.gateway.parsing.bodies import (
     DetokenizeBody,
     TokenizeBody,
 )
-from pipeline.stages.gateway.parsing.embeddings import EMBEDDINGS_NEUTRAL, EmbeddingsBody
-from pipeline.stages.gateway.parsing.invocations import InvocationBody
-from pipeline.stages.gateway.parsing.tokens_only import GENERATE_NEUTRAL, GenerateBody
-from pipeline.stages.gateway.replies.anthropic.types import CountTokensReply, MessageEvent, MessageReply
-from pipeline.stages.gateway.replies.embeddings import EmbeddingsReply
-from pipeline.stages.gateway.replies.rendering import Rendered
-from pipeline.stages.gateway.replies.responses import Detokenized, Tokenized
-from pipeline.stages.gateway.replies.tokens_only import GenerateChunk, GenerateReply
-from pipeline.stages.gateway.replies.types import ChatChunk, ChatReply, TextReply
-from pipeline.stages.gateway.responses_api.body import RESPONSES_NEUTRAL, ResponsesBody
-from pipeline.stages.gateway.responses_api.types import ItemList, ResponseDeleted, ResponseEvent, ResponseObject
 
 
 class Route(msgspec.Struct, frozen=True):

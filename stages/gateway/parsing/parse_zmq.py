@@ -8,23 +8,23 @@ from pipeline.client import protocol as p
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway import errors
+from pipeline.stages.gateway.apis.embeddings.parsing import POOLING, EmbeddingsBody, check_dimensions, embedding_request
+from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing import zmq_fields
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.bodies import ParamsBody, Prediction
-from pipeline.stages.gateway.parsing.conversation import calls_grammar
-from pipeline.stages.gateway.parsing.embeddings import POOLING, EmbeddingsBody, check_dimensions, embedding_request
-from pipeline.stages.gateway.parsing.parse import (
+from pipeline.stages.gateway.parsing.build import (
     check_model,
     check_num_messages,
     details_of,
     parsed_request_of,
     priority_of,
 )
+from pipeline.stages.gateway.parsing.conversation import calls_grammar
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, check_prompt_bytes, check_truncate, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
-from pipeline.stages.gateway.replies.responses import CHAT, COMPLETION
 
 
 def parse_generate(generate: p.Generate, limits: RequestLimits) -> ParsedRequest:

@@ -13,8 +13,7 @@ from typing import assert_never
 
 from msgspec import UNSET
 
-from pipeline.stages.gateway.parsing.custom_tools import input_of
-from pipeline.stages.gateway.replies.types import (
+from pipeline.stages.gateway.apis.openai.types import (
     ChatDelta,
     CustomDelta,
     FunctionDelta,
@@ -24,6 +23,7 @@ from pipeline.stages.gateway.replies.types import (
     ReplyToolCall,
     ToolDelta,
 )
+from pipeline.stages.gateway.parsing.custom_tools import input_of
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.text.formats.chat_formats import ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning

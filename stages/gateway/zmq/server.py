@@ -27,8 +27,8 @@ from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.access_details import details_of
+from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
 from pipeline.stages.gateway.errors import ApiError, overloaded
-from pipeline.stages.gateway.parsing.embeddings import POOLING
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness

@@ -14,9 +14,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
 from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.stages.gateway.admission import ID_BYTES
+from pipeline.stages.gateway.apis.embeddings.reply import vector_of
+from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.replies.embeddings import vector_of
-from pipeline.stages.gateway.replies.responses import FINISH_REASONS
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.timings import json_of

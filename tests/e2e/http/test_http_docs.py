@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.http_server.guard import PAGE_PREFIX
+from pipeline.stages.gateway.apis.tokens.parsing import PARAMS_NEUTRAL, GenerateSamplingParams
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import PARAMS_NEUTRAL, GenerateSamplingParams
 from pipeline.stages.gateway.readiness import Readiness
 from tests.e2e.server import Server
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pipeline.stages.gateway as gateway
 
 ASKS = re.compile(r"isinstance\([^)]*dialect|dialect (?:is|==|!=|in)\b|match .*dialect")
-ANSWERS = {"ollama/reply.py", "responses_api/reply.py"}
+ANSWERS = {"apis/ollama/reply.py", "apis/responses/reply.py"}
 """They read what they have kept of the request."""
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.infill.parsing import MAX_EXTRA, parse_infill
+from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.infill.parsing import MAX_EXTRA, parse_infill
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES, FillInTokens, find_fill_in_tokens
-from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.rig import PATIENCE_S

@@ -15,8 +15,8 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs import openapi, page
 from pipeline.stages.gateway.apidocs.description import address_of
 from pipeline.stages.gateway.apidocs.schemas import Schemas
+from pipeline.stages.gateway.apis.openai import reply as responses
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.replies import responses
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.http.test_guard import RIGHT, locked
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUME
+from pipeline.stages.gateway.apis.openai import parsing as parse
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing import parse, resumption
+from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.resumption import MAX_UNIX_S, digest_of
 from tests.rig import PATIENCE_S

@@ -14,10 +14,10 @@ from pipeline.http_server import slow_clients
 from pipeline.stages.gateway.http.app import Api
 from tests.rig import PATIENCE_S
 from tests.runtime.test_tls import CA
+from tests.stages.gateway.apis.responses.test_handlers import PATH
 from tests.stages.gateway.gate import CHAT, END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.http.test_tls import FILES, client_of
-from tests.stages.gateway.responses_api.test_handlers import PATH
 from tests.stages.gateway.test_preemption import until
 
 BUFFER_BYTES = 4096

@@ -18,8 +18,8 @@ import pytest
 from pipeline.http_server import upload_budget
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
+from pipeline.stages.gateway.apis.openai import parsing as parse
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing import parse
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import PARSERS
 from tests.rig import PATIENCE_S

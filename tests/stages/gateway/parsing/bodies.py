@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
 

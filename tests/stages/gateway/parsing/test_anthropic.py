@@ -10,13 +10,13 @@ from pipeline.config.settings import ChatSettings
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.anthropic_errors import error_json
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.anthropic.bodies import KEEP_ALL_THINKING, MESSAGES_NEUTRAL
+from pipeline.stages.gateway.apis.anthropic.events import MESSAGES
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.openai.reply import CHAT
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.anthropic.bodies import KEEP_ALL_THINKING, MESSAGES_NEUTRAL
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.replies.anthropic.events import MESSAGES
-from pipeline.stages.gateway.replies.responses import CHAT
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.parsing.bodies import chat
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.anthropic.known_tools import KNOWN, is_left_out
+from pipeline.stages.gateway.apis.anthropic.known_tools import KNOWN, is_left_out
 from pipeline.stages.gateway.parsing.parsed_request import MAX_SHOWN_TYPES, MAX_TYPE_CHARS
 from tests.logs import lines_of
 from tests.stages.gateway.gate import MODEL, Gate

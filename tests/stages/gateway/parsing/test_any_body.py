@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from pipeline.client import protocol as p
 from pipeline.config.settings import GatewaySettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.anthropic.bodies import MessagesBody
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.embeddings.parsing import EmbeddingsBody, parse_embeddings
+from pipeline.stages.gateway.apis.infill.parsing import parse_infill
+from pipeline.stages.gateway.apis.ollama import parsing as ollama
+from pipeline.stages.gateway.apis.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_tokenize
+from pipeline.stages.gateway.apis.tokens.parsing import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.infill.parsing import parse_infill
-from pipeline.stages.gateway.ollama import parsing as ollama
-from pipeline.stages.gateway.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaOptions
-from pipeline.stages.gateway.parsing.anthropic.bodies import MessagesBody
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
-from pipeline.stages.gateway.parsing.embeddings import EmbeddingsBody, parse_embeddings
-from pipeline.stages.gateway.parsing.invocations import parse_invocation
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_tokenize
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.tokens_only import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from tests.slices import part_of
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, refused

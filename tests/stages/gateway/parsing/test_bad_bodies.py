@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
+from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline.client import protocol as p
+from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused

@@ -10,9 +10,9 @@ from openai.types.chat import ChatCompletion
 from pipeline.client.protocol import parts as p
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.ollama.parsing import parse_chat as parse_ollama_chat
+from pipeline.stages.gateway.apis.ollama.parsing import parse_chat as parse_ollama_chat
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of
-from pipeline.stages.gateway.parsing.parse import parse_chat
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.zmq_fields import chat_of
 from tests.stages.gateway.gate import CHAT, Gate

@@ -8,9 +8,9 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.conversation import ReplyForm
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken

@@ -11,15 +11,17 @@ import msgspec
 import pytest
 
 from pipeline.client import protocol as p
+from pipeline.stages.gateway.apis.anthropic import parsing as anthropic
+from pipeline.stages.gateway.apis.embeddings import parsing as embeddings
+from pipeline.stages.gateway.apis.infill import parsing as infill
+from pipeline.stages.gateway.apis.ollama import parsing as ollama
+from pipeline.stages.gateway.apis.openai import parsing as parse
+from pipeline.stages.gateway.apis.responses import parsing as responses_api
+from pipeline.stages.gateway.apis.responses.parsing import StoredSize
+from pipeline.stages.gateway.apis.tokens import parsing as tokens_only
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.infill import parsing as infill
-from pipeline.stages.gateway.ollama import parsing as ollama
-from pipeline.stages.gateway.parsing import embeddings, parse, tokens_only
-from pipeline.stages.gateway.parsing.anthropic import parse as anthropic
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.responses_api import parsing as responses_api
-from pipeline.stages.gateway.responses_api.parsing import StoredSize
 
 LIMITS = RequestLimits("tiny", 8, max_prompt_tokens=512, vocab_size=1000, hidden_size=8, has_priorities=True)
 EXTREME = [

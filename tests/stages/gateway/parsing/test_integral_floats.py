@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_messages
+from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize
+from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing import integral_floats
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_messages
-from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
 from pipeline.stages.gateway.parsing.integral_floats import with_integers
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion, parse_detokenize
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL
 from tests.stages.gateway.parsing.bodies import LIMITS, refused
 

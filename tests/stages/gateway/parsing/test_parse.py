@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, Body, ChatBody, CompletionBody
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing import sampling_fields
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from tests.stages.gateway.gate import CHAT, COMPLETION

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.parse import parse_chat, parse_completion
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import chat, completion

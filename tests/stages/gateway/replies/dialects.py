@@ -14,21 +14,21 @@ from pipeline.client.client import ServerInfo
 from pipeline.client.inputs.prompts import chat_of, chat_options_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
-from pipeline.stages.gateway.ollama.parsing import parse_chat as parse_ollama
-from pipeline.stages.gateway.parsing.anthropic.parse import parse_messages
-from pipeline.stages.gateway.parsing.parse import parse_chat
+from pipeline.stages.gateway.apis.anthropic.parsing import parse_messages
+from pipeline.stages.gateway.apis.ollama.parsing import parse_chat as parse_ollama
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat
+from pipeline.stages.gateway.apis.responses import handlers
+from pipeline.stages.gateway.apis.responses.parsing import parse_response
+from pipeline.stages.gateway.apis.responses.sizes import SizedItem
+from pipeline.stages.gateway.apis.responses.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
-from pipeline.stages.gateway.responses_api import handlers
-from pipeline.stages.gateway.responses_api.parsing import parse_response
-from pipeline.stages.gateway.responses_api.sizes import SizedItem
-from pipeline.stages.gateway.responses_api.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.text.formats.chat_formats import ChatFormats
+from tests.stages.gateway.apis.responses.test_parsing import Stored
 from tests.stages.gateway.gate import MODEL, events_of
 from tests.stages.gateway.replies import test_messages
-from tests.stages.gateway.responses_api.test_parsing import Stored
 
 Messages = list[dict[str, Any]]
 SCHEMA = {

@@ -11,8 +11,8 @@ from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse import parse_completion
 from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.request import SequenceOutput

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing import parse
+from pipeline.stages.gateway.apis.openai import parsing as parse
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate, events_of
 from tests.stages.gateway.parsing.bodies import LIMITS, refused
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.embeddings import parse_embeddings
+from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import ChatSettings
+from tests.stages.gateway.apis.responses import test_handlers
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.replies import test_chat, test_messages
-from tests.stages.gateway.responses_api import test_handlers
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]

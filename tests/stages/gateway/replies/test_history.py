@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.replies.anthropic.messages import object_or_empty
+from pipeline.stages.gateway.apis.anthropic.reply import object_or_empty
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 from pipeline.text.formats.chat_formats import ChatFormats

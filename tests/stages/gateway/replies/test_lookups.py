@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.parse import parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.apis.openai.parsing import parse_detokenize, parse_tokenize
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, FACTS, MODEL, Gate
 from tests.stages.gateway.parsing.bodies import refused

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.anthropic.tools import object_text
-from pipeline.stages.gateway.replies.anthropic.types import STOP_REASONS
+from pipeline.stages.gateway.apis.anthropic.tools import object_text
+from pipeline.stages.gateway.apis.anthropic.types import STOP_REASONS
 from tests.stages.gateway.gate import MODEL, Gate, read_until
 
 PATH = "/v1/messages"

@@ -21,10 +21,10 @@ from pipeline.text.special_spans import packed
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import raw
 from tests.stages.detokenize.vocabularies import byte_ids, id_of
+from tests.stages.gateway.apis.responses import test_handlers
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.http.test_resumption import points_of, send, without_points
 from tests.stages.gateway.replies import test_chat, test_messages
-from tests.stages.gateway.responses_api import test_handlers
 from tests.stages.replays import replays_alike
 
 SPECIALS = ("<s>", "</s>", "<pad>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")

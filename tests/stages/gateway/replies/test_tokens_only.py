@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.tokens_only import parse_tokens_only
+from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from tests.stages.gateway.gate import (
     CHAT,
     COMPLETION,

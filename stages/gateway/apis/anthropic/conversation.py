@@ -1,0 +1,213 @@
+"""Translates the conversation of a Messages request to the prompt that chats have. Pure.
+
+    system                    a message of role system, the first; without Claude Code's billing header
+    text                      the content of its message; consecutive messages of a role are one message
+    thinking                  the reasoning of the assistant's message; redacted_thinking is dropped
+    tool_use, tool_result     a tool call, a message of role tool
+    server_tool_use …         dropped, with their results: no chat has calls that the server runs
+    last message assistant    the reply continues it
+
+Every error has the path of the client's field, such as `messages[0].content[1].input`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from pipeline.config.settings import LimitSettings as Caps
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.anthropic import bodies as b
+from pipeline.stages.gateway.apis.anthropic.tools import choice_of, object_text, tools_json
+from pipeline.stages.gateway.errors import invalid, unsupported
+
+ERROR_PREFIX = "Error: "
+CALL_ID_PREFIX = "toolu_"
+"""Ids of tool calls begin with it outside. Templates get the rest: some refuse ids that are not in their own format."""
+BILLING_PREFIX = "x-anthropic-billing-header:"
+"""Claude Code's first system block begins with it. It is not part of the prompt: it differs by conversation and agent,
+so the prefix cache would find none of the tools and instructions after it."""
+
+
+class _Turn(msgspec.Struct):
+    """A message of the prompt while its blocks are added. Of an assistant's text that calls or reasoning interrupt, the
+    rest follows without a line break, as in a chat."""
+
+    role: str
+    texts: list[str] = []
+    has_parts: bool = False
+    calls: list[m.ToolCall] = []
+    reasoning: list[str] = []
+    tool_call_id: str | None = None
+    last: type | None = None
+    """The type of the block that was added last; None if that was in another message of the client's."""
+
+    def add_text(self, text: str) -> None:
+        if self.role == "assistant" and self.texts and (not text or self.last not in (None, b.TextBlockParam)):
+            self.texts[-1] += text
+        elif text or self.role != "assistant":
+            self.texts.append(text)
+
+    def add_reasoning(self, text: str) -> None:
+        if self.reasoning and self.last not in (None, b.ThinkingBlockParam):
+            self.reasoning[-1] += text
+        else:
+            self.reasoning.append(text)
+
+    def message(self) -> m.ChatMessage:
+        has_content = bool(self.texts) or not self.calls
+        return m.ChatMessage(
+            self.role,
+            "\n".join(self.texts) if has_content else None,
+            parts=self.texts if self.has_parts else None,
+            tool_calls=self.calls,
+            tool_call_id=self.tool_call_id,
+            reasoning="\n".join(self.reasoning) if self.reasoning else None,
+        )
+
+
+def num_parts(messages: Sequence[b.InputMessage]) -> int:
+    """Number of messages, their blocks, and the blocks of results: templates write about a token for each at least."""
+    return sum(map(_num_parts, messages))
+
+
+def _num_parts(message: b.InputMessage) -> int:
+    if isinstance(message.content, str):
+        return 1
+    results = [one.content for one in message.content if isinstance(one, b.ToolResultBlockParam)]
+    return max(1, len(message.content) + sum(len(content) for content in results if isinstance(content, list)))
+
+
+def prompt_of(body: b.CountTokensBody, caps: Caps) -> m.ChatPrompt:
+    """The prompt of a request. Raises ApiError."""
+    turns = _turns(body)
+    goes_on = body.messages[-1].role == "assistant"
+    if goes_on and turns[-1].calls:
+        at = f"messages[{len(body.messages) - 1}].content"
+        message = f"'{at}' must not have tool calls: it is the last message, so the reply continues it"
+        raise invalid(at, message, "invalid_value")
+    choice, name, parallel = choice_of(body, caps)
+    return m.ChatPrompt(
+        [turn.message() for turn in turns],
+        not goes_on,
+        continue_final_message=goes_on,
+        tools=tools_json(body.tools or []),
+        tool_choice=choice,
+        tool_name=name,
+        parallel_tool_calls=parallel,
+        template_kwargs=_template_kwargs(body),
+    )
+
+
+def _template_kwargs(body: b.CountTokensBody) -> str:
+    """The template's arguments as JSON: those that `reasoning_effort` sets in a chat request."""
+    kwargs: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        kwargs["reasoning_effort"] = body.output_config.effort
+    match body.thinking:
+        case b.ThinkingEnabled():
+            kwargs["enable_thinking"] = True
+        case b.ThinkingDisabled():
+            kwargs = {"reasoning_effort": "none", "enable_thinking": False}
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+def _turns(body: b.CountTokensBody) -> list[_Turn]:
+    turns: list[_Turn] = []
+    match body.system:
+        case str(text) if text:
+            turns.append(_Turn("system", [text]))
+        case [*blocks] if texts := [one.text for one in blocks if not one.text.startswith(BILLING_PREFIX)]:
+            turns.append(_Turn("system", texts, has_parts=True))
+    for place, message in enumerate(body.messages):
+        at = f"messages[{place}]"
+        if message.role not in b.ROLES:
+            raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
+        if not isinstance(message.content, str) and not message.content and message.role != "assistant":
+            raise invalid(f"{at}.content", f"'{at}.content' must not be an empty array", "invalid_value")
+        _add(turns, at, message)
+    return turns
+
+
+def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
+    """Append a message to `turns`, or to the last of them if it has the same role."""
+    role = message.role
+    if role == "assistant":
+        _turn_of(turns, role).last = None
+    if isinstance(message.content, str):
+        turn = _turn_of(turns, role)
+        turn.has_parts |= bool(turn.texts)
+        turn.add_text(message.content)
+        return
+    for place, block in enumerate(message.content):
+        where = f"{at}.content[{place}]"
+        match block:
+            case b.TextBlockParam(text):
+                turn = _turn_of(turns, role)
+                turn.has_parts = True
+                turn.add_text(text)
+            case b.ToolResultBlockParam():
+                _check_role(where, "tool_result", role, "user")
+                turns.append(_result(where, block))
+            case b.ToolUseBlockParam():
+                _check_role(where, "tool_use", role, "assistant")
+                arguments = object_text(block.input, f"{where}.input")
+                _turn_of(turns, role).calls.append(m.ToolCall(_own_id(block.id), block.name, arguments))
+            case b.ThinkingBlockParam(thinking):
+                _check_role(where, "thinking", role, "assistant")
+                _turn_of(turns, role).add_reasoning(thinking)
+            case b.RedactedThinkingBlockParam():
+                _check_role(where, "redacted_thinking", role, "assistant")
+                _turn_of(turns, role)
+            case b.LeftOutBlockParam():
+                _check_role(where, str(block.__struct_config__.tag), role, "assistant")
+                _turn_of(turns, role)
+            case _:
+                _refuse(where, block)
+        if role == "assistant":
+            turns[-1].last = type(block)
+
+
+def _turn_of(turns: list[_Turn], role: str) -> _Turn:
+    """The turn that a block of this role belongs to."""
+    if not turns or turns[-1].role != role:
+        turns.append(_Turn(role))
+    return turns[-1]
+
+
+def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
+    turn = _Turn("tool", tool_call_id=_own_id(block.tool_use_id))
+    match block.content:
+        case None:
+            turn.texts = [""]
+        case str(text):
+            turn.texts = [text]
+        case blocks:
+            turn.has_parts = True
+            for place, one in enumerate(blocks):
+                if isinstance(one, b.ToolReferenceBlockParam):
+                    turn.texts.append(one.tool_name)
+                elif isinstance(one, b.TextBlockParam):
+                    turn.texts.append(one.text)
+                else:
+                    _refuse(f"{at}.content[{place}]", one)
+    if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):
+        turn.texts[:1] = [ERROR_PREFIX + "".join(turn.texts[:1])]
+    return turn
+
+
+def _own_id(call_id: str) -> str:
+    return call_id.removeprefix(CALL_ID_PREFIX) or call_id
+
+
+def _check_role(at: str, kind: str, role: str, allowed: str) -> None:
+    if role != allowed:
+        message = f"'{at}.type' {kind} is only allowed if the message's role is {allowed}"
+        raise invalid(f"{at}.type", message, "invalid_value")
+
+
+def _refuse(at: str, block: Any) -> NoReturn:
+    raise unsupported(f"{at}.type", f"{block.__struct_config__.tag} blocks can't be read, content must be text")

@@ -1,0 +1,157 @@
+"""Bodies of POST /v1/embeddings. Pure."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.http_server import request_ids
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing.bodies import TruncationSide, with_unsupported
+from pipeline.stages.gateway.parsing.build import check_model, priority_of
+from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import (
+    check_prompt_bytes,
+    check_truncate,
+    most_ids,
+    num_prompts,
+    prompts_of,
+)
+from pipeline.stages.gateway.parsing.sampling_fields import Id
+
+POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings"""
+
+    input: Annotated[str | list[str | Id | list[Id]], Meta(description="A text, texts, ids, or lists of ids.")]
+    model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
+    encoding_format: (
+        Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
+    ) = None
+    dimensions: (
+        Annotated[int, Meta(ge=1, description="Length that vectors are truncated to; default the model's.")] | None
+    ) = None
+    pooling: (
+        Annotated[Literal["last", "mean"], Meta(description="Which tokens' hidden states are used; default last.")]
+        | None
+    ) = None
+    """Ours"""
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, lt=2**31, description="Keep this many tokens of an input; -1 keeps as many as fit.")]
+        | None
+    ) = None
+    truncation_side: TruncationSide | None = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Whether the tokenizer adds special tokens; default true for texts.")] | None
+    ) = None
+    request_id: Annotated[str, Meta(description="The client's own id of the request.")] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    timeout_s: (
+        Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Maximum time from the arrival to the end.")] | None
+    ) = None
+
+
+EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "messages": (),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+}
+"""vLLM's fields that are not supported, and the values, besides null, at which they change nothing."""
+
+
+_decoder = msgspec.json.Decoder(with_unsupported(EmbeddingsBody, EMBEDDINGS_NEUTRAL))
+
+
+def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
+    """Read the body of POST /v1/embeddings. Raises ApiError."""
+    return embeddings_request_of(decode(_decoder, body, EMBEDDINGS_NEUTRAL), limits)
+
+
+def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> ParsedRequest:
+    """Check a body of POST /v1/embeddings. Raises ApiError."""
+    model = check_model(decoded.model, limits)
+    num = num_prompts(decoded.input)
+    if num > limits.max_sequences:
+        most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
+        raise invalid("input", f"{num} inputs exceed the limit of {most}")
+    check_dimensions(decoded.dimensions, limits)
+    truncate = check_truncate(decoded.truncate_prompt_tokens, limits.max_prompt_tokens)
+    prompts = prompts_of(decoded.input, most_ids(truncate, limits.max_prompt_tokens), "input")
+    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
+    return embedding_request(
+        model,
+        prompts,
+        "input",
+        pooling=POOLING[decoded.pooling or "last"],
+        priority=priority_of(decoded.priority, limits),
+        cache_salt=decoded.cache_salt or "",
+        adapter_id=limits.adapter_id(model),
+        prompt_options=m.PromptOptions(
+            decoded.add_special_tokens, truncate=truncate, truncates_right=decoded.truncation_side == "right"
+        ),
+        request_id=request_ids.checked(decoded.request_id, "request_id"),
+        timeout_s=decoded.timeout_s,
+        embedding=EmbeddingOptions(dimensions=decoded.dimensions, is_base64=decoded.encoding_format == "base64"),
+    )
+
+
+def check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
+    """Raises ApiError if an embedding can't have this length."""
+    if dimensions is None:
+        return
+    if dimensions < 1:
+        raise invalid("dimensions", f"'dimensions' must be at least 1, not {dimensions}", "invalid_value")
+    if limits.hidden_size is not None and dimensions > limits.hidden_size:
+        message = f"'dimensions' must be at most {limits.hidden_size}, the model's hidden size, not {dimensions}"
+        raise invalid("dimensions", message, "invalid_value")
+
+
+def embedding_request(
+    model: str,
+    prompts: list[m.Prompt],
+    prompt_param: str,
+    *,
+    pooling: m.Pooling,
+    priority: int,
+    cache_salt: str,
+    adapter_id: str,
+    prompt_options: m.PromptOptions,
+    request_id: str | None,
+    timeout_s: float | None,
+    embedding: EmbeddingOptions,
+    timings: bool = False,
+) -> ParsedRequest:
+    """A request for the embeddings of prompts: each samples one id, which has no meaning."""
+    return ParsedRequest(
+        dialect=EMBEDDINGS,
+        model=model,
+        prompts=prompts,
+        n=1,
+        max_tokens_param=prompt_param,
+        seed=0,
+        options=m.GenerationOptions(
+            max_tokens=1,
+            temperature=0.0,
+            pooling=pooling,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_id=adapter_id,
+        ),
+        stream=False,
+        include_usage=False,
+        prompt_options=prompt_options,
+        prompt_param=prompt_param,
+        request_id=request_id,
+        timeout_s=timeout_s,
+        embedding=embedding,
+        timings=timings,
+    )

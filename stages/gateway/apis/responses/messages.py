@@ -1,0 +1,107 @@
+"""Converts the items of a conversation to the messages of a chat. Pure.
+
+An assistant's turn may be several items: reasoning, messages, and function calls. A chat has one message for them. A
+turn goes on until an item that is not the assistant's, or until a message follows a message.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.responses.items import (
+    CallItem,
+    CallOutputItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    Refusal,
+)
+from pipeline.stages.gateway.apis.responses.tools import chat_name
+from pipeline.stages.gateway.errors import invalid, shown
+from pipeline.stages.gateway.parsing.custom_tools import arguments_of
+
+
+class _Turn(msgspec.Struct):
+    """Items of an assistant that become one message. Text and reasoning that other items interrupt go on where they
+    ended, as in a chat."""
+
+    reasoning: list[str] = []
+    parts: list[str] | None = None
+    calls: list[m.ToolCall] = []
+
+    last: type[Item] | None = None
+    """The type of the item that was added last."""
+
+    def add(self, texts: list[str]) -> None:
+        """Add the texts of a message."""
+        self.parts = _continued(self.parts or [], texts)
+
+    def add_reasoning(self, texts: list[str]) -> None:
+        is_interrupted = self.last is not ReasoningItem
+        self.reasoning = _continued(self.reasoning, texts) if is_interrupted else [*self.reasoning, *texts]
+
+    def message(self) -> m.ChatMessage:
+        content = None if self.parts is None and self.calls else "\n".join(self.parts or ())
+        parts = self.parts if self.parts is not None and len(self.parts) > 1 else None
+        reasoning = "\n".join(self.reasoning) or None
+        return m.ChatMessage("assistant", content, parts=parts, tool_calls=self.calls, reasoning=reasoning)
+
+
+def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int) -> list[m.ChatMessage]:
+    """The messages of a conversation. `num_stored` of the items come from the previous response; the others are the
+    field `input`. Raises ApiError if an output answers no call."""
+    found = [] if instructions is None else [m.ChatMessage("system", instructions)]
+    turn: _Turn | None = None
+    call_ids: set[str] = set()
+    for place, item in enumerate(items):
+        is_own = not isinstance(item, CallOutputItem) and (
+            not isinstance(item, MessageItem) or item.role == "assistant"
+        )
+        if turn is not None and (not is_own or (isinstance(item, MessageItem) and turn.last is MessageItem)):
+            found.append(turn.message())
+            turn = None
+        if is_own and turn is None:
+            turn = _Turn()
+        match item:
+            case MessageItem(role="assistant") if turn is not None:
+                turn.add(_texts(item))
+            case MessageItem():
+                texts = _texts(item)
+                found.append(m.ChatMessage(item.role, "\n".join(texts), parts=texts if len(texts) > 1 else None))
+            case FunctionCallItem() | CustomToolCallItem() if turn is not None:
+                call_ids.add(item.call_id)
+                turn.calls.append(_call(item))
+            case ReasoningItem() if turn is not None:
+                turn.add_reasoning([part.text for part in item.content or item.summary])
+            case FunctionCallOutputItem() | CustomToolCallOutputItem():
+                if item.call_id not in call_ids:
+                    param = f"input[{place - num_stored}].call_id"
+                    message = f"'{param}' is {shown(item.call_id)!r}, and no call before it has this call_id"
+                    raise invalid(param, message, "invalid_value")
+                found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))
+        if turn is not None:
+            turn.last = type(item)
+    if turn is not None:
+        found.append(turn.message())
+    return found
+
+
+def _call(item: CallItem) -> m.ToolCall:
+    arguments = item.arguments if isinstance(item, FunctionCallItem) else arguments_of(item.input)
+    name = chat_name(item.name, item.namespace) if item.namespace else item.name
+    return m.ToolCall(item.call_id, name, arguments)
+
+
+def _continued(before: list[str], texts: list[str]) -> list[str]:
+    if not before or not texts:
+        return [*before, *texts]
+    return [*before[:-1], before[-1] + texts[0], *texts[1:]]
+
+
+def _texts(item: MessageItem) -> list[str]:
+    return [part.refusal if isinstance(part, Refusal) else part.text for part in item.content]

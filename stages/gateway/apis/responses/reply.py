@@ -1,0 +1,271 @@
+"""Replies of POST /v1/responses: the response, complete or as the events of a stream. Pure.
+
+stream   created · in_progress · events of the output … · completed, incomplete, or error and failed
+         In the background: created · queued · in_progress when the output begins · …
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.openai.reply import usage_of
+from pipeline.stages.gateway.apis.openai.types import ChatDelta
+from pipeline.stages.gateway.apis.responses.form import ResponseForm
+from pipeline.stages.gateway.apis.responses.items import Item, ReasoningItem, Status
+from pipeline.stages.gateway.apis.responses.names import renamed
+from pipeline.stages.gateway.apis.responses.output import OutputBuilder
+from pipeline.stages.gateway.apis.responses.types import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ReasoningEcho,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponseStatus,
+    ResponseUsage,
+)
+from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_bytes import (
+    ECHO_COPIES,
+    FIRST_EVENTS,
+    VALUE_BYTES,
+    json_bytes,
+    text_bytes,
+    utf8_bytes,
+)
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+from pipeline.stages.gateway.replies.chat import ReplyReader
+from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
+from pipeline.stages.gateway.request import Request
+
+SHUTTING_DOWN = "shutting_down"
+"""Code of the error of requests that the server does not finish."""
+
+_STATUSES: dict[m.Finish, ResponseStatus] = {
+    m.Finish.STOP: "completed",
+    m.Finish.LENGTH: "incomplete",
+    m.Finish.ABORT: "cancelled",
+}
+"""By how the output ended; a request that ends with an error fails instead"""
+
+_encoder = msgspec.json.Encoder()
+
+
+def response_of(request: Request, status: ResponseStatus, output: list[Item]) -> ResponseObject:
+    """The response, without usage."""
+    parsed = request.parsed
+    form = form_of(request.parsed)
+    return ResponseObject(
+        id=request.id,
+        created_at=request.created,
+        status=status,
+        background=form.background,
+        instructions=form.instructions,
+        max_output_tokens=form.max_output_tokens,
+        model=parsed.model,
+        output=output,
+        parallel_tool_calls=form.parallel_tool_calls,
+        previous_response_id=form.previous_response_id,
+        prompt_cache_key=form.prompt_cache_key,
+        reasoning=ReasoningEcho(form.effort, form.summary),
+        safety_identifier=form.safety_identifier,
+        store=form.store,
+        temperature=parsed.options.temperature,
+        text=Raw(form.text.encode()),
+        tool_choice=Raw(form.tool_choice.encode()),
+        tools=Raw(form.tools.encode()),
+        top_logprobs=form.top_logprobs,
+        top_p=parsed.options.top_p,
+        truncation=form.truncation,
+        user=form.user,
+        metadata=form.metadata,
+    )
+
+
+def whole(request: Request) -> bytes:
+    """The response body of a finished request."""
+    begin_s = time.monotonic()
+    reader = _Reader(request)
+    for _ in reader.read():
+        pass
+    response = _finished(request, reader.builder.items)
+    _keep(request, response)
+    body = _encoder.encode(response)
+    trace_write(request, begin_s, body)
+    return body
+
+
+def failed(request: Request, error: ApiError, output: list[Item]) -> ResponseObject:
+    """The response of a request that has failed. Background responses that a shutdown ends are cancelled."""
+    is_cancelled = form_of(request.parsed).background and error.code == SHUTTING_DOWN
+    response = response_of(request, "cancelled" if is_cancelled else "failed", output)
+    code = error.code or ("server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_prompt")
+    response.error = ResponseError(code, error.message, error.param)
+    _keep(request, response)
+    return response
+
+
+def _finished(request: Request, output: list[Item]) -> ResponseObject:
+    (sequence,) = request.choices
+    response = response_of(request, _STATUSES[m.Finish(sequence.finish)], output)
+    if response.status == "incomplete":
+        response.incomplete_details = IncompleteDetails("max_output_tokens")
+    usage = usage_of(request)
+    response.usage = ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(request.num_cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(num_reasoning_tokens(request, output)),
+        usage.total_tokens,
+    )
+    return response
+
+
+def num_reasoning_tokens(request: Request, output: list[Item]) -> int:
+    """Output tokens up to the mark that ends the reasoning, or all if there is none. 0 if the reply has no reasoning,
+    or if the mark is not one token."""
+    (sequence,) = request.choices
+    reasoning = request.formats.reasoning
+    if reasoning is None or not any(isinstance(item, ReasoningItem) for item in output):
+        return 0
+    if (mark := request.formats.added.get(reasoning.end)) is None:
+        return 0
+    found = np.flatnonzero(np.frombuffer(bytes(sequence.ids), "<i4") == mark.id)
+    return int(found[0]) + 1 if found.size else sequence.num_ids
+
+
+def _keep(request: Request, response: ResponseObject) -> None:
+    if request.on_response is not None:
+        request.on_response(response)
+
+
+class _Reader:
+    """Reads the only sequence of a request into output items."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        (self._prompt_request,) = request.prompt_requests
+        (self._sequence,) = request.sequences
+        self.builder = OutputBuilder(f"{request.salt:x}", form_of(request.parsed).called)
+        self._reader = None
+        if request.parsed.reply is not None:
+            self._reader = ReplyReader(request, self._prompt_request, self._sequence, 0)
+        self._formatter = TokenDetailFormatter(request, self._prompt_request, self._sequence)
+        self.is_over = False
+        """All output was read."""
+
+    def read(self) -> Iterator[ResponseEvent]:
+        """Read the output that has arrived since the last call."""
+        if self.is_over or (self._reader is not None and self._reader.is_waiting):
+            return
+        is_over = self._sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+        text = self._sequence.take_text()
+        deltas: list[ChatDelta] = []
+        if self._reader is None:
+            deltas = [ChatDelta(content=text)] if text else []
+        else:
+            deltas = self._reader.deltas(text) if text else []
+            deltas += self._reader.rest() if is_over else []
+        details = self._formatter.take(text)
+        yield from self.builder.feed(deltas, details.chat_logprobs.content if details.chat_logprobs else ())
+        if is_over:
+            status: Status = "completed" if self._sequence.finish == m.Finish.STOP else "incomplete"
+            yield from self.builder.finish(status)
+            self.is_over = True
+
+
+class ResponseEvents(ReplyEvents):
+    """The events of one streamed response."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._reader = _Reader(request)
+        self._num_events = 0
+        self._is_queued = False
+        """A background response has not begun."""
+
+    @property
+    def are_over(self) -> bool:
+        return self._reader.is_over and self._request.is_finished and self._request.failure is None
+
+    def _first(self) -> bytes:
+        self._is_queued = form_of(self._request.parsed).background
+        status: ResponseStatus = "queued" if self._is_queued else "in_progress"
+        response = response_of(self._request, status, [])
+        names = ("created", status)
+        return b"".join(self._framed(ResponseEvent(type=f"response.{name}", response=response)) for name in names)
+
+    def _due(self) -> Iterator[bytes]:
+        if self._is_queued and self._request.has_begun:
+            self._is_queued = False
+            response = response_of(self._request, "in_progress", [])
+            yield self._framed(ResponseEvent(type="response.in_progress", response=response))
+        yield from map(self._framed, self._reader.read())
+
+    def ended(self) -> bytes:
+        """Stores the response."""
+        response = _finished(self._request, self._reader.builder.items)
+        _keep(self._request, response)
+        name = "completed" if response.status == "completed" else "incomplete"
+        event = ResponseEvent(type=f"response.{name}", response=response)
+        return self._framed(event)
+
+    def failed(self, error: ApiError) -> bytes:
+        error = renamed(error)
+        response = failed(self._request, error, self._reader.builder.items)
+        assert response.error is not None
+        event = ResponseEvent(type="error", code=response.error.code, message=error.message, param=error.param)
+        return self._framed(event) + self._framed(ResponseEvent(type="response.failed", response=response))
+
+    def _framed(self, event: ResponseEvent) -> bytes:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (event.type.encode(), _encoder.encode(event))
+
+
+@dataclass(frozen=True)
+class ResponsesDialect(Dialect):
+    """/v1/responses"""
+
+    form: ResponseForm
+
+    id_prefix = "resp_"
+    takes_id = False  # clients refer to stored responses by their ids
+    makes_ids = True
+    ends_with_output = True
+    prompt_field = "input"
+
+    @property
+    def keeps_events(self) -> bool:  # type: ignore[override]
+        return self.form.background
+
+    def whole(self, request: Request) -> bytes:
+        return whole(request)
+
+    def events(self, request: Request) -> ResponseEvents:
+        return ResponseEvents(request)
+
+    def form_bytes(self, *, stream: bool) -> int:
+        form = self.form
+        own = form.instructions, form.user, form.prompt_cache_key, form.safety_identifier
+        raw = form.text, form.tool_choice, form.tools  # JSON already
+        size = form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
+        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
+        for name, one in form.called.items():
+            size += text_bytes(name) + text_bytes(one.name) + text_bytes(one.namespace) + 2 * VALUE_BYTES
+        repeated = sum(map(json_bytes, own)) + sum(map(utf8_bytes, raw)) + json_bytes(form.metadata)
+        return size + (FIRST_EVENTS if stream else ECHO_COPIES) * repeated
+
+
+def form_of(parsed: ParsedRequest) -> ResponseForm:
+    """What a request of this API asks for besides its output."""
+    assert isinstance(parsed.dialect, ResponsesDialect)
+    return parsed.dialect.form
