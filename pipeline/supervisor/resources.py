@@ -21,6 +21,7 @@ from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.shared_keys import SharedKeys
+from pipeline.supervisor.suspects import Suspects
 from pipeline.supervisor.tcp_channels import TcpChannels
 
 INCARNATION = 1
@@ -53,9 +54,9 @@ class SharedResources:
         """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty. Their
         owner changes them with the number of gateways."""
         self.settings = settings
+        """The newest ones (`pipeline reload`)."""
         self.adapters: dict[str, m.Adapter] = {}
         """LoRA adapters that clients may use, by name."""
-        """The newest ones (`pipeline reload`)."""
         self.tcp = TcpChannels(settings)
         self._listeners = listeners
         self._admin_listeners = admin_listeners
@@ -79,12 +80,7 @@ class SharedResources:
         self.keys = SharedKeys(keys, book)
         """Which clients need, and what each of them has used."""
         self.black_boxes = BlackBoxes(settings)
-        self._suspects: dict[str, int | None] = {}
-        """The requests that the last process of each stage was working on when it died."""
-        self._suspects_together: dict[str, list[int]] = {}
-        """The same, if it has crashed and had several in work."""
-        self._crashed: set[str] = set()
-        """The stages whose last process died at work."""
+        self._suspects = Suspects(self.black_boxes)
         self._settings_of: dict[tuple[str, int], Settings] = {}
         """What each process was launched with, by name and incarnation."""
         self._settings_before: dict[str, Settings] = {}
@@ -149,7 +145,6 @@ class SharedResources:
         self._removed.pop(name, None)
         self.incarnations[name] = self._last_incarnations[name] = self._last_incarnations.get(name, 0) + 1
         self.addresses[name] = address_of(self.server, name, self.incarnations[name])
-        self._suspects[name] = None
         try:
             if topology.row(topology.stage_of(name)).has_arena:
                 self._create_arena(name)
@@ -170,8 +165,7 @@ class SharedResources:
         self._removed[name] = self.incarnations.pop(name)
         # Receivers drop what comes from the next number too (Inbox.removed).
         self._last_incarnations[name] = max(self._last_incarnations.get(name, 0), self._removed[name]) + 1
-        self._crashed.discard(name)
-        self._suspects_together.pop(name, None)
+        self._suspects.clear(name)
         del self.addresses[name]
         self.black_boxes.free(name)
         self._settings_before.pop(name, None)
@@ -179,38 +173,25 @@ class SharedResources:
             del self._settings_of[key]
 
     def suspects_at_death(self, name: str) -> list[int]:
-        """The requests of which each may be the reason why this process has died at work: those that its threads were
-        working on, or else all that schedule has listed, if it or a rank of the executor has died. Call it before
-        `renew`."""
-        if at_work := self.black_boxes.at_work(name, self.incarnations[name]):
-            return at_work
-        if topology.stage_of(name) not in ("schedule", "execute"):
-            return []
-        return self.black_boxes.suspects_of(topology.SCHEDULE, self.incarnations[topology.SCHEDULE])
+        """See `Suspects.at_death`. Call it before `renew`."""
+        return self._suspects.at_death(name, self.incarnations[name], self.incarnations[topology.SCHEDULE])
 
     def suspects_of_crash(self, name: str) -> list[int]:
-        """The requests that the last process of this name had in work together, if it has crashed. Call it after
-        `renew`."""
-        return self._suspects_together.get(name, [])
+        """See `Suspects.together`. Call it after `renew`."""
+        return self._suspects.together(name)
 
     def renew(self, name: str, *, has_crashed: bool = False) -> None:
         """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
         process is used again: the others may still read what it wrote. Raises MemoryError."""
-        at_work = self.black_boxes.at_work(name, self.incarnations[name])
-        together = at_work or self.black_boxes.suspects_of(name, self.incarnations[name])
+        died = self.incarnations[name]
         self.discard(self.replace(name))
-        self._suspects[name] = suspect = at_work[0] if len(at_work) == 1 else None
-        if has_crashed:
-            self._crashed.add(name)
-            self._suspects_together[name] = together if suspect is None else []
+        self._suspects.died(name, died, has_crashed=has_crashed)
 
     def replace(self, name: str) -> Channels:
         """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
         or `restore`. Raises MemoryError, or UserError if no port is free."""
         before = self._channels_of(name)
-        self._suspects[name] = None
-        self._suspects_together.pop(name, None)
-        self._crashed.discard(name)
+        self._suspects.clear(name)
         self._settings_before[name] = self._settings_of.get((name, before.incarnation), self.settings)
         if name == topology.EXECUTE and self._rank_fds:
             # The ranks are renewed together, this one last, before any of them starts.
@@ -296,12 +277,12 @@ class SharedResources:
             fds.append(self.segments[name].fd)
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
         peer = self.tcp.reached_by(receiver, peer)
-        suspect = self._suspects.get(name)
+        suspect = self._suspects.alone(name)
         restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
         return msgspec.structs.replace(
             restarted,
             has_other_settings=self._has_other_settings(name),
-            has_crashed=name in self._crashed,
+            has_crashed=self._suspects.has_crashed(name),
             suspects=list(suspects),
         ), fds
 
