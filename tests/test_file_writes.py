@@ -36,7 +36,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/supervisor/crash_reports.py": "mkdir rename rmtree*2",
         "stages/execute/cpu/native/panel_file.py": "O_RDWR O_TMPFILE link unlink",
         "stages/prepare/adapters.py": "unlink",
-        "stages/prepare/cache.py": "open rename*2 rmtree unlink*2 utime",
+        "stages/prepare/cache.py": "open rename*2 rmtree unlink*3 utime",
         "stages/prepare/draft.py": "replace symlink_to",
         "kernels/cpu/build.py": "chmod open replace rmtree*3 unlink*5 utime",
         "kernels/cpu/library_file.py": "open",
