@@ -11,6 +11,7 @@ import ipaddress
 import json
 import uuid
 import warnings
+from types import GenericAlias
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -62,7 +63,7 @@ NEW = {
     "few": (Annotated[list[int], pydantic.Field(min_length=1, max_length=2)], "[1]", "[]"),
     "secret": (pydantic.SecretStr, '"a"', "1"),
     "path": (pydantic.FilePath, '"a"', "1"),
-    "Json": (pydantic.Json[Any], '"1"', "1"),
+    "Json": (pydantic.Json, '"1"', "1"),
     "alias": (Annotated[int, pydantic.Field(alias="a b", default=3)], "1", '"a"'),
     "multiple": (Annotated[int, pydantic.Field(multiple_of=5)], "10", "11"),
 }
@@ -85,7 +86,9 @@ def both(field: Any, *, is_old: bool) -> dict[str, Any]:
         make: Any = old.create_model if is_old else pydantic.create_model
         describe: Any = old.Field if is_old else pydantic.Field
         inner = make("Inner", value=(field, describe(..., description="what it is")))
-        outer = make("Outer", inner=(inner, describe(..., title="The inner one")), rest=(list[inner], []))
+        outer = make(
+            "Outer", inner=(inner, describe(..., title="The inner one")), rest=(GenericAlias(list, (inner,)), [])
+        )
         found: dict[str, Any] = outer.schema() if is_old else outer.model_json_schema()
     return found
 

@@ -17,6 +17,8 @@ from tests.stages.gateway.http.test_uploads import is_readable
 
 
 class Fake:
+    num_read = 0
+
     def __init__(self, address: str = "one", *, is_idle: bool = True) -> None:
         self.address = address
         self.is_idle = is_idle
