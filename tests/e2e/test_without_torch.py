@@ -90,7 +90,8 @@ def test_what_needs_torch_says_how_to_get_it(
     arguments: tuple[str, ...], what: str, hidden: dict[str, str], tmp_path: Path
 ) -> None:
     """Before a model is downloaded: the cache stays empty."""
-    command = (sys.executable, "-m", "pipeline", *arguments, "--set", f"cache_dir={tmp_path / 'cache'}")
+    sets = "--set", f"cache_dir={tmp_path / 'cache'}", "--set", "gateway.port=0"
+    command = (sys.executable, "-m", "pipeline", *arguments, *sets)
     done = subprocess.run(
         command, env=os.environ | hidden, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
     )
