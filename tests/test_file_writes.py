@@ -49,7 +49,7 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/sources/chat_templates.py": "write_bytes",
         "stages/prepare/sources/folder.py": "write_text",
         "stages/prepare/sources/tokenizer_json.py": "write_bytes*2",
-        "stages/prepare/sources/wheel.py": "mkdir*2 open rmtree",
+        "stages/prepare/sources/wheel.py": "mkdir*3 open rmtree*2",
         "stages/prepare/weight_file.py": "open",
     },
     "Of something that is no file.": {
