@@ -173,8 +173,9 @@ class Settings(Frozen, frozen=True):
         Meta(
             max_length=1024,
             description="API keys with a name. Each is a table [[keys]]: name; digest, the key's SHA-256 in "
-            "hexadecimal digits, or file, which has the key; limits of requests (rpm) and tokens (tpm) in a minute; "
-            "and models, the names that it may use, by default all.",
+            "hexadecimal digits, or file, which has the key; limits of requests (rpm) and tokens (tpm) in a minute, "
+            "that of tokens at each of several servers by itself; and models, the names that it may use, by default "
+            "all.",
         ),
     ] = ()
     gateway: GatewaySettings = GatewaySettings()

@@ -185,9 +185,9 @@ class SupervisorLoop:
         self.state.reasons = {topology.EXECUTE: problem}
         raise Stopping(EXIT_STAGE_DIED)
 
-    def run_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def run_until(self, condition: Callable[[], bool], timeout_s: float, what: str, setting: str = "") -> None:
         """Run the loop until a condition holds. Raises Stopping if a signal, a stage's end or the deadline is first;
-        StageKilled if a signal ends a stage before the server is ready."""
+        StageKilled if a signal ends a stage before the server is ready. `setting` is that of the deadline."""
         end = time.monotonic() + timeout_s
         self._suspension.begin()
         while True:
@@ -218,7 +218,8 @@ class SupervisorLoop:
             if now >= end:
                 children = self.table.children.values()
                 late = ", ".join(child.name for child in children if child.state == "starting" and child.has_begun)
-                self._log.error(f"timed out after {timeout_s:g} s waiting for {what}{f': {late}' if late else ''}")
+                words = f"timed out after {timeout_s:g} s waiting for {what}{f': {late}' if late else ''}"
+                self._log.error(words + (f"; if this machine needs longer, raise {setting}" if setting else ""))
                 raise Stopping(EXIT_OK if self.state.is_serving else EXIT_NOT_STARTED)
             if self._inbox.wait(0) or self._admin_server.has_message():
                 continue  # the descriptors are edge-triggered, so check before sleeping

@@ -45,6 +45,8 @@ NOTIFY_CLIENTS_S = 2.0
 MIN_STOP_S = 0.3
 """Each stage gets this long to stop, even if others have used up the timeout."""
 
+START_LIMIT = "supervisor.start_timeout_s"
+
 
 class Supervisor:
     """Runs the loop that starts, watches and stops the stages."""
@@ -170,8 +172,9 @@ class Supervisor:
     def _prepare(self, child: Child) -> None:
         """Wait for prepare, which resolves the model and exits."""
         timeout_s = self._resources.settings.supervisor.prepare_timeout_s
-        self._loop.run_until(lambda: self._loop.state.prepared is not None, timeout_s, "the model to be prepared")
-        self._loop.run_until(lambda: self._loop.hosts.are_ready, timeout_s, "the model to be prepared on other hosts")
+        limit, what = "supervisor.prepare_timeout_s", "the model to be prepared"
+        self._loop.run_until(lambda: self._loop.state.prepared is not None, timeout_s, what, limit)
+        self._loop.run_until(lambda: self._loop.hosts.are_ready, timeout_s, f"{what} on other hosts", limit)
         if child.name in self._loop.table.children:
             child.wait(self._resources.settings.supervisor.stop_timeout_s)
             self._loop.table.remove(child)
@@ -185,6 +188,7 @@ class Supervisor:
             lambda: all(child.state == "ready" for child in self._loop.table.children.values()),
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
             "stages to be ready",
+            START_LIMIT,
         )
         self._loop.run_until(
             self._is_swap_reserved,
@@ -201,6 +205,7 @@ class Supervisor:
             lambda: self._loop.state.first_health is not None and self._loop.state.first_health.status == "ok",
             self._run_mode.patience_s(settings.supervisor.start_timeout_s),
             "the first answers",
+            START_LIMIT,
         )
         facts, prepared = self._loop.state.facts, self._loop.state.prepared
         self._loop.state.is_serving = True
