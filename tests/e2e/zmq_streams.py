@@ -15,9 +15,10 @@ from pipeline import LLM, AsyncClient, AsyncLLM, Client, SamplingParams, Structu
 from pipeline.client import protocol as p
 from pipeline.client.connection.stream import Stream
 from tests.e2e.recovery_streams import QUESTION, SCHEMA, STORY, TOOL
+from tests.slices import part_of
 
 PATIENCE_S = 120.0
-SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=32, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=part_of(32, 20), ignore_eos=True)
 CALL = p.ChatPrompt(
     [p.ChatMessage("user", "How is the weather in Oslo?")], tools=json.dumps([TOOL]), tool_choice="required"
 )
