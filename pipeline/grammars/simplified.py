@@ -7,8 +7,8 @@ library refuses them by name.
 """
 
 import re
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pipeline.grammars.exact_json import Written, encoded
@@ -27,7 +27,8 @@ UNREACHED = 2**31
 """No output has as many characters, items or properties."""
 
 MAX_REPEATED_CHARS = 2**20
-"""A schema of all properties is repeated for each name, in the whole document up to this size together."""
+"""A schema of all properties is repeated for each name, and a place for each reference to its `id`, in the whole
+document up to this size together."""
 
 NO_ASSERTION = frozenset({"$defs", "definitions", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 APPLICATORS = frozenset(
@@ -84,7 +85,7 @@ class _Simplifier:
         if not isinstance(schema, dict):
             return None if isinstance(schema, float) and abs(schema) == float("inf") else schema
         if isinstance(ref := schema.get("$ref"), str) and ref in self._old_ids:
-            return {"$ref": _escaped(self._old_ids[ref])}  # beside it, drafts 3 and 4 ignore all keywords
+            return {"$ref": self._place_of(ref)}  # beside it, drafts 3 and 4 ignore all keywords
         schema = with_required_names(schema)
         made = {key: self._keyword(key, value) for key, value in schema.items() if key not in VALUES}
         made = with_enforced_bounds(_counted(made))
@@ -96,6 +97,15 @@ class _Simplifier:
         if "propertyNames" in made:
             made = self._without_property_names(made)
         return False if "not" in made and restricts_nothing(made["not"]) else made
+
+    def _place_of(self, ref: str) -> str:
+        """What a reference to an `id` becomes. If they make the document too long, it stays, and the library refuses it
+        by name."""
+        if self._num_repeated > MAX_REPEATED_CHARS:
+            return ref
+        place = "".join(reversed([f"/{step}" for step in _steps(self._old_ids[ref])]))
+        self._num_repeated += len(place)
+        return _escaped(f"#{place}")
 
     def _named(self, ref: str) -> Any:
         return None if self._has_inner_ids else resolved(ref, self._root)
@@ -185,23 +195,36 @@ def with_required_names(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _old_ids(root: dict[str, Any]) -> dict[str, str]:
-    """Places of the schemas with an `id`, the name of drafts 3 and 4 for `$id`: a reference to each. Jackson refers so
+class _Place(NamedTuple):
+    """A place in the document. Texts of all places would be as long as its longest name times their number."""
+
+    step: str
+    behind: "_Place | None"
+
+
+def _steps(place: _Place | None) -> Iterator[str]:
+    """The steps of a JSON pointer, the last one first."""
+    while place is not None:
+        yield place.step.replace("~", "~0").replace("/", "~1")
+        place = place.behind
+
+
+def _old_ids(root: dict[str, Any]) -> dict[str, _Place | None]:
+    """Places of the schemas with an `id`, the name of drafts 3 and 4 for `$id`; the root's is None. Jackson refers so
     to classes that the schema has shown once, as `urn:jsonschema:com:acme:Node`."""
-    found: dict[str, str] = {}
-    left: list[tuple[Any, str, bool]] = [(root, "#", False)]
+    found: dict[str, _Place | None] = {}
+    left: list[tuple[Any, _Place | None, bool]] = [(root, None, False)]
     while left:
         part, place, has_names = left.pop()
         if isinstance(part, list):
-            left += [(one, f"{place}/{number}", False) for number, one in enumerate(part)]
+            left += [(one, _Place(str(number), place), False) for number, one in enumerate(part)]
         if not isinstance(part, dict):
             continue
         if not has_names and isinstance(one := part.get("id"), str) and not one.startswith("#"):
             found.setdefault(one, place)
         for key, value in part.items():
             if isinstance(value, dict | list) and (has_names or key not in VALUES):
-                step = key.replace("~", "~0").replace("/", "~1")
-                left.append((value, f"{place}/{step}", not has_names and key in OF_NAMES))
+                left.append((value, _Place(key, place), not has_names and key in OF_NAMES))
     return found
 
 

@@ -9,6 +9,7 @@ import decimal
 import enum
 import ipaddress
 import json
+import tracemalloc
 import uuid
 import warnings
 from types import GenericAlias
@@ -18,6 +19,7 @@ import pydantic
 import pytest
 
 from pipeline.grammars.engine import Engine
+from pipeline.grammars.simplified import simplified
 from tests.grammars.walks import accepts, check, matcher_of
 
 with warnings.catch_warnings():
@@ -198,6 +200,8 @@ URN = {
         "id": {"type": "string"},
         "place": {"type": "object", "id": "urn:jsonschema:com:acme:Place", "properties": {"n": {"type": "integer"}}},
         "others": {"type": "array", "items": {"type": "object", "$ref": "urn:jsonschema:com:acme:Place"}},
+        "a/~b": {"type": "object", "id": "urn:jsonschema:com:acme:Odd", "properties": {"n": {"type": "integer"}}},
+        "odd": {"type": "object", "$ref": "urn:jsonschema:com:acme:Odd"},
     },
 }
 SPRING = {
@@ -231,6 +235,7 @@ DOCUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "victools, wrapped": (SUBTYPES, '{"wrapped": ["circle", {"r": 1}]}', '{"wrapped": ["box", {"r": 1}]}'),
     "Jackson's urn": (URN, '{"next": {"id": "a"}}', '{"next": {"id": 1}}'),
     "Jackson's urn of a part": (URN, '{"others": [{"n": 1}]}', '{"others": [{"n": "a"}]}'),
+    "Jackson's urn of a name with signs": (URN, '{"odd": {"n": 1}}', '{"odd": {"n": "a"}}'),
     "Spring AI": (SPRING, '{"city": "a", "unit": "C", "n": 1}', '{"city": "a", "unit": "K"}'),
 }
 
@@ -238,6 +243,19 @@ DOCUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_go_and_java_write_is_enforced(tiny_engine: Engine, name: str) -> None:
     enforced(tiny_engine, *DOCUMENTS[name])
+
+
+def test_places_of_ids_take_no_more_memory_than_the_document() -> None:
+    """Their texts would have 2,000 times the long name, whether or not something refers to them."""
+    parts = {str(i): {"type": "object", "id": f"urn:{i}"} for i in range(2_000)}
+    refs = {f"r{i}": {"$ref": f"urn:{i}"} for i in range(2_000)}
+    long = {"properties": {100_000 * "k": {"properties": parts}, "refs": {"properties": refs}}}
+    tracemalloc.start()
+    made = simplified(long)
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+    kept = made["properties"]["refs"]["properties"].values()
+    assert 0 < sum(one["$ref"].startswith("#/properties/kkk") for one in kept) < 20
 
 
 OLD_BOUNDS = {"type": "integer", "maximum": 120, "exclusiveMaximum": True, "minimum": 18, "exclusiveMinimum": True}
