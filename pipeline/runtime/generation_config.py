@@ -5,6 +5,7 @@ prepare copies the model's own recommendations into the prepared folder, also th
 that the file excludes are not among what a request can give.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,11 +71,13 @@ def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
     return GenerationDefaults(**{name: value for name, value in given.items() if name not in EXCLUDED})
 
 
-def excluded(settings: Settings, model_dir: str | Path) -> list[list[int]]:
+def excluded(settings: Settings, model_dir: str | Path, eos_ids: Collection[int]) -> list[list[int]]:
     """Runs of ids that the model never samples, as transformers' `generate` does it, and as `bad_words` are of a
-    request: `suppress_tokens` and `bad_words_ids`. Raises UserError as `load` does."""
+    request: `suppress_tokens` and `bad_words_ids`. As there, an id that ends the sequence is no bad word. Raises
+    UserError as `load` does."""
     given = _given(settings, model_dir)
-    return [*([one] for one in given.get("suppress_tokens", ())), *given.get("bad_words_ids", ())]
+    words = (run for run in given.get("bad_words_ids", ()) if len(run) > 1 or run[0] not in eos_ids)
+    return [*([one] for one in given.get("suppress_tokens", ())), *words]
 
 
 def _given(settings: Settings, model_dir: str | Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.async_inbox import AsyncInbox
 from pipeline.runtime.black_box import Breadcrumb
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
-from pipeline.runtime.model_folder import read_file
+from pipeline.runtime.model_folder import ModelConfig, read_file
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
@@ -132,7 +132,8 @@ class IngestStage:
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._max_new_tokens = generation_config.load(stage.settings, stage.model_dir).max_new_tokens
-        self._excluded = generation_config.excluded(stage.settings, stage.model_dir)
+        eos_ids = ModelConfig.load(stage.model_dir).eos_ids
+        self._excluded = generation_config.excluded(stage.settings, stage.model_dir, eos_ids)
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()

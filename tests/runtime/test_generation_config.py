@@ -46,11 +46,13 @@ def test_null_and_missing_values_are_neutral(tmp_path: Path) -> None:
 
 def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {"suppress_tokens": [7, 5], "bad_words_ids": [[3, 4], [9]], "temperature": 0.5})
-    assert generation_config.excluded(Settings(), folder) == [[7], [5], [3, 4], [9]]
+    assert generation_config.excluded(Settings(), folder, ()) == [[7], [5], [3, 4], [9]]
+    ends = [5, 9, 4]  # transformers filters them from bad_words_ids alone
+    assert generation_config.excluded(Settings(), folder, ends) == [[7], [5], [3, 4]]
     assert generation_config.load(Settings(), folder) == GenerationDefaults(temperature=0.5)
-    assert generation_config.excluded(Settings(generation_config="none"), folder) == []
+    assert generation_config.excluded(Settings(generation_config="none"), folder, ()) == []
     folder_with(tmp_path, {"suppress_tokens": None})
-    assert generation_config.excluded(Settings(), folder) == []
+    assert generation_config.excluded(Settings(), folder, ()) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
 def test_excluded_tokens_that_are_not_ids_are_an_error(tmp_path: Path, content: Any, words: str) -> None:
     folder_with(tmp_path, content)
     with pytest.raises(UserError, match=f"generation_config.json.*{words}"):
-        generation_config.excluded(Settings(), tmp_path)
+        generation_config.excluded(Settings(), tmp_path, ())
 
 
 def test_the_setting_names_another_folder(tmp_path: Path) -> None:
