@@ -80,7 +80,8 @@ def no_token_error(
         return NAN_LOGITS
     names = ["the structured output format"] if has_grammar else []
     names += ["'allowed_token_ids'"] if processors.allowed is not None else []
-    names += ["'bad_words'"] if processors.num_runs else []
+    # The executor does not know whose they are.
+    names += ["'bad_words' or the model's generation_config.json"] if processors.num_runs else []
     names += ["'min_tokens'"] if num_output < processors.min_tokens else []
     if not names or names == ["the structured output format"]:
         return NAN_LOGITS

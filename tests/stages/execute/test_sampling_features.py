@@ -325,6 +325,7 @@ ONLY_THE_END = {"allowed_ids": np.array([EOS_ID], np.int32).tobytes(), "min_toke
         (ONLY_THE_END, False, False, "'allowed_token_ids' and 'min_tokens' exclude"),
         (ONLY_THE_END, False, True, None),
         ({"min_tokens": 3}, True, False, "the structured output format and 'min_tokens' exclude"),
+        ({"bad_words_ids": [[1]]}, False, False, "'bad_words' or the model's generation_config.json excludes"),
         ({"min_tokens": 3}, True, True, None),
     ],
 )
