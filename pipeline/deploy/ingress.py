@@ -24,7 +24,7 @@ from pipeline.deploy import exposition
 from pipeline.deploy.forwarding import request_bytes
 from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
-from pipeline.deploy.upstream import Upstream, UpstreamLost, Whole, fetch
+from pipeline.deploy.upstream import ResponseCollector, Upstream, UpstreamLost, fetch
 from pipeline.http_server import body_reader, descriptors, expect
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.access_log import AccessLog
@@ -307,7 +307,7 @@ def _decoded(data: bytes) -> Any:
 
 
 async def _send(upstream: Upstream, request: web.Request, body: bytes) -> tuple[int, bytes]:
-    sink = Whole(MAX_ANSWER_BYTES)
+    sink = ResponseCollector(MAX_ANSWER_BYTES)
     data = request_bytes(request, body, {})
     connection = None
     try:

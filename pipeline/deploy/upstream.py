@@ -19,7 +19,7 @@ MAX_TRAILER_BYTES = 8 * 1024
 MAX_INTERIM = 8
 """Interim responses (1xx) before the response itself."""
 MAX_WHOLE_BYTES = 16 * 1024 * 1024
-"""The largest response that `Whole` collects."""
+"""The largest response that `ResponseCollector` collects."""
 _SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _STATUS = re.compile(r"[1-9][0-9]{2}")
@@ -321,7 +321,7 @@ class Upstream:
         self._busy.clear()
 
 
-class Whole:
+class ResponseCollector:
     """A sink that collects a response of up to `max_bytes`."""
 
     def __init__(self, max_bytes: int = MAX_WHOLE_BYTES) -> None:
@@ -341,7 +341,7 @@ class Whole:
 async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int, bytes]:
     """GET over a connection of its own, which then ends. Returns status and body. Raises UpstreamLost, also at the
     timeout."""
-    sink = Whole()
+    sink = ResponseCollector()
     request = f"GET {target} HTTP/1.1\r\nHost: {host_header(upstream)}\r\n\r\n".encode()
     connection = None
     try:

@@ -24,7 +24,7 @@ from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
 from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.entry import die_with_parent
 from pipeline.grammars.source import InvalidGrammar, to_llguidance
-from pipeline.grammars.worker import Gone, receive, send
+from pipeline.grammars.worker import WorkerLostError, receive, send
 from pipeline.runtime.process_usage import usage_of
 from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
 from pipeline.text.formats.lark import LarkGrammar
@@ -233,5 +233,5 @@ def main(ingest: socket.socket, model_dir: str, timeout_s: str) -> None:
         no_engine = str(error)
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(Gone):
+    with contextlib.suppress(WorkerLostError):
         Checker(ingest, engine, no_engine, float(timeout_s)).loop()

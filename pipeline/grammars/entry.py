@@ -32,11 +32,11 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
     die_with_parent(os.getppid())
     setproctitle.setproctitle(title)
 
-    from pipeline.grammars.worker import Gone
+    from pipeline.grammars.worker import WorkerLostError
 
     try:
         importlib.import_module(program).main(socket.socket(fileno=socket_fd), *args)
-    except Gone:
+    except WorkerLostError:
         pass
     finally:
         sys.stdout.flush()

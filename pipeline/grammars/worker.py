@@ -19,7 +19,7 @@ ENTRY = Path(__file__).with_name("entry.py")
 LENGTH = struct.Struct("<I")
 
 
-class Gone(Exception):
+class WorkerLostError(Exception):
     """The other side has ended, or did not answer in time."""
 
 
@@ -66,7 +66,7 @@ def send(to: socket.socket, data: bytes) -> None:
     try:
         to.sendall(LENGTH.pack(len(data)) + data)
     except OSError as error:
-        raise Gone from error
+        raise WorkerLostError from error
 
 
 def receive(source: socket.socket) -> bytes:
@@ -81,9 +81,9 @@ def _exactly(source: socket.socket, num: int) -> bytes:
         try:
             part = source.recv(min(num, 2**20))
         except OSError as error:
-            raise Gone from error
+            raise WorkerLostError from error
         if not part:
-            raise Gone
+            raise WorkerLostError
         parts.append(part)
         num -= len(part)
     return b"".join(parts)

@@ -181,7 +181,7 @@ def _actor_class() -> type:
     """The class of the actors. It is local to a function, so that Ray sends its code: before it runs, the other host
     need not find this package where Ray looks for it."""
 
-    class PipelineHost:
+    class StageHost:
         def __init__(self, root: str, orders: bytes, log_level: str, log_format: Any) -> None:
             """`root` is the folder of the package on the supervisor's host. If this host has it too, it is used here:
             it may be one that no interpreter finds by itself."""
@@ -224,4 +224,4 @@ def _actor_class() -> type:
         def run(self) -> None:
             self.agent.run()
 
-    return PipelineHost
+    return StageHost

@@ -1,8 +1,8 @@
 """The listening sockets, which the supervisor opens before it starts any stage, and the addresses of a server.
 
 There is one for each gateway, on the same port (SO_REUSEPORT). The connections that wait in a socket are lost when it
-is closed. So before a gateway goes, a small program in the kernel (`steer`) gives new connections to the others, and
-then this gateway accepts those that wait.
+is closed. So before a gateway goes, a small program in the kernel (`set_active_listeners`) gives new connections to the
+others, and then this gateway accepts those that wait.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def remove_listener(sockets: list[socket.socket]) -> None:
     sockets.pop().close()
 
 
-def steer(sockets: Sequence[socket.socket], num: int) -> None:
+def set_active_listeners(sockets: Sequence[socket.socket], num: int) -> None:
     """Give new connections to the first `num` sockets only, each the same share. A kernel that can't divides them among
     all, which loses connections only if a gateway goes at the moment when they come."""
     code = ((BPF_LD_W_ABS, BPF_RANDOM), (BPF_ALU_MOD_K, num), (BPF_RET_A, 0))

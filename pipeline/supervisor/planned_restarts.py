@@ -138,7 +138,7 @@ class PlannedRestarts:
         plan.is_killed = True
         self._table.children[name].kill()
 
-    def hurry(self) -> None:
+    def take_over_now(self) -> None:
         """Let a successor take over now, ready or not."""
         for name, plan in list(self._plans.items()):
             if plan.successor is not None:

@@ -67,7 +67,7 @@ class Restarts:
         if self._run_mode.inline or name == self._run_mode.foreground:
             return "it is being debugged"
         # Processes that start from here on are informed of the newest channels, so the others must use them too.
-        self.planned.hurry()
+        self.planned.take_over_now()
         if self._table.children[name] is not child:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
@@ -134,7 +134,7 @@ class Restarts:
         for name, due_s in list(self._due_s.items()):
             if now_s < due_s:
                 continue
-            self.planned.hurry()
+            self.planned.take_over_now()
             if self._may_start(name):
                 del self._due_s[name]
                 self._start(name, model_dir, facts)

@@ -12,7 +12,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.channels import Inbox
 from pipeline.supervisor import heartbeats
 from pipeline.supervisor.children import ChildTable
-from pipeline.supervisor.listeners import add_listener, remove_listener, steer, zmq_address
+from pipeline.supervisor.listeners import add_listener, remove_listener, set_active_listeners, zmq_address
 from pipeline.supervisor.planned_restarts import launch_of
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import LIVING, Restarts
@@ -72,7 +72,7 @@ class StageProcesses:
     # ------------------------------------------------------------------------------------------------------- more
 
     def add(self, name: str) -> None:
-        self._restarts.planned.hurry()
+        self._restarts.planned.take_over_now()
         if topology.stage_of(name) == "gateway":
             self._listen(topology.replica_of(name))
         try:
@@ -89,7 +89,7 @@ class StageProcesses:
         try:
             for group in self._groups:
                 add_listener(group)
-                steer(group, self._num_serving)  # the new one gets connections when its gateway runs
+                set_active_listeners(group, self._num_serving)  # the new one gets connections when its gateway runs
         except OSError:
             self._close_listeners(f"gateway.{replica}")
             raise
@@ -109,7 +109,7 @@ class StageProcesses:
         return self._restarts.recovery.may_start(name)
 
     def start(self, name: str) -> None:
-        self._restarts.planned.hurry()
+        self._restarts.planned.take_over_now()
         assert self._facts is not None
         child = self._table.add(launch_of(name, self._resources, self._model_dir, self._facts))
         self._log.debug("started", extra={"fields": {"stage": name, "pid": child.pid}})
@@ -119,7 +119,7 @@ class StageProcesses:
         child.state = "ready"
         if child.stage == "gateway":
             for group in self._groups:
-                steer(group, len(group))
+                set_active_listeners(group, len(group))
         self._log.info(f"{name} has joined", extra={"fields": {"pid": child.pid}})
 
     # ------------------------------------------------------------------------------------------------------ fewer
@@ -135,7 +135,7 @@ class StageProcesses:
         match topology.stage_of(name):
             case "gateway":
                 for group in self._groups:
-                    steer(group, topology.replica_of(name))
+                    set_active_listeners(group, topology.replica_of(name))
                 timeout_s = self._resources.settings.supervisor.drain_timeout_s
                 self._table.outboxes[name].send(m.Drain(timeout_s, is_leaving=True))
             case "ingest":
@@ -175,7 +175,7 @@ class StageProcesses:
         return self._restarts.recovery.is_known(name)
 
     def rescale(self, stage: str, num: int) -> tuple[int, set[str]]:
-        self._restarts.planned.hurry()
+        self._restarts.planned.take_over_now()
         self._use(topology.with_replicas(self._resources.settings, stage, num))
         epoch = self._restarts.recovery.next_epoch()
         awaited = set()

@@ -26,7 +26,7 @@ class Progress(Protocol):
         """A context whose value takes the number of bytes done so far."""
 
 
-class Silence:
+class SilentProgress:
     """Reports nothing."""
 
     def say(self, line: str) -> None:

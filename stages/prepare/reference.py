@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, Ours, Theirs
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, ProgramResults, ReferenceResults
 from pipeline.config import hf_overrides
 from pipeline.config.settings import Settings
 from pipeline.runtime.model_folder import ModelConfig
@@ -17,7 +17,7 @@ from pipeline.stages.prepare import gguf_reference
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
-from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.random_checkpoint import why
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import source_of
@@ -52,11 +52,11 @@ def checkpoint(settings: Settings) -> Path:
                 return gguf_files.parts_of(gguf)[0]
             return _with_floats(path, settings.model)
         case GgufSource() | WheelSource():
-            return gguf_files.parts_of(gguf_file(settings, Silence()))[0]
+            return gguf_files.parts_of(gguf_file(settings, SilentProgress()))[0]
         case HubSource() as source:
             from pipeline.stages.prepare.sources.hub import fetch
 
-            return _with_floats(fetch(source, Silence()).folder, settings.model)
+            return _with_floats(fetch(source, SilentProgress()).folder, settings.model)
         case never:
             assert_never(never)
 
@@ -112,7 +112,7 @@ class Reference:
         self._folder, self._overrides, self._prepared = folder, hf_overrides.parse(overrides), prepared
         self._model = self._load(torch.float32)
 
-    def compute(self, plan: CheckPlan, ours: Ours) -> Theirs:
+    def compute(self, plan: CheckPlan, ours: ProgramResults) -> ReferenceResults:
         """The greedy texts of the plan's prompts, and logits for every sequence that `ours` has logits for.
 
         Inexact programs have matrices in bfloat16, so this rounds the model's matrices too. That is permanent: compute
@@ -120,10 +120,10 @@ class Reference:
         """
         wanted = {made.ids for made in ours.made}
         if ours.exact:
-            return Theirs(_logits(self._model, wanted), self._greedy_texts(plan))
+            return ReferenceResults(_logits(self._model, wanted), self._greedy_texts(plan))
         self._round()
         exact, texts = _logits(self._model, wanted), self._greedy_texts(plan)
-        return Theirs(exact, texts, _logits(self._load(torch.bfloat16), wanted))
+        return ReferenceResults(exact, texts, _logits(self._load(torch.bfloat16), wanted))
 
     def _load(self, dtype: torch.dtype) -> Any:
         if self._prepared is not None and gguf_reference.is_gguf(self._folder):

@@ -27,13 +27,13 @@ from pipeline.runtime.model_folder import CONVERTED, LongRope, ModelConfig, note
 from pipeline.stages.prepare import adapters, draft, given_template
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
-from pipeline.stages.prepare.progress import Progress, Silence
+from pipeline.stages.prepare.progress import Progress, SilentProgress
 from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource
 
-SILENT = Silence()
+SILENT = SilentProgress()
 
 FORMAT = 21
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""

@@ -37,7 +37,7 @@ class Beams:
     def take(self, sampled: Int64s, ids: Ids) -> None:
         """Note the ids that were sampled for these rows, with the records that their sequences have got."""
         rows = self._rows
-        rows.promised[sampled] -= 1
+        rows.num_output_placeholders[sampled] -= 1
         for row, token_id in zip(sampled.tolist(), ids.tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None and sequence.request.beam_search is not None
@@ -88,7 +88,7 @@ class Beams:
     def _is_ready(self, sequence: Sequence) -> bool:
         """Whether its row has computed all its ids, in steps that are settled or in flight."""
         row = sequence.row
-        return row >= 0 and bool(self._rows.planned[row] == self._rows.known[row])
+        return row >= 0 and bool(self._rows.num_computed_tokens[row] == self._rows.num_tokens[row])
 
     def _go_on(self, sequence: Sequence, ids: Ids, token_id: int, sampled_id: int) -> None:
         """A beam gets its next id."""
@@ -96,10 +96,10 @@ class Beams:
         if row < 0:
             sequence.ids = _appended(ids, token_id)
             return
-        if token_id != sampled_id or rows.promised[row] or not self._is_ready(sequence):
+        if token_id != sampled_id or rows.num_output_placeholders[row] or not self._is_ready(sequence):
             self._renew(row)
         rows.ids[row, len(ids)] = token_id
-        rows.known[row] = len(ids) + 1
+        rows.num_tokens[row] = len(ids) + 1
 
     def _take_over(self, sequence: Sequence, parent: Sequence, ids: Ids, token_id: int) -> None:
         """A sequence whose beam ends, or that had none, goes on with the ids and blocks of another one."""
@@ -111,14 +111,14 @@ class Beams:
         self._kv_cache_manager.fork_row(row, parent.row, self._in_flight.last_in_flight)
         rows.ids[row, : len(ids)] = ids
         rows.ids[row, len(ids)] = token_id
-        rows.known[row] = len(ids) + 1
+        rows.num_tokens[row] = len(ids) + 1
         self._renew(row)
 
     def _renew(self, row: int) -> None:
         """The executor gets the row again. What a step in flight samples for it is dropped."""
         rows = self._rows
         rows.generation[row] += 1
-        rows.promised[row] = 0
+        rows.num_output_placeholders[row] = 0
         rows.num_changes += 1
         self._in_flight.renew_row(row)
 
@@ -126,11 +126,11 @@ class Beams:
         search = request.beam_search
         assert search is not None
         for sequence, found in zip(request.sequences, search.hypotheses, strict=True):
-            if sequence.given_finish != Finish.NONE:  # the client has it
-                self._lifecycle.finish(sequence, sequence.given_finish)
+            if sequence.resumed_finish != Finish.NONE:  # the client has it
+                self._lifecycle.finish(sequence, sequence.resumed_finish)
                 continue
-            num_given = sequence.num_given - len(request.prompt)
-            sequence.records = bytearray(found.records[num_given * request.record_bytes :])
+            num_resumed_tokens = sequence.num_resumed_tokens - len(request.prompt)
+            sequence.records = bytearray(found.records[num_resumed_tokens * request.record_bytes :])
             self._lifecycle.finish(sequence, found.finish, found.ids)
 
 

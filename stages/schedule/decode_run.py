@@ -49,7 +49,7 @@ class DecodeRun:
         is_adjacent = np.count_nonzero(order == np.arange(first, first + num)) == num
         self.index: Int64s | slice = slice(first, first + num) if is_adjacent else order
         """Selects the rows; a slice is much cheaper than an array."""
-        self.num_left = int(np.minimum.reduce(rows.limit[order] - ends - 2))
+        self.num_left = int(np.minimum.reduce(rows.max_num_tokens[order] - ends - 2))
         """Steps that can follow without the last id of any row."""
         self.starts: Int32s = ends.astype(np.int32)
         """Of the next step."""
@@ -87,8 +87,8 @@ class DecodeRun:
         if self._until_block <= 0:
             self._until_block = self._fewest_until_block()
         self._until_block -= 1
-        rows.planned[self.index] += 1
-        rows.promised[self.index] += 1
+        rows.num_computed_tokens[self.index] += 1
+        rows.num_output_placeholders[self.index] += 1
         self.starts += 1
         self.num_left -= 1
 
@@ -99,8 +99,8 @@ class DecodeRun:
         """Append the ids of a step of the run, which ends no sequence. Returns the number of ids that each row has."""
         rows, index, sampled = self._rows, self.index, np.frombuffer(ids, np.int32)
         assert np.count_nonzero(sampled < 0) == 0, "there is no id for a running row"
-        rows.ids[self.order, rows.known[index]] = sampled
-        rows.known[index] += 1
-        rows.promised[index] -= 1
+        rows.ids[self.order, rows.num_tokens[index]] = sampled
+        rows.num_tokens[index] += 1
+        rows.num_output_placeholders[index] -= 1
         self.ids = ids
-        return rows.known[index]
+        return rows.num_tokens[index]

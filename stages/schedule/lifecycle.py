@@ -96,7 +96,7 @@ class SequenceLifecycle:
 
     def ids_of(self, row: int) -> Ids:
         """The settled ids of a running sequence."""
-        return self._rows.ids[row, : self._rows.known[row]]
+        return self._rows.ids[row, : self._rows.num_tokens[row]]
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait: for its turn, or for a parallel sample that computes the prompt."""
@@ -134,7 +134,7 @@ class SequenceLifecycle:
         added."""
         was_active = self.quarantine.is_active
         rows = self._rows
-        new = rows.order[rows.known[rows.order] == rows.num_given[rows.order]].tolist()
+        new = rows.order[rows.num_tokens[rows.order] == rows.num_resumed_tokens[rows.order]].tolist()
         uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
         self.quarantine.add(request.request_id, num_deaths, uncleared, request.n, num_strikes)
         if not was_active:
@@ -308,16 +308,18 @@ class SequenceLifecycle:
             self._remove_queued(sequence)
         if is_beam:
             if ids is None:
-                ids = np.concatenate((sequence.request.prompt, sequence.given_outputs))
+                ids = np.concatenate((sequence.request.prompt, sequence.resumed_outputs))
                 sequence.records.clear()
             sequence.ids = ids
-            self._output_buffer.add_closing(sequence, sequence.num_given, finish)
+            self._output_buffer.add_closing(sequence, sequence.num_resumed_tokens, finish)
         elif not has_row:
             self._output_buffer.add_closing(sequence, len(sequence.ids), finish)
         self.preemptor.forget(sequence)
         request = sequence.request
         del request.open_sequences[sequence.index]
-        for sample in self.parallel_samples.take_next(request, has_computed=len(sequence.ids) > sequence.num_given):
+        for sample in self.parallel_samples.take_next(
+            request, has_computed=len(sequence.ids) > sequence.num_resumed_tokens
+        ):
             self._wait(sample)
         for freed in self.adapters.release(sequence):
             self._wait(freed)

@@ -73,7 +73,7 @@ class OutputBuffer:
         fresh = sequence.ids[num_sent:]
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
-            first = sequence.first_times if num_sent == sequence.num_given and len(fresh) else None
+            first = sequence.first_times if num_sent == sequence.num_resumed_tokens and len(fresh) else None
             records = sequence.unsent_records
             sequence.num_record_bytes_sent = len(sequence.records)
             closing = ClosingOutput(
@@ -100,14 +100,14 @@ class OutputBuffer:
         if sequence.prompt_records:
             self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_records)))
         if sequence.row >= 0:
-            self._rows.sent[sequence.row] = sequence.num_given
+            self._rows.sent[sequence.row] = sequence.num_resumed_tokens
             self._rows.detokenize[sequence.row] = replica
         elif sequence.ended_by_text:
             # Detokenize finds the stop string again. A finish would say that the last id is a stop id.
-            self.add_closing(sequence, sequence.num_given, Finish.NONE)
+            self.add_closing(sequence, sequence.num_resumed_tokens, Finish.NONE)
             self.add_closing(sequence, len(sequence.ids), Finish.ABORT)
         else:
-            self.add_closing(sequence, sequence.num_given, sequence.finish)
+            self.add_closing(sequence, sequence.num_resumed_tokens, sequence.finish)
 
     def pending(self, replica: int = 0, now_s: float = 0.0) -> Settled | None:
         """The next message to a replica, or None. `mark_sent` removes its content. `now_s` is by time.monotonic()."""
@@ -115,21 +115,21 @@ class OutputBuffer:
         if self.settled_run is not None and (settled := self._of_run(self.settled_run, replica, now_s)) is not None:
             return settled
         fresh = rows.order
-        known, starts = rows.known[fresh], rows.sent[fresh]
-        is_fresh = known > starts
+        num_tokens, starts = rows.num_tokens[fresh], rows.sent[fresh]
+        is_fresh = num_tokens > starts
         if len(self._puts) > 1:
             is_fresh &= rows.detokenize[fresh] == replica
         if np.count_nonzero(is_fresh) < len(is_fresh):
-            fresh, known, starts = fresh[is_fresh], known[is_fresh], starts[is_fresh]
-        self._pending_rows[replica] = fresh, known
+            fresh, num_tokens, starts = fresh[is_fresh], num_tokens[is_fresh], starts[is_fresh]
+        self._pending_rows[replica] = fresh, num_tokens
         closings, prompts = self._closings[replica], self._prompts[replica]
         if len(fresh) == 0 and not closings and not prompts:
             return None
-        counts = known - starts
+        counts = num_tokens - starts
         if np.count_nonzero(counts == 1) == len(counts):
             ids = rows.ids[fresh, starts]
         else:
-            ids = np.concatenate([rows.ids[row, rows.sent[row] : rows.known[row]] for row in fresh.tolist()])
+            ids = np.concatenate([rows.ids[row, rows.sent[row] : rows.num_tokens[row]] for row in fresh.tolist()])
         # Closing outputs come first: a sequence that was preempted may run again and have newer ids.
         return Settled(
             seqs=put(_joined([p.seq for p in closings], rows.seq[fresh], np.uint64)),
@@ -152,10 +152,10 @@ class OutputBuffer:
         rows, index = self._rows, run.index
         if not run.is_valid or len(self._puts) > 1 or self._closings[replica] or self._prompts[replica]:
             return None
-        known, starts = rows.known[index], rows.sent[index]
-        if np.count_nonzero(known - starts == 1) < run.num_rows:
+        num_tokens, starts = rows.num_tokens[index], rows.sent[index]
+        if np.count_nonzero(num_tokens - starts == 1) < run.num_rows:
             return None
-        self._pending_rows[replica] = run.order, known
+        self._pending_rows[replica] = run.order, num_tokens
         starts = (starts - run.num_prompt).astype(np.int32)
         return Settled(run.seqs, starts.tobytes(), run.counts, run.ids, run.finishes, settled_s=now_s)
 
@@ -184,7 +184,7 @@ class OutputBuffer:
 
     def _firsts(self, closings: list[ClosingOutput], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
         found = [(place, closing.first) for place, closing in enumerate(closings) if closing.first is not None]
-        for place in np.flatnonzero(starts == self._rows.num_given[fresh]).tolist():
+        for place in np.flatnonzero(starts == self._rows.num_resumed_tokens[fresh]).tolist():
             sequence = self._rows.sequences[int(fresh[place])]
             assert sequence is not None
             found.append((len(closings) + place, sequence.first_times))
@@ -192,8 +192,8 @@ class OutputBuffer:
 
     def mark_sent(self, replica: int = 0) -> None:
         """The last pending message to a replica was sent."""
-        rows, known = self._pending_rows[replica]
-        self._rows.sent[rows] = known
+        rows, num_tokens = self._pending_rows[replica]
+        self._rows.sent[rows] = num_tokens
         self._closings[replica] = []
         self._prompts[replica] = []
         if self._rows.all_flags & RowFlag.LOGPROBS:

@@ -64,7 +64,7 @@ class ParallelSamples:
             running = [other.row for other in request.open_sequences.values() if other.row >= 0]
             if not running:
                 del self._running[request_id]  # it was preempted; `on_start` adds it again
-            elif any(rows.ahead[row] >= len(request.prompt) for row in running):
+            elif any(rows.num_computed_before[row] >= len(request.prompt) for row in running):
                 ready += self._parked[request_id].values()
         for sequence in ready:
             self.remove(sequence)

@@ -52,7 +52,7 @@ class Planner:
             return None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
         full = run.full_rows()
-        appended = self._kv_cache_manager.windows.append_all(full, self._rows.planned[full] + 1)
+        appended = self._kv_cache_manager.windows.append_all(full, self._rows.num_computed_tokens[full] + 1)
         return None if appended is None else self._builder.repeat(run, appended)
 
     def plan(self, *, registers: bool = True) -> m.Step | None:
@@ -63,30 +63,30 @@ class Planner:
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
         self._kv_cache_manager.release_passed(self._in_flight.last_in_flight)
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
-            np.copyto(rows.ahead, rows.planned)
+            np.copyto(rows.num_computed_before, rows.num_computed_tokens)
             lifecycle.add_ready_samples()
         order, flags = rows.order, rows.all_flags
-        planned = rows.planned[order]
-        total = rows.known[order] + rows.promised[order]
-        need = (total - planned) * (total < rows.limit[order])
+        num_computed = rows.num_computed_tokens[order]
+        total = rows.num_tokens[order] + rows.num_output_placeholders[order]
+        need = (total - num_computed) * (total < rows.max_num_tokens[order])
         if flags & RowFlag.DRAFTS:
             need *= rows.num_drafts[order] == 0
         if flags & RowFlag.BEAM:
-            need *= ~(rows.have(RowFlag.BEAM, order) & (rows.promised[order] > 0))
+            need *= ~(rows.have(RowFlag.BEAM, order) & (rows.num_output_placeholders[order] > 0))
         max_decodes = self._divide_among_stages(order, need) if self._num_stages > 1 else len(order)
         renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
-        budget, counts, deferred = self._grants.grant(order, planned, need, total, max_decodes, learns=learns)
+        budget, counts, deferred = self._grants.grant(order, num_computed, need, total, max_decodes, learns=learns)
         has_preempted = self._preempt_for_priority(budget, order, total)
-        wanted = planned + counts
+        wanted = num_computed + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
             is_deferred = np.isin(order, deferred)
             wanted[is_deferred] += np.minimum(need[is_deferred], MIN_CHUNK)
-        running, appended, lacked_blocks = self._allocate_blocks(order, planned, counts, total, wanted)
+        running, appended, lacked_blocks = self._allocate_blocks(order, num_computed, counts, total, wanted)
         if running is not order:
             kept = np.flatnonzero(np.isin(order, running))
-            planned, total, counts = planned[kept], total[kept], counts[kept]
-        entries = [self._advance(running, planned, counts, total)]
+            num_computed, total, counts = num_computed[kept], total[kept], counts[kept]
+        entries = [self._advance(running, num_computed, counts, total)]
         if len(deferred):  # the row of a preempted prompt may get another sequence below
             deferred = deferred[rows.active[deferred]]
         adds = [self._added_again(row, ends) for row, ends in renewed if row in self._in_flight.renewed_rows]
@@ -112,15 +112,15 @@ class Planner:
         rows = self._rows
         num_decoding = int(np.count_nonzero(need == 1))
         last_known = self._in_flight.last_step_id + 1 - self._num_stages
-        need *= (rows.promised[order] == 0) | (rows.sampled_by[order] <= last_known)
+        need *= (rows.num_output_placeholders[order] == 0) | (rows.sampled_by[order] <= last_known)
         return -(-num_decoding // self._num_stages)
 
-    def _new_run(self, planned: StepEntries) -> DecodeRun | None:
+    def _new_run(self, entries: StepEntries) -> DecodeRun | None:
         """The run that a step of all running rows begins, if all of them decode."""
-        num = len(planned.rows)
-        if num > MAX_ROWS or np.count_nonzero(planned.samples & (planned.counts == 1)) < num:
+        num = len(entries.rows)
+        if num > MAX_ROWS or np.count_nonzero(entries.samples & (entries.counts == 1)) < num:
             return None
-        return DecodeRun(self._rows, planned.rows, planned.starts + 1, self._block_size)
+        return DecodeRun(self._rows, entries.rows, entries.starts + 1, self._block_size)
 
     def _grant_drafts(self, budget: StepBudget, running: StepEntries, appended: AppendedBlocks) -> Int64s | None:
         """Let the executor propose ids for running rows that decode, with what is left of the budget, and give the rows
@@ -143,40 +143,40 @@ class Planner:
         drafts[decoding] = granted
         return drafts if granted.any() else None
 
-    def _advance(self, running: Int64s, planned: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
+    def _advance(self, running: Int64s, num_computed: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the
         prefix cache. A row that catches up with its `total` ids samples one."""
         rows = self._rows
-        ends = planned + counts
+        ends = num_computed + counts
         samples: Bools = ends == total
-        rows.planned[running] = ends
-        rows.promised[running] += samples
+        rows.num_computed_tokens[running] = ends
+        rows.num_output_placeholders[running] += samples
         if self._num_stages > 1:
             rows.sampled_by[running[samples]] = self._in_flight.last_step_id + 1
         if self._registers:
             self._kv_cache_manager.register(running)
-        return StepEntries(running, planned, counts, samples)
+        return StepEntries(running, num_computed, counts, samples)
 
     def _grant_deferred(self, budget: StepBudget, prompts: Int64s, appended: AppendedBlocks) -> StepEntries:
         """Divide what is left of a budget among the deferred prompts."""
         budget.release_held()
-        planned, known = self._rows.planned[prompts], self._rows.known[prompts]
-        counts = self._grants.chunks(budget, prompts, known - planned, planned)
+        num_computed, num_tokens = self._rows.num_computed_tokens[prompts], self._rows.num_tokens[prompts]
+        counts = self._grants.chunks(budget, prompts, num_tokens - num_computed, num_computed)
         if self._has_windows:
             windows = self._kv_cache_manager.windows
             for place, (row, start, count) in enumerate(
-                zip(*(each.tolist() for each in (prompts, planned, counts)), strict=True)
+                zip(*(each.tolist() for each in (prompts, num_computed, counts)), strict=True)
             ):
                 end = windows.fitting(row, start + count)
                 windows.append(row, end, appended)
                 counts[place] = end - start
         some = counts > 0
-        return self._advance(prompts[some], planned[some], counts[some], known[some])
+        return self._advance(prompts[some], num_computed[some], counts[some], num_tokens[some])
 
     # ---------------------------------------------------------------------------------------------- running rows
 
     def _allocate_blocks(
-        self, order: Int64s, planned: Int64s, counts: Int64s, total: Int64s, wanted: Int64s
+        self, order: Int64s, num_computed: Int64s, counts: Int64s, total: Int64s, wanted: Int64s
     ) -> tuple[Int64s, AppendedBlocks, bool]:
         """Append the blocks that the `wanted` positions need. If too few are available, preempt the later row that
         costs least to bring back, or the row itself if it is the last. So the first sequence always proceeds, and every
@@ -202,12 +202,12 @@ class Planner:
         ending = NO_ROWS
         for place in full.nonzero()[0].tolist():
             row, end = int(order[place]), int(wanted[place])
-            if counts[place] > 1 and (fitting := windows.fitting(row, end)) > planned[place]:
-                end, counts[place] = fitting, fitting - planned[place]
+            if counts[place] > 1 and (fitting := windows.fitting(row, end)) > num_computed[place]:
+                end, counts[place] = fitting, fitting - num_computed[place]
             num_lacking = windows.num_lacking(row, end)
             if pool.num_available < num_lacking and victims is None:
                 # Rows with all their ids finish when the step in flight is settled, and release their blocks.
-                ending = (total >= rows.limit[order]).nonzero()[0]
+                ending = (total >= rows.max_num_tokens[order]).nonzero()[0]
                 victims = Victims(self._costs, rows, order)
                 victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
             while rows.active[row] and not (pool.num_available + pool.num_retired >= num_lacking or len(ending)):
@@ -234,8 +234,8 @@ class Planner:
         first = self._next_sequence(budget)
         if first is None:
             return False
-        following = self._lifecycle.waiting.short_after(first, int(rows.rank[order[-1]]))
-        ending = order[total >= rows.limit[order]]
+        following = self._lifecycle.waiting.short_after(first, int(rows.priority_key[order[-1]]))
+        ending = order[total >= rows.max_num_tokens[order]]
         victims = preemptor.choose_victims(first, following, ending, budget.tokens, self._in_flight.last_step_id)
         for row in victims:
             self._lifecycle.preempt(row)
@@ -261,10 +261,10 @@ class Planner:
                 break
             adds.append(add)
             row = add.row
-            planned, known = int(rows.planned[row]), int(rows.known[row])
-            count = budget.chunk(planned, known - planned, bool(rows.is_long[row]), is_sure=is_sure)
+            num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
+            count = budget.chunk(num_computed, num_tokens - num_computed, bool(rows.is_long[row]), is_sure=is_sure)
             if count:  # otherwise it has its row now and computes in a later step
-                started.append(self._advance(*(np.array([value]) for value in (row, planned, count, known))))
+                started.append(self._advance(*(np.array([value]) for value in (row, num_computed, count, num_tokens))))
         return started
 
     def _next_sequence(self, budget: StepBudget) -> Sequence | None:
@@ -299,7 +299,7 @@ class Planner:
             row=row,
             generation=int(rows.generation[row]),
             index=sequence.row_index,
-            ids=self._put(rows.ids[row, : rows.known[row]]),
+            ids=self._put(rows.ids[row, : rows.num_tokens[row]]),
             num_prompt=len(sequence.request.prompt),
             blocks=tables[0],
             options=sequence.request.row_options,

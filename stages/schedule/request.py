@@ -77,7 +77,7 @@ class Sequence(msgspec.Struct, eq=False):
     index: int
     ids: Ids
     """int32: the settled ids, prompt and output."""
-    limit: int
+    max_num_tokens: int
     """Number of ids at which it finishes with `length`."""
     order: Order
     """Lower goes first and is preempted last."""
@@ -102,11 +102,11 @@ class Sequence(msgspec.Struct, eq=False):
     finish: Finish = Finish.NONE
     ended_by_text: bool = False
     """It finished because detokenize found a stop string."""
-    num_given: int = 0
+    num_resumed_tokens: int = 0
     """Ids at admission: the prompt, and output that the client already has."""
-    given_finish: Finish = Finish.NONE
+    resumed_finish: Finish = Finish.NONE
     """How the ids at admission end it, if they do."""
-    given_outputs: Ids = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    resumed_outputs: Ids = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
     """Output at admission, if it is computed again from the prompt: that of a beam search."""
     records: bytearray = msgspec.field(default_factory=bytearray)
     """Logprob records of settled ids, without those at admission."""

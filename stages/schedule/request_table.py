@@ -196,8 +196,8 @@ class RequestStates:
             order,
             shard(self._next_seq, self.num_detokenize),
             finish=finish,
-            num_given=len(ids),
-            given_finish=finish,
+            num_resumed_tokens=len(ids),
+            resumed_finish=finish,
         )
         self._next_seq += 1
         request.sequences.append(sequence)
@@ -212,8 +212,8 @@ class RequestStates:
         order = (self._policy.rank(request), request.arrival_s, self._next_seq)
         replica = shard(self._next_seq, self.num_detokenize)
         sequence = Sequence(self._next_seq, request, index, request.prompt, limit, order, replica)
-        sequence.num_given, sequence.given_finish = len(request.prompt) + len(outputs), finish
-        sequence.given_outputs = outputs
+        sequence.num_resumed_tokens, sequence.resumed_finish = len(request.prompt) + len(outputs), finish
+        sequence.resumed_outputs = outputs
         self._next_seq += 1
         request.sequences.append(sequence)
         self._lifecycle.add(sequence)
@@ -230,7 +230,7 @@ class RequestStates:
             request.prompt[-PROMPT_TAIL:].tobytes(),
             request.raw_options,
             self._puts[sequence.detokenize](outputs),
-            int(sequence.given_finish),
+            int(sequence.resumed_finish),
             request.record_bytes,
         )
 
@@ -305,10 +305,10 @@ class RequestStates:
 
     def _given_outputs(self, sequence: Sequence) -> Ids:
         if sequence.request.beam_search is not None:
-            return sequence.given_outputs
+            return sequence.resumed_outputs
         num_prompt = len(sequence.request.prompt)
         ids = sequence.ids if sequence.row < 0 else self._lifecycle.ids_of(sequence.row)
-        return ids[num_prompt : sequence.num_given]
+        return ids[num_prompt : sequence.num_resumed_tokens]
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache. What open sequences compute from now on can be found only by parallel samples of the

@@ -1,9 +1,9 @@
 """The running sequences as a struct of arrays, one entry per row. A step's bookkeeping is a few numpy operations;
 Python touches only rows that start, end or cross a block boundary.
 
-    ids[row]:   0 ........ planned ........ known ........ known + promised
-                computed,   to compute,     sampled by steps in flight:
-                or in flight  ids known     ids not known yet
+    ids[row]:   0 ..... num_computed_tokens ..... num_tokens ..... num_tokens + num_output_placeholders
+                computed,              to compute,          sampled by steps in flight:
+                or in flight           ids known            ids not known yet
 """
 
 from bisect import bisect_left, insort
@@ -28,23 +28,23 @@ class RowTracker:
         max_num_seqs, max_model_len, block_size = config.max_num_seqs, config.max_model_len, config.block_size
         num_groups = len(config.kv_groups)
         self._flags_of_all = flags_of_all(config)
-        self.known: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_tokens: Int64s = np.zeros(max_num_seqs, np.int64)
         """Settled ids, prompt and output."""
-        self.planned: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens: Int64s = np.zeros(max_num_seqs, np.int64)
         """Positions whose KV is computed, or will be by steps in flight."""
-        self.ahead: Int64s = np.zeros(max_num_seqs, np.int64)
-        """`planned` before the current plan: the positions that the plan's copies may read."""
-        self.promised: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_before: Int64s = np.zeros(max_num_seqs, np.int64)
+        """`num_computed_tokens` before the current plan: the positions that the plan's copies may read."""
+        self.num_output_placeholders: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that steps in flight will sample."""
         self.sampled_by: Int64s = np.zeros(max_num_seqs, np.int64)
         """The last step that samples an id for the row; stale before its first one."""
         self.num_drafts: Int64s = np.zeros(max_num_seqs, np.int64)
         """Ids that the executor may propose in the step in flight. While there are any, the row is in no other step:
         only the result says how many positions are computed."""
-        self.limit: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.max_num_tokens: Int64s = np.zeros(max_num_seqs, np.int64)
         self.sent: Int64s = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: Int64s = np.zeros(max_num_seqs, np.int64)
-        self.num_given: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.num_resumed_tokens: Int64s = np.zeros(max_num_seqs, np.int64)
         self.block_ends: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
         """The end of each row's block table, for each KV group."""
         self.block_firsts: Int64s = np.zeros((num_groups, max_num_seqs), np.int64)
@@ -55,7 +55,7 @@ class RowTracker:
         """Blocks, counted from the first, that were added to the prefix cache."""
         self.num_offloaded: Int64s = np.zeros(max_num_seqs, np.int64)
         """Blocks, counted from the first, that swap space holds too (kv_cache/offload.py)."""
-        self.rank: Int64s = np.zeros(max_num_seqs, np.int64)
+        self.priority_key: Int64s = np.zeros(max_num_seqs, np.int64)
         """The rank in the sequence's order."""
         self.is_long = np.zeros(max_num_seqs, np.bool_)
         """Whether the sequence started with a long prompt to compute."""
@@ -119,20 +119,20 @@ class RowTracker:
         of its `tables`, one for each KV group; the blocks at the first `num_registered` places are in the prefix cache
         already. The sequence is long if it has more than `long_prompt_tokens` to compute."""
         row = self._free.pop()
-        known = len(sequence.ids)
-        self.known[row] = known
-        self.planned[row] = num_computed
-        self.ahead[row] = 0
-        self.rank[row] = sequence.order[0]
-        self.is_long[row] = known - num_computed > long_prompt_tokens
-        self.promised[row] = 0
+        num_tokens = len(sequence.ids)
+        self.num_tokens[row] = num_tokens
+        self.num_computed_tokens[row] = num_computed
+        self.num_computed_before[row] = 0
+        self.priority_key[row] = sequence.order[0]
+        self.is_long[row] = num_tokens - num_computed > long_prompt_tokens
+        self.num_output_placeholders[row] = 0
         self.num_drafts[row] = 0
-        self.limit[row] = sequence.limit
+        self.max_num_tokens[row] = sequence.max_num_tokens
         self.flags[row] = flags = flags_of(sequence, self._flags_of_all)
         # The output buffer has the ids of waiting sequences. Beams send nothing before the search is over.
-        self.sent[row] = sequence.limit if flags & RowFlag.BEAM else known
+        self.sent[row] = sequence.max_num_tokens if flags & RowFlag.BEAM else num_tokens
         self.num_prompt[row] = len(sequence.request.prompt)
-        self.num_given[row] = sequence.num_given
+        self.num_resumed_tokens[row] = sequence.num_resumed_tokens
         for group, table in enumerate(tables):
             self.block_firsts[group, row], self.block_ends[group, row] = table.first, table.end
             self.tables[group, row, table.first : table.end] = table.blocks
@@ -143,7 +143,7 @@ class RowTracker:
         self.detokenize[row] = sequence.detokenize
         self.generation[row] += 1
         self.active[row] = True
-        self.ids[row, :known] = sequence.ids
+        self.ids[row, :num_tokens] = sequence.ids
         self.record_bytes[row] = sequence.request.row_record_bytes
         self.prompt_record_bytes[row] = sequence.prompt_record_bytes
         self.sequences[row] = sequence
@@ -158,7 +158,7 @@ class RowTracker:
         """Move a sequence out of its row. Returns it and its blocks, the tail first."""
         sequence = self.sequences[row]
         assert sequence is not None and self.active[row], f"row {row} is not running"
-        sequence.ids = self.ids[row, : self.known[row]].copy()
+        sequence.ids = self.ids[row, : self.num_tokens[row]].copy()
         sequence.row = NO_ROW
         blocks = self.blocks_of(row)
         blocks.reverse()

@@ -152,11 +152,11 @@ class Scheduler:
         if any(error.startswith(m.ADAPTER_FAILED) for error in result.errors):
             self.reset_prefix_cache()  # no prompt may reuse blocks that were computed without the adapter
 
-    def leave_tails(self) -> None:
+    def publish_partial_blocks(self) -> None:
         """Let the successor of this process continue behind the last position of each running sequence. No step may be
         in flight, and none may follow."""
         assert not self.in_flight
-        self.kv_cache_manager.leave_tails()
+        self.kv_cache_manager.publish_partial_blocks()
 
     @property
     def in_flight(self) -> deque[InFlightStep]:
@@ -227,5 +227,9 @@ class Scheduler:
         """Assert every invariant; for tests."""
         rows = self.rows
         for row in rows.order.tolist():
-            assert rows.planned[row] <= rows.known[row] + rows.promised[row] <= rows.limit[row]
+            assert (
+                rows.num_computed_tokens[row]
+                <= rows.num_tokens[row] + rows.num_output_placeholders[row]
+                <= rows.max_num_tokens[row]
+            )
         self.lifecycle.check(list(self.requests.values()))

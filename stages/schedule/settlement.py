@@ -107,12 +107,12 @@ class Settlement:
     def _settle_repeated(self, step: InFlightStep, run: DecodeRun, result: m.StepResult) -> None:
         """`settle` for a step of a run: no sequence begins or ends with it."""
         assert isinstance(result.ids, bytes), "the rows came inline and their ids did not"
-        known = run.settle(result.ids)
+        num_tokens = run.settle(result.ids)
         self.num_output_tokens += run.num_rows
         self._output_buffer.settled_run = run
         self.traced_request_ids = []
         if self.is_behind:
-            self._kv_cache_manager.register_if_full(run.order, known)
+            self._kv_cache_manager.register_if_full(run.order, num_tokens)
             self.is_behind = False
         self._kv_cache_manager.settle(step.step_id)
         self._learn(step, result, NO_DRAFTS)
@@ -128,25 +128,25 @@ class Settlement:
     ) -> None:
         """Append ids to each of these rows, `num_ids` or one, and finish the sequences that end with them."""
         rows = self._rows
-        known = rows.known[sampled]
+        num_tokens = rows.num_tokens[sampled]
         if len(num_ids):
             # Accepted proposals were computed with the rest of the row.
-            following = known + num_ids
-            rows.planned[sampled] += num_ids - 1
+            following = num_tokens + num_ids
+            rows.num_computed_tokens[sampled] += num_ids - 1
             place = np.arange(len(ids)) - np.repeat(num_ids.cumsum() - num_ids, num_ids)
-            rows.ids[np.repeat(sampled, num_ids), np.repeat(known, num_ids) + place] = ids
+            rows.ids[np.repeat(sampled, num_ids), np.repeat(num_tokens, num_ids) + place] = ids
         else:
-            following = known + 1
-            rows.ids[sampled, known] = ids
-        rows.known[sampled] = following
-        rows.promised[sampled] -= 1
+            following = num_tokens + 1
+            rows.ids[sampled, num_tokens] = ids
+        rows.num_tokens[sampled] = following
+        rows.num_output_placeholders[sampled] -= 1
         self.num_output_tokens += len(ids)
-        begun = known == rows.num_given[sampled]
+        begun = num_tokens == rows.num_resumed_tokens[sampled]
         if np.count_nonzero(begun):
             for row in sampled[begun].tolist():
                 self._traced_sequence(row).first_s = self._state.now_s
         stopped = finishes == Finish.STOP
-        ended = stopped | (following >= rows.limit[sampled])
+        ended = stopped | (following >= rows.max_num_tokens[sampled])
         if np.count_nonzero(ended):
             for row, by_stop in zip(sampled[ended].tolist(), stopped[ended].tolist(), strict=True):
                 self._lifecycle.finish(self._traced_sequence(row), Finish.STOP if by_stop else Finish.LENGTH)

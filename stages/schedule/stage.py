@@ -180,7 +180,7 @@ class ScheduleStage:
             report_is_due = not self._report()
             if self._is_handing_over and not (report_is_due or self._scheduler.in_flight or self._has_ended_work):
                 self._has_ended_work = True
-                self._scheduler.leave_tails()
+                self._scheduler.publish_partial_blocks()
                 self._stage.supervisor.send(m.Drained())
             if not report_is_due:
                 self._scheduler.lifecycle.list_suspects()

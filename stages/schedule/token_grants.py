@@ -32,7 +32,7 @@ class TokenGrants:
         self._cost_model = state.cost_model
 
     def grant(
-        self, order: Int64s, planned: Int64s, need: Int64s, total: Int64s, max_decodes: int, *, learns: bool
+        self, order: Int64s, num_computed: Int64s, need: Int64s, total: Int64s, max_decodes: int, *, learns: bool
     ) -> tuple[StepBudget, Int64s, Int64s]:
         """Divide a step's budget among rows that lack `need` of `total` ids, of which `max_decodes` may decode. Returns
         what is left of it, the number of tokens that each row computes, and the deferred rows. `learns` says whether
@@ -52,23 +52,23 @@ class TokenGrants:
         context = int((total * counts).sum()) if needs_context else 0
         budget = StepBudget(self._limits, self._cost_model, num_decodes, context)
         if len(deferred) and len(longs := deferred[self._rows.is_long[deferred]]):
-            budget.hold_for_long(int(self._rows.rank[longs[0]]))
+            budget.hold_for_long(int(self._rows.priority_key[longs[0]]))
         if len(prompts):
-            counts[prompts] = self.chunks(budget, order[prompts], need[prompts], planned[prompts])
+            counts[prompts] = self.chunks(budget, order[prompts], need[prompts], num_computed[prompts])
         return budget, counts, deferred
 
     def _is_deferred(self, prompts: Int64s) -> Bools:
         is_long: Bools = self._rows.is_long[prompts]
         if not self._preempts:
             return is_long
-        ranks = self._rows.rank[prompts]
+        ranks = self._rows.priority_key[prompts]
         first = self._lifecycle.first_rank()
         is_deferred: Bools = (ranks > first) | (is_long & (ranks == first))
         return is_deferred
 
     def chunks(self, budget: StepBudget, prompts: Int64s, need: Int64s, starts: Int64s) -> Int64s:
         """Divide a budget among these rows' prompts, by order: rank by rank."""
-        ranks, is_long = self._rows.rank[prompts], self._rows.is_long[prompts]
+        ranks, is_long = self._rows.priority_key[prompts], self._rows.is_long[prompts]
         if len(ranks) == 0 or ranks[0] == ranks[-1]:
             return grant_chunks(budget, need, starts, is_long)
         counts = np.zeros(len(prompts), np.int64)

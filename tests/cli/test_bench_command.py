@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.__main__ import main
 from pipeline.cli.bench.client import NOT_AN_API, message_of
 from pipeline.cli.bench.command import _Bar, left_words
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.options import add_options, workload_of
 from pipeline.cli.bench.report import TABLE_WIDTH, BenchReport, as_text, console
 from pipeline.cli.bench.tasks import TASKS
@@ -136,7 +136,7 @@ def test_prefill_is_measured_at_one_temperature(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("concurrency", ["1,8,32", "1,2,4,8,16,32", "1000"])
 def test_the_table_fits_into_80_columns(concurrency: str) -> None:
     args = _parse(f"--concurrency={concurrency}")
-    spread = Spread(1000, 12345.6, 12345.6, 12345.6, 123456.7, 123456.7)
+    spread = Distribution(1000, 12345.6, 12345.6, 12345.6, 123456.7, 123456.7)
     levels = [
         Summary(n, t, 20.0, 123456, 0, {}, 4096.0, 1024.0, False, 123456.7, 1234567.8, 99.9, 12345.6, *[spread] * 4)
         for n in args.concurrency

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipeline.cli.bench.client import RequestResult
 from pipeline.cli.bench.loop import Level
-from pipeline.cli.bench.measure import Spread, percentile, summarize
+from pipeline.cli.bench.measure import Distribution, percentile, summarize
 from pipeline.cli.bench.words import Calibration, prompt
 
 
@@ -56,7 +56,7 @@ def test_errors_are_counted_and_give_no_tokens() -> None:
 
 def test_without_results_all_statistics_are_zero() -> None:
     summary = summarize(Level(1, 0.0, 0.0, []))
-    assert (summary.output_tokens_per_s, summary.ttft_ms) == (0.0, Spread())
+    assert (summary.output_tokens_per_s, summary.ttft_ms) == (0.0, Distribution())
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1), part=st.floats(0, 1))

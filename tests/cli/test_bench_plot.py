@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.__main__ import main
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.options import Length, Workload
 from pipeline.cli.bench.plot import scales
 from pipeline.cli.bench.plot.chart import Chart, Row
@@ -26,10 +26,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def level(concurrency: int, temperature: float = 0.0, rate: float = 100.0, **changes: Any) -> Summary:
     """A level whose latencies are derived from `rate`, so that each value occurs once in a chart."""
-    itl = Spread(50, rate / 7, rate / 8, rate / 4, rate / 2, rate)
-    ttft = Spread(50, rate * 2, rate * 3, rate * 4, rate * 5, rate * 6)
+    itl = Distribution(50, rate / 7, rate / 8, rate / 4, rate / 2, rate)
+    ttft = Distribution(50, rate * 2, rate * 3, rate * 4, rate * 5, rate * 6)
     numbers = (10.0, 50, 0, {}, 128.0, 64.0, False, rate, 2 * rate, 1.0, 9 * rate)
-    found = Summary(concurrency, temperature, *numbers, ttft, itl, Spread(), Spread())
+    found = Summary(concurrency, temperature, *numbers, ttft, itl, Distribution(), Distribution())
     return msgspec.structs.replace(found, **changes)
 
 
@@ -120,7 +120,7 @@ def test_a_number_of_requests_is_named_instead_of_the_duration(tmp_path: Path) -
 
 
 def test_prompts_with_one_token_out_show_prefill(tmp_path: Path) -> None:
-    result = write(tmp_path / "r.json", [level(1, 0.0, 100.0, itl_ms=Spread())], output_tokens=1)
+    result = write(tmp_path / "r.json", [level(1, 0.0, 100.0, itl_ms=Distribution())], output_tokens=1)
     chart = tmp_path / "chart.svg"
     assert main(["bench", "--plot", str(chart), str(result)]) == 0
     root = drawn(chart)
@@ -129,7 +129,7 @@ def test_prompts_with_one_token_out_show_prefill(tmp_path: Path) -> None:
 
 
 def test_a_level_without_finished_requests_has_no_points(tmp_path: Path) -> None:
-    failed = level(8, 0.0, 0.0, ttft_ms=Spread(), itl_ms=Spread())
+    failed = level(8, 0.0, 0.0, ttft_ms=Distribution(), itl_ms=Distribution())
     result = write(tmp_path / "r.json", [level(1), failed, msgspec.structs.replace(failed, temperature=1.0)])
     chart = tmp_path / "chart.svg"
     assert main(["bench", "--plot", str(chart), str(result)]) == 0

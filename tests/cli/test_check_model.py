@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from pipeline.__main__ import main
-from pipeline.cli.check.cases import CheckPlan, ComputedCase, Ours, Theirs
+from pipeline.cli.check.cases import CheckPlan, ComputedCase, ProgramResults, ReferenceResults
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model_folder import Llama3Rope, ModelConfig
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
@@ -517,7 +517,7 @@ def test_a_shrunk_model_keeps_its_ratios_and_kinds() -> None:
 PLAN = CheckPlan([[1, 2, 3]])
 
 
-def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours, Theirs]:
+def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[ProgramResults, ReferenceResults]:
     """One prompt with a text of one id; transformers has two nearly equal ones: 7 and 8."""
     logits = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     logits[7], logits[8] = 5.0, 4.9999
@@ -525,8 +525,8 @@ def sides(change: float = 0.0, text: int = 7, exact: bool = True) -> tuple[Ours,
     ours[3] += change
     rounded = logits + np.float32(0.02) * np.random.default_rng(1).standard_normal(100).astype(np.float32)
     return (
-        Ours("any", exact, [ComputedCase("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
-        Theirs({(1, 2, 3): logits}, [[7]], {} if exact else {(1, 2, 3): rounded}),
+        ProgramResults("any", exact, [ComputedCase("whole", (1, 2, 3), ours)], {"whole": [[text]]}),
+        ReferenceResults({(1, 2, 3): logits}, [[7]], {} if exact else {(1, 2, 3): rounded}),
     )
 
 
@@ -583,7 +583,7 @@ def test_a_text_may_differ_only_where_transformers_is_undecided() -> None:
 
 def test_a_text_that_diverges_without_reference_logits_fails() -> None:
     ours, theirs = sides(text=8)
-    theirs = Theirs({(1, 2): theirs.logits[1, 2, 3]}, theirs.texts)
+    theirs = ReferenceResults({(1, 2): theirs.logits[1, 2, 3]}, theirs.texts)
     ours.made = [ComputedCase("whole", (1, 2), theirs.logits[1, 2])]
     (finding,) = judge(PLAN, ours, theirs)
     assert not finding.passed

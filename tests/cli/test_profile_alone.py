@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.cli.profile.alone.clock import Used
+from pipeline.cli.profile.alone.clock import ProcessTimes
 from pipeline.cli.profile.alone.harness import Harness
 from pipeline.cli.profile.alone.loads import AHEAD
 from pipeline.cli.profile.alone.measure import measure
@@ -155,7 +155,9 @@ def test_the_command_prints_a_table_and_writes_json(
 
 def test_the_limiting_resource_is_reported() -> None:
     def limit(busy: float, waited: float, load: float, load_waited: float) -> str:
-        return limit_of(2.0, Used(2 * busy, 2 * busy, 2 * waited), Used(2 * load, 2 * load, 2 * load_waited))
+        return limit_of(
+            2.0, ProcessTimes(2 * busy, 2 * busy, 2 * waited), ProcessTimes(2 * load, 2 * load, 2 * load_waited)
+        )
 
     assert limit(0.95, 0.0, 0.9, 0.0) == "stage"
     assert limit(0.5, 0.4, 0.9, 0.0) == "cores"

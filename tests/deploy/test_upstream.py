@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.deploy.upstream import Connection, Upstream, UpstreamLost, Whole, fetch, head_of
+from pipeline.deploy.upstream import Connection, ResponseCollector, Upstream, UpstreamLost, fetch, head_of
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n"
@@ -16,9 +16,11 @@ CHUNKED = (
 SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 7\r\n\r\n0\r\n\r\nxy"
 
 
-def answer(data: bytes, cuts: list[int], *, closes: bool = False) -> tuple[Whole, Connection, BaseException | None]:
-    async def run() -> tuple[Whole, Connection, BaseException | None]:
-        connection, sink = Connection(), Whole()
+def answer(
+    data: bytes, cuts: list[int], *, closes: bool = False
+) -> tuple[ResponseCollector, Connection, BaseException | None]:
+    async def run() -> tuple[ResponseCollector, Connection, BaseException | None]:
+        connection, sink = Connection(), ResponseCollector()
         connection.connection_made(Mock(is_closing=lambda: False))
         done = connection.send(b"GET", sink)
         for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):

@@ -38,7 +38,7 @@ def poison_schedule(module):
         rows = self._rows
         for row in rows.order.tolist():
             is_poison = rows.sequences[row].request.options.seed in {SEEDS["schedule"]}
-            if is_poison and rows.known[row] >= rows.num_prompt[row] + {NUM_BEFORE}:
+            if is_poison and rows.num_tokens[row] >= rows.num_prompt[row] + {NUM_BEFORE}:
                 die()
     module.Settlement.settle = settle
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.grammars import checker
 from pipeline.grammars.checks import Check, Checked
-from pipeline.grammars.worker import Gone, receive, send
+from pipeline.grammars.worker import WorkerLostError, receive, send
 
 TIMEOUT_S = 0.4
 PATIENCE_S = 60.0
@@ -28,7 +28,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, check: Any) -> Checked:
     ours.settimeout(PATIENCE_S)
 
     def serve() -> None:
-        with theirs, pytest.raises(Gone):
+        with theirs, pytest.raises(WorkerLostError):
             checker.Checker(theirs, object(), "", TIMEOUT_S).loop()  # type: ignore[arg-type]
 
     thread = threading.Thread(target=serve)

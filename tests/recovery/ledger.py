@@ -226,16 +226,16 @@ class Ledger:
             if case.is_aborted and sequence.finish == Finish.ABORT:
                 continue
             where = f"request {case.number}, sequence {index}"
-            num_given = case.nums_given[index] if case.nums_given else 0
+            num_resumed_tokens = case.nums_given[index] if case.nums_given else 0
             assert np.frombuffer(sequence.ids, np.int32).tolist() == outcome.ids, f"{where}: other ids"
             assert (sequence.finish, sequence.stop_reason) == (outcome.finish, outcome.stop_reason), where
             if not case.is_too_long:
-                assert case.texts[index] == outcome.text[case.text_begins[index] if num_given else 0 :], where
+                assert case.texts[index] == outcome.text[case.text_begins[index] if num_resumed_tokens else 0 :], where
             options = case.options
             if options.num_logprobs >= 0:
-                records = b"".join(fakes.record(one, options.num_logprobs) for one in outcome.ids[num_given:])
+                records = b"".join(fakes.record(one, options.num_logprobs) for one in outcome.ids[num_resumed_tokens:])
                 assert sequence.records == records, f"{where}: other logprobs"
-                assert len(records) == (len(outcome.ids) - num_given) * record_bytes(options, hidden_size=0)
+                assert len(records) == (len(outcome.ids) - num_resumed_tokens) * record_bytes(options, hidden_size=0)
         if case.options.num_prompt_logprobs >= 0 and not case.is_aborted:
             records = b"".join(fakes.record(one, case.options.num_prompt_logprobs) for one in case.prompt[1:])
             assert request.prompt_requests[0].prompt_records == records, f"{where}: other prompt logprobs"

@@ -69,7 +69,7 @@ def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
         return first in scheduler.lifecycle.waiting
     if first.row < 0:
         return False
-    return int(scheduler.rows.known[first.row]) - len(request.prompt) >= poison.num_ids
+    return int(scheduler.rows.num_tokens[first.row]) - len(request.prompt) >= poison.num_ids
 
 
 def accuse(server: "Server", request_ids: list[int]) -> None:

@@ -183,9 +183,9 @@ def test_successors_start_one_after_the_other(bench: Bench) -> None:
 
 def test_if_another_stage_dies_a_successor_takes_over_at_once(bench: Bench) -> None:
     bench.ask("ingest.0")
-    bench.restarts.hurry()
+    bench.restarts.take_over_now()
     assert bench.taken_over == ["ingest.0"]
-    bench.restarts.hurry()
+    bench.restarts.take_over_now()
     assert bench.taken_over == ["ingest.0"]
 
 

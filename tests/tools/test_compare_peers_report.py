@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.options import Length, Workload
 from pipeline.cli.bench.report import BenchReport
 from tools.compare_peers.loads import loads_of
@@ -19,7 +19,7 @@ from tools.compare_peers.report import Provenance, Results, median_of
 
 
 def summary(concurrency: int, rate: float, **changes: Any) -> Summary:
-    spread = Spread(10, rate, rate / 10, rate / 5, rate / 2, rate)
+    spread = Distribution(10, rate, rate / 10, rate / 5, rate / 2, rate)
     numbers = (1.0, 10, 0, {}, 128.0, 128.0, False, rate, rate * 2, 1.0, rate * 3)
     return msgspec.structs.replace(Summary(concurrency, 0.0, *numbers, spread, spread, spread, spread), **changes)
 

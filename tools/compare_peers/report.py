@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.plot.chart import Chart, Row
 from pipeline.cli.bench.plot.panels import Bar, BarPanel, as_value
 from pipeline.cli.bench.plot.results import STYLES, rows_of
@@ -200,9 +200,9 @@ def median_of(levels: Sequence[Summary]) -> Summary:
             changes["errors"][reason] = changes["errors"].get(reason, 0) + count
     for field in first.__struct_fields__:
         values = [getattr(level, field) for level in levels]
-        if isinstance(values[0], Spread):
-            names = Spread.__struct_fields__
-            changes[field] = Spread(*(median(getattr(value, name) for value in values) for name in names))
+        if isinstance(values[0], Distribution):
+            names = Distribution.__struct_fields__
+            changes[field] = Distribution(*(median(getattr(value, name) for value in values) for name in names))
         elif isinstance(values[0], float):
             changes[field] = median(values)
     return msgspec.structs.replace(first, **changes)

@@ -136,7 +136,7 @@ class ScheduledReplica:
         ids = np.full(len(sampled), FILLER, np.int32)
         finishes = np.zeros(len(sampled), np.uint8)
         first: list[int] = []
-        for place, (row, known) in enumerate(zip(sampled.tolist(), rows.known[sampled].tolist(), strict=True)):
+        for place, (row, known) in enumerate(zip(sampled.tolist(), rows.num_tokens[sampled].tolist(), strict=True)):
             sequence = rows.sequences[row]
             assert sequence is not None
             request_id, index = sequence.request.request_id, sequence.index

@@ -9,7 +9,7 @@ import msgspec
 from pipeline.cli.bench.loop import Level
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Distribution(msgspec.Struct, frozen=True):
     """A distribution. All fields are 0 if there are no values."""
 
     count: int = 0
@@ -20,7 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
     max: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "Distribution":
         if not values:
             return cls()
         ordered = sorted(values)
@@ -49,10 +49,10 @@ class Summary(msgspec.Struct, frozen=True):
     total_tokens_per_s: float
     requests_per_s: float
     prefill_tokens_per_s: float
-    ttft_ms: Spread
-    itl_ms: Spread
-    tpot_ms: Spread
-    e2e_ms: Spread
+    ttft_ms: Distribution
+    itl_ms: Distribution
+    tpot_ms: Distribution
+    e2e_ms: Distribution
 
 
 def summarize(level: Level, temperature: float = 0.0) -> Summary:
@@ -93,7 +93,7 @@ def summarize(level: Level, temperature: float = 0.0) -> Summary:
         output_tokens_per_s=_rate(output, window_s),
         total_tokens_per_s=_rate(output + prompt, window_s),
         requests_per_s=_rate(len(ended), window_s),
-        prefill_tokens_per_s=Spread.of(prefill).p50,
+        prefill_tokens_per_s=Distribution.of(prefill).p50,
         ttft_ms=_ms(ttft),
         itl_ms=_ms(itl),
         tpot_ms=_ms(tpot),
@@ -121,5 +121,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _ms(values_s: list[float]) -> Spread:
-    return Spread.of([value * 1000 for value in values_s])
+def _ms(values_s: list[float]) -> Distribution:
+    return Distribution.of([value * 1000 for value in values_s])

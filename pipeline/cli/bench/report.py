@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.options import Workload
 from pipeline.cli.safe_console import SafeConsole
 
@@ -79,7 +79,7 @@ def _table(levels: Sequence[Summary]) -> Table:
     table.add_row("total tok/s", *(f"{level.total_tokens_per_s:,.0f}" for level in levels))
     table.add_row("prefill tok/s", *(f"{level.prefill_tokens_per_s:,.0f}" for level in levels))
     for name in ("ttft", "itl", "tpot"):
-        spreads: list[Spread] = [getattr(level, f"{name}_ms") for level in levels]
+        spreads: list[Distribution] = [getattr(level, f"{name}_ms") for level in levels]
         table.add_row(f"{name.upper()} p50", *(_time(spread.p50) for spread in spreads))
         table.add_row(f"{name.upper()} p99", *(_time(spread.p99) for spread in spreads))
     return table

@@ -1,5 +1,5 @@
-"""The data that a check of a model compares. Our programs produce `Ours`, transformers `Theirs`. Equal ids belong
-together."""
+"""The data that a check of a model compares. Our programs produce `ProgramResults`, transformers `ReferenceResults`.
+Equal ids belong together."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ class ComputedCase:
 
 
 @dataclass(slots=True)
-class Ours:
+class ProgramResults:
     """Results of one of our programs."""
 
     program: str
@@ -49,7 +49,7 @@ class Ours:
 
 
 @dataclass(slots=True)
-class Theirs:
+class ReferenceResults:
     """Results of transformers with the same weights."""
 
     logits: dict[Ids, Logits]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.cli.check.cases import CheckPlan, Logits, Ours, Theirs
+from pipeline.cli.check.cases import CheckPlan, Logits, ProgramResults, ReferenceResults
 
 EXACT = 1e-4
 """Largest difference of a float32 logit, times the standard deviation of the logits if that is above 1."""
@@ -57,7 +57,7 @@ class CheckResult:
         return is_close and self.num_same + self.num_undecided == self.num_texts
 
 
-def judge(plan: CheckPlan, ours: Ours, theirs: Theirs) -> list[CheckResult]:
+def judge(plan: CheckPlan, ours: ProgramResults, theirs: ReferenceResults) -> list[CheckResult]:
     """The results of each way to compute the model."""
     spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
     findings = []
@@ -113,7 +113,7 @@ def _difference(ours: Logits, theirs: Logits, exact: bool, spread: float) -> flo
 
 
 def _is_tie(
-    prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], reference: Theirs, undecided: float
+    prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], reference: ReferenceResults, undecided: float
 ) -> bool:
     """Whether the two outputs diverge where transformers' logits of both ids are nearly equal."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)

@@ -25,7 +25,7 @@ from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.native.program import NativeProgram, unsupported
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
-from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.ranks.place import RankPlace
@@ -69,7 +69,7 @@ def make_program(
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
     part: Part | None = None,
-    link: PipelineLink | None = None,
+    link: PPLink | None = None,
 ) -> Program:
     """An empty program of the native library, or of torch if that is None. The library keeps packed matrices in
     `panels`. Without `lora`, no adapters can be loaded. With `ranks`, it is the program of a rank. With a `part`, it
@@ -102,7 +102,7 @@ def make_program(
     )
 
 
-def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: ModelConfig) -> PipelineLink | None:
+def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: ModelConfig) -> PPLink | None:
     """The memory that the stages of a pipeline share; None if there is one stage. Raises UserError if the model needs
     torch."""
     if place.num_stages == 1:
@@ -112,7 +112,7 @@ def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: 
             f"execute.pipeline_parallel: {place.num_stages} stages need the CPU library, but torch computes this "
             "model here"
         )
-    return PipelineLink(library.loaded, place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
+    return PPLink(library.loaded, place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
 
 
 def join(library: Library | None, settings: Settings, config: ModelConfig, place: RankPlace) -> RankGroup:

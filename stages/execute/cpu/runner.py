@@ -32,7 +32,7 @@ from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import Outcome
-from pipeline.stages.execute.cpu.ranks.pipeline_stage import PipelineStage
+from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
@@ -99,7 +99,7 @@ class CpuRunner(Runner):
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
         self._link = link(library, place, self.inputs, config)
-        self._pipeline = None if self._link is None else PipelineStage(self._link, place, self.rows)
+        self._pipeline = None if self._link is None else PPStage(self._link, place, self.rows)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = threads_of(settings)
         lora = LoraPlan.of(settings)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pipeline.grammars.worker import Gone, Worker, receive, send
+from pipeline.grammars.worker import Worker, WorkerLostError, receive, send
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
@@ -100,7 +100,7 @@ class Masks:
         try:
             if self._check_ready():
                 self._send(Order([], [options.compiled_grammar], 0, []))
-        except Gone:
+        except WorkerLostError:
             self._stop()
 
     def drop(self, rows: IntArray) -> None:
@@ -213,7 +213,7 @@ class Masks:
                 self._until_ready()
                 self._send_order()
                 return
-            except Gone as gone:
+            except WorkerLostError as gone:
                 self._stop()
                 if is_last:
                     self._fail([place for _, place in self._requested], f"grammars are not available: {gone}")
@@ -263,12 +263,12 @@ class Masks:
         self._worker.socket.settimeout(START_S)
         try:
             report = self._receive()
-        except Gone:
+        except WorkerLostError:
             self._stop()
-            raise Gone("the process that computes masks does not start") from None
+            raise WorkerLostError("the process that computes masks does not start") from None
         if report.errors:
             self._stop()
-            raise Gone(report.errors[0])
+            raise WorkerLostError(report.errors[0])
         self._is_ready = True
         self._worker.socket.settimeout(self._limit_s)
 

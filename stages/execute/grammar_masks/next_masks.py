@@ -16,11 +16,11 @@ from pipeline.stages.execute.grammar_masks.rows import (
     NO_TOKEN_LEFT,
     IdArray,
     MatcherRow,
+    allow_text_form,
     end_by,
     forbid,
     not_computed,
     not_consumed,
-    spell,
     texts,
 )
 
@@ -72,7 +72,7 @@ class NextMasks:
 
         special = [i for i in self._without_text(places) if i not in failed]
         for i in special:
-            spell(self._engine, matchers[i], self._words[places[i]])
+            allow_text_form(self._engine, matchers[i], self._words[places[i]])
         self._end(rows, places)
         for i in special:
             if not self._words[places[i]].any():

@@ -46,7 +46,7 @@ def why(matcher: LLMatcher, what: str) -> str:
     return f"{what}: {short_message(matcher.get_error())}" if matcher.get_error() else what
 
 
-def spell(engine: Engine, matcher: LLMatcher, words: WordArray) -> None:
+def allow_text_form(engine: Engine, matcher: LLMatcher, words: WordArray) -> None:
     """Replace a mask that allows only special tokens by one with text.
 
     If only one text can follow, the library allows the ids that its tokenizer makes of it. The tokenizer takes text

@@ -40,11 +40,11 @@ from pipeline.stages.execute.grammar_masks.rows import (
     NO_TOKEN_LEFT,
     MaskError,
     MatcherRow,
+    allow_text_form,
     consume,
     end_by,
     has,
     not_computed,
-    spell,
     texts,
     why,
 )
@@ -206,7 +206,7 @@ class MaskWorker:
         if row.matcher.is_error():
             raise MaskError(not_computed(row.matcher))
         if not (words & self._texts).any():
-            spell(self._engine, row.matcher, words)
+            allow_text_form(self._engine, row.matcher, words)
         if row.ignores_eos or len(row.stop_ids):
             end_by(row, self._eos_ids, words)
         if not words.any():

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase, Ours
+from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase, ProgramResults
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model_folder import ModelConfig
@@ -34,7 +34,7 @@ def set_up(settings: Settings) -> None:
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[Ours]:
+def compute(settings: Settings, folder: Path, plan: CheckPlan) -> Iterator[ProgramResults]:
     """Compute the plan by torch in float32, then in bfloat16 by the server's back end unless that is torch; on a GPU
     also in float32. Raises UserError if the model can't run with these settings."""
     import torch
@@ -71,7 +71,7 @@ def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, ker
     )
 
 
-def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
+def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> ProgramResults:
     runner: Any
     if settings.execute.device == "cuda":
         from pipeline.stages.execute.cuda.available import require
@@ -88,7 +88,7 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
     try:
         # A GPU's float32 matmuls are as exact as a CPU's, but sum in another order.
         exact = settings.execute.dtype == "float32"
-        ours = Ours(
+        ours = ProgramResults(
             f"{runner.name}, {settings.execute.dtype}",
             exact,
             chooses_experts=ModelConfig.load(folder).experts is not None,
@@ -102,7 +102,7 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> Ours:
 class _Ways:
     """Computes a plan in each way, keeping the logits of every sampled row."""
 
-    def __init__(self, runner: Any, ours: Ours, plan: CheckPlan) -> None:
+    def __init__(self, runner: Any, ours: ProgramResults, plan: CheckPlan) -> None:
         self._runner = runner
         self._ours = ours
         self._prompts = plan.prompts

@@ -17,7 +17,7 @@ import math
 import msgspec
 import numpy as np
 
-from pipeline.stages.prepare.quantized.matrix import EXACT, Kept, QuantizedMatrix
+from pipeline.stages.prepare.quantized.matrix import EXACT, ChosenFormat, QuantizedMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
 from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
@@ -114,10 +114,10 @@ class Fp8Matrix(QuantizedMatrix):
         self._rows, self._columns = block if block and is_block else (num_rows // grid[0], num_columns // grid[1])
         self._scales = tensors.floats(scale, found, exponents=True).reshape(grid)
 
-    def kept(self) -> Kept:
+    def kept(self) -> ChosenFormat:
         if (obstacle := self._obstacle()) is not None:
-            return Kept("bf16", f"{obstacle}, rounded once")
-        return Kept("fp8", EXACT)
+            return ChosenFormat("bf16", f"{obstacle}, rounded once")
+        return ChosenFormat("fp8", EXACT)
 
     def _obstacle(self) -> str | None:
         """Why `fp8` can't hold the codes."""

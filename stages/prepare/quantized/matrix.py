@@ -24,7 +24,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ChosenFormat:
     """The format that keeps a matrix as well as possible."""
 
     format: Format
@@ -38,7 +38,7 @@ class QuantizedMatrix(ABC):
     shape: Shape
 
     @abstractmethod
-    def kept(self) -> Kept:
+    def kept(self) -> ChosenFormat:
         """The format to store the matrix in, if the user wants none in particular."""
 
     @abstractmethod
@@ -67,8 +67,8 @@ class FloatMatrix(QuantizedMatrix):
     kind: str
     """What the checkpoint has, for the log."""
 
-    def kept(self) -> Kept:
-        return Kept("bf16", f"{self.kind}, rounded once")
+    def kept(self) -> ChosenFormat:
+        return ChosenFormat("bf16", f"{self.kind}, rounded once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,13 @@ class IntegerMatrix(QuantizedMatrix):
         symmetric = bool((zeros == 1 << (self.bits - 1)).all())
         return _Grid(_Halves.of(scales), _Halves.of(zeros * scales), symmetric)
 
-    def kept(self) -> Kept:
+    def kept(self) -> ChosenFormat:
         wanted: Format = "q8_0"
         if self.bits <= 4:
             wanted = "q4_0" if self._grid.symmetric else "q4_1"
         if (note := self.note(wanted)) is not None:
-            return Kept(wanted, note)
-        return Kept("bf16", self._obstacle() or f"{self.bits} bits with zero points that q8_0 lacks")
+            return ChosenFormat(wanted, note)
+        return ChosenFormat("bf16", self._obstacle() or f"{self.bits} bits with zero points that q8_0 lacks")
 
     def _obstacle(self) -> str | None:
         """Why no blocks can hold the codes."""

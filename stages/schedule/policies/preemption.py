@@ -31,7 +31,7 @@ class PreemptionCosts:
     def num_kept(self, rows: Int64s) -> Int64s:
         """Positions of these rows whose KV belongs to settled ids. The last id is always computed again: the next id is
         sampled from its logits."""
-        return np.minimum(self._rows.planned[rows], self._rows.known[rows] - 1).clip(0)
+        return np.minimum(self._rows.num_computed_tokens[rows], self._rows.num_tokens[rows] - 1).clip(0)
 
     def swaps(self, row: int) -> bool:
         """Whether a row would be swapped out rather than computed again."""
@@ -64,7 +64,7 @@ class Victims:
     def __init__(self, costs: PreemptionCosts, rows: RowTracker, candidates: Int64s) -> None:
         self._candidates = candidates
         self._costs_s, _ = costs.costs_s(candidates)
-        self._ranks = rows.rank[candidates]
+        self._ranks = rows.priority_key[candidates]
         self._left = np.ones(len(candidates), np.bool_)
 
     def take(self, after: int = -1, above: int | None = None) -> int | None:

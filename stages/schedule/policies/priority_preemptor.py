@@ -65,7 +65,7 @@ class PriorityPreemptor:
         attempt = first.seq, rows.num_changes, step_id // RETRY_STEPS
         if attempt == self._last_failure:
             return []
-        worse = rows.order[rows.rank[rows.order] > first.order[0]]
+        worse = rows.order[rows.priority_key[rows.order] > first.order[0]]
         worse = worse[~np.isin(worse, ending)]
         if len(worse) == 0:
             return []

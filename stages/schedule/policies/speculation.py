@@ -45,7 +45,7 @@ class Speculation:
         self._is_adaptive = config.adaptive_speculation
         self._rows = rows
         self._cost_model = cost_model
-        num_rows = len(rows.known)
+        num_rows = len(rows.num_tokens)
         self.acceptance = np.full(num_rows, FIRST_ACCEPTANCE)
         """α of each row."""
         self.mean = FIRST_ACCEPTANCE
@@ -67,7 +67,7 @@ class Speculation:
     def grant(self, rows: Int64s, totals: Int64s, budget: StepBudget) -> Int64s:
         """How many ids may be proposed for each of these rows, which decode with `totals` ids; int64 [rows]. Takes
         the tokens from the budget."""
-        num_drafts = np.minimum(self._rows.limit[rows] - totals - 1, self._most).clip(0)
+        num_drafts = np.minimum(self._rows.max_num_tokens[rows] - totals - 1, self._most).clip(0)
         if self._is_adaptive and len(rows):
             num_drafts = np.minimum(num_drafts, self._paying(rows, totals, budget))
         before = num_drafts.cumsum() - num_drafts

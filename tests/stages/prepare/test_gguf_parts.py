@@ -16,7 +16,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.model import convert
-from pipeline.stages.prepare.progress import Report, Silence
+from pipeline.stages.prepare.progress import Report, SilentProgress
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
@@ -107,7 +107,7 @@ def test_tensors_may_have_another_alignment(tmp_path: Path, alignment: int) -> N
     assert_is_the_model(prepared(checkpoints.save_gguf(tmp_path / "tiny.gguf", MODEL, alignment=alignment)))
 
 
-class Memory(Silence):
+class Memory(SilentProgress):
     """Measures this process's memory at each report."""
 
     def __init__(self) -> None:

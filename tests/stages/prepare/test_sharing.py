@@ -12,14 +12,14 @@ from pipeline.cli.cache import entries as entries_module
 from pipeline.cli.cache.entries import disk_bytes, entries_of
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime.model_folder import ModelConfig, hold
-from pipeline.stages.prepare.progress import Silence
+from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 
 WEIGHTS = "model.safetensors"
 
 
-class Said(Silence):
+class Said(SilentProgress):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -35,9 +35,9 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
     return first, shutil.copyfile(first, tmp_path / "other" / "Small.gguf")
 
 
-def prepared(path: Path, said: Silence | None = None, quantization: PreparedFormat = "auto") -> Path:
+def prepared(path: Path, said: SilentProgress | None = None, quantization: PreparedFormat = "auto") -> Path:
     cache = next(parent for parent in path.parents if (parent / "Tiny.gguf").exists()) / "cache"
-    return prepare(Settings(model=str(path), cache_dir=str(cache), quantization=quantization), said or Silence())
+    return prepare(Settings(model=str(path), cache_dir=str(cache), quantization=quantization), said or SilentProgress())
 
 
 def test_a_copy_under_another_name_shares_the_weights_and_keeps_its_name(copies: tuple[Path, Path]) -> None:

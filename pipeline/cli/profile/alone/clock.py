@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 
-class Used(msgspec.Struct, frozen=True):
+class ProcessTimes(msgspec.Struct, frozen=True):
     """Seconds since the process started, for all its threads."""
 
     cpu_s: float
@@ -14,11 +14,13 @@ class Used(msgspec.Struct, frozen=True):
     waited_s: float
     """Time in which the first thread was runnable but had no core."""
 
-    def since(self, before: "Used") -> "Used":
-        return Used(self.cpu_s - before.cpu_s, self.main_cpu_s - before.main_cpu_s, self.waited_s - before.waited_s)
+    def since(self, before: "ProcessTimes") -> "ProcessTimes":
+        return ProcessTimes(
+            self.cpu_s - before.cpu_s, self.main_cpu_s - before.main_cpu_s, self.waited_s - before.waited_s
+        )
 
 
-def used(pid: int) -> Used:
+def used(pid: int) -> ProcessTimes:
     """Usage in nanosecond resolution, from the scheduler's counters. Threads that have ended don't count. Raises
     OSError."""
     total_ns = main_ns = waited_ns = 0
@@ -30,7 +32,7 @@ def used(pid: int) -> Used:
         total_ns += ran_ns
         if task.name == str(pid):
             main_ns, waited_ns = ran_ns, queued_ns
-    return Used(total_ns / 1e9, main_ns / 1e9, waited_ns / 1e9)
+    return ProcessTimes(total_ns / 1e9, main_ns / 1e9, waited_ns / 1e9)
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:

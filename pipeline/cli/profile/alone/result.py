@@ -3,7 +3,7 @@
 import msgspec
 from rich.table import Table
 
-from pipeline.cli.profile.alone.clock import Used
+from pipeline.cli.profile.alone.clock import ProcessTimes
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ LIMITS = {
 }
 
 
-def limit_of(seconds: float, stage: Used, load: Used) -> str:
+def limit_of(seconds: float, stage: ProcessTimes, load: ProcessTimes) -> str:
     """Determine the bottleneck from the CPU and waiting times of both processes."""
     if stage.main_cpu_s > 0.85 * seconds:
         return "stage"

@@ -16,7 +16,7 @@ from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
-from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.program import Linear
 from pipeline.stages.execute.ranks.layer_split import Part
@@ -56,7 +56,7 @@ def streamed_program(
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
     part: Part | None = None,
-    link: PipelineLink | None = None,
+    link: PPLink | None = None,
 ) -> Program:
     """`make_program` for torch."""
     assert library is None and panels is None and ranks is None and link is None, "the library needs no torch"

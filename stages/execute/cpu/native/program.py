@@ -27,7 +27,7 @@ from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
-from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.program import (
@@ -83,7 +83,7 @@ class NativeProgram(Program):
         lora: LoraPlan | None = None,
         ranks: RankGroup | None = None,
         part: Part | None = None,
-        link: PipelineLink | None = None,
+        link: PPLink | None = None,
     ) -> None:
         """`activations` is the precision of activations for 4-bit weights. With `panels`, packed matrices of files are
         kept there. With `ranks`, the program computes a rank's share, and meets the others at barriers. With a `link`,
@@ -253,7 +253,7 @@ class NativeProgram(Program):
             if group is not None:
                 group.finish_loading()
 
-    def _run_while_loading(self, link: PipelineLink) -> None:
+    def _run_while_loading(self, link: PPLink) -> None:
         """Run the program over the hidden states of the stage before, and give the next one its own."""
         link.begin(0, 0)
         is_first_rank = self._share.rank == 0

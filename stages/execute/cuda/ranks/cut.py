@@ -75,7 +75,7 @@ def rank_config(config: ModelConfig, share: Share) -> ModelConfig:
     )
 
 
-class Cut(ProgramBuilder):
+class ShardBuilder(ProgramBuilder):
     """Passes a rank's part of a model on. `config` is the whole model's."""
 
     def __init__(

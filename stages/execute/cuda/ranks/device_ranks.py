@@ -20,7 +20,7 @@ from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.cuda.ranks.board import RankBoard
 from pipeline.stages.execute.cuda.ranks.collectives import Collectives, TorchCollectives
-from pipeline.stages.execute.cuda.ranks.cut import Cut, rank_config
+from pipeline.stages.execute.cuda.ranks.cut import ShardBuilder, rank_config
 from pipeline.stages.execute.cuda.ranks.link import RankLink, one_shot_of
 from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.ranks.place import RankPlace, StepAbandonedError
@@ -62,9 +62,9 @@ class DeviceRanks:
         """Whether this is rank 0, which samples and answers."""
         return self.share.rank == 0
 
-    def cut(self, model: DeviceModel, quantization: Quantization | None) -> Cut:
+    def cut(self, model: DeviceModel, quantization: Quantization | None) -> ShardBuilder:
         """What records the rank's part of a model in `model`."""
-        return Cut(model, self.whole, self.share, quantization)
+        return ShardBuilder(model, self.whole, self.share, quantization)
 
     def agree_on(self, kv: KVPlan, num_swap_blocks: int) -> tuple[KVPlan, int]:
         """The plan of the rank with the fewest blocks, and the least swap blocks: schedule has one number for all."""

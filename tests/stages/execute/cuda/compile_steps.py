@@ -23,7 +23,7 @@ from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStepKind, St
 from pipeline.stages.execute.cuda.graphs.step_shapes import StepShapes
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel, allocate_kv
 from pipeline.stages.execute.cuda.ranks.collectives import Collectives
-from pipeline.stages.execute.cuda.ranks.cut import Cut, rank_config
+from pipeline.stages.execute.cuda.ranks.cut import ShardBuilder, rank_config
 from pipeline.stages.execute.cuda.ranks.link import OneShot, RankLink
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.ranks.share import share_of
@@ -121,7 +121,7 @@ def main() -> None:
             *(device, config, torch.bfloat16, MAX_TOKENS, MAX_ROWS, args.quantization), early=args.early, ranks=link
         )
         weights: Any = NoWeights(q4_k_m=args.q4_k_m)
-        build_program(whole, weights, model if link is None else Cut(model, whole, share, args.quantization))
+        build_program(whole, weights, model if link is None else ShardBuilder(model, whole, share, args.quantization))
         model.use(allocate_kv(config, NUM_BLOCKS, torch.bfloat16, device.where), MAX_LEN)
 
         def ints(*shape: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ def test_a_long_sequence_holds_only_the_blocks_of_its_window(depth: int) -> None
         bench.fill()
         bench.check()
         full, *windows = held(bench)
-        assert full == -(-max(500, int(bench.scheduler.rows.planned[0])) // BLOCK_SIZE)
+        assert full == -(-max(500, int(bench.scheduler.rows.num_computed_tokens[0])) // BLOCK_SIZE)
         assert all(num <= most for num in windows)
         bench.answer()
         bench.report()
@@ -108,7 +108,7 @@ def test_the_next_turn_finds_the_blocks_that_its_window_needs() -> None:
     bench.admit([*range(320), *bench.received[1], 7, 7, 7], max_tokens=20)
     bench.fill()
     rows = bench.scheduler.rows
-    assert rows.known[0] == 363
+    assert rows.num_tokens[0] == 363
     assert bench.scheduler.load().num_cached_tokens == 352
     assert held(bench) == [23, 5, 5], "four blocks of the window, and one for the new ids"
     assert rows.block_firsts[:, 0].tolist() == [0, 18, 18]

@@ -160,7 +160,7 @@ def test_a_round_ends_despite_repeated_disturbances() -> None:
     one = TuningRound()
     for _ in range(MAX_ROUND_STEPS):
         assert not one.is_over
-        one.unsettle()
+        one.restart_settling()
         one.observe(8, 0.01)
     assert one.is_over
     assert one.differences() == []

@@ -17,7 +17,7 @@ class Around:
         limits = {"num_speculative_tokens": 7, "max_num_drafts": 64} | limits
         self.config = config(max_num_seqs=max(num_rows, 8), max_model_len=4096, **limits)
         self.tracker = RowTracker(self.config)
-        self.tracker.limit[:] = 4096
+        self.tracker.max_num_tokens[:] = 4096
         self.model = StepCostModel()
         self.speculation = Speculation(self.config, self.tracker, self.model)
         for num in (num_rows, num_rows + 3) * 20:
@@ -95,7 +95,7 @@ def test_grants_keep_the_limits() -> None:
     assert Around(3, 0.1, adaptive_speculation=False, max_num_drafts=10).grant() == [7, 3, 0]
     assert Around(3, 0.1, adaptive_speculation=False, max_num_batched_tokens=12).grant() == [7, 2, 0]
     around = Around(3, 0.1, adaptive_speculation=False)
-    around.tracker.limit[:3] = [100, 101, 104]
+    around.tracker.max_num_tokens[:3] = [100, 101, 104]
     assert around.grant(total=100) == [0, 0, 3]
     around = Around(1, row_ms=1.0, max_step_s=0.0145)
     around.observe(7, 7, times=40)

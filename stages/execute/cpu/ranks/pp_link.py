@@ -40,7 +40,7 @@ PATIENCE = 1.5
 """Stages wait this much longer than the ranks within a stage, which name the one that stands still."""
 
 
-class PipelineLink:
+class PPLink:
     """Owned by the runner. All ranks lay out the same memory."""
 
     def __init__(

@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
-from pipeline.stages.execute.cpu.ranks.pipeline_link import PipelineLink
+from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.rows import RowTable
 
@@ -29,10 +29,10 @@ class Promise(NamedTuple):
     """How often each row had been dropped when the step came: a row that has been dropped since gets no id."""
 
 
-class PipelineStage:
+class PPStage:
     """Owned by the runner. A rank of the last stage has no promises: it knows all ids."""
 
-    def __init__(self, link: PipelineLink, place: RankPlace, rows: RowTable) -> None:
+    def __init__(self, link: PPLink, place: RankPlace, rows: RowTable) -> None:
         self._link, self._place, self._rows = link, place, rows
         self._promises: deque[Promise] = deque()
         self._epochs: LongArray = np.zeros(len(rows.num_ids), np.int64)

@@ -15,7 +15,7 @@ from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 
 
-class Tails:
+class PartialBlocks:
     """Gives tails keys, and finds those of the process before."""
 
     def __init__(self, rows: RowTracker, pool: BlockPool, block_size: int, num_groups: int) -> None:
@@ -24,12 +24,12 @@ class Tails:
         self._block_size = block_size
         self._num_groups = num_groups
 
-    def leave(self, step_id: int) -> None:
+    def publish(self, step_id: int) -> None:
         """Give the tails of running rows keys. `step_id`, the last step, is settled, and all full blocks are
         registered."""
         rows = self._rows
         for row in rows.order[rows.num_registered[rows.order] < NEVER_REGISTERED].tolist():
-            num_full, rest = divmod(int(min(rows.known[row], rows.planned[row])), self._block_size)
+            num_full, rest = divmod(int(min(rows.num_tokens[row], rows.num_computed_tokens[row])), self._block_size)
             sequence = rows.sequences[row]
             assert sequence is not None
             if not rest or rows.flags[row] & RowFlag.BEAM:  # a beam search begins again with its prompt
