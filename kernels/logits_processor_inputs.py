@@ -16,6 +16,9 @@ WordArray = np.ndarray[Any, np.dtype[np.uint32]]
 NO_IDS: IntArray = np.zeros(0, np.int32)
 NO_VALUES: FloatArray = np.zeros(0, np.float32)
 
+BEGIN = -1
+"""First id of a bad word that only the beginning of the output matches."""
+
 LOGITS_PROCESSORS = np.dtype(
     [
         ("repetition", "<f4"),
@@ -86,13 +89,16 @@ def bits_of(ids: IntArray, vocab_size: int) -> WordArray:
 def pack_runs(runs: Sequence[Sequence[int]], vocab_size: int) -> tuple[IntArray, int]:
     """Bad words in the format of `LogitsProcessors.runs`, and their number N: N + 1 places in the array, where each
     begins and the last ends, then the ids. The shortest come first, so that those which are compared together have
-    about the same length. Words that come again, are empty or have ids outside the vocabulary are left out."""
+    about the same length. Words that come again, are empty or have ids outside the vocabulary are left out, but the
+    first of several ids may be BEGIN."""
     whole = sorted({run for run in map(tuple, runs) if run}, key=len)
     ids = np.fromiter(itertools.chain.from_iterable(whole), np.int64)
     lengths = np.fromiter(map(len, whole), np.int64)
+    places = np.cumsum(lengths) - lengths
     wrong = (ids < 0) | (ids >= vocab_size)
+    wrong[places[lengths > 1]] &= ids[places[lengths > 1]] != BEGIN
     if wrong.any():
-        known = ~np.logical_or.reduceat(wrong, np.cumsum(lengths) - lengths)
+        known = ~np.logical_or.reduceat(wrong, places)
         ids, lengths = ids[np.repeat(known, lengths)], lengths[known]
     num = len(lengths)
     if not num:

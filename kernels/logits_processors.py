@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, WordArray
+from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, WordArray
 from pipeline.kernels.penalties import penalize
 from pipeline.kernels.step_inputs import IntArray
 
@@ -62,10 +62,11 @@ def allows_only(grammar: WordArray, ids: IntArray) -> bool:
 
 
 def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:
-    """The last id of each bad word, if the output ends with the word's other ids."""
+    """The last id of each bad word, if the output ends with the word's other ids. BEGIN stands before the output."""
+    said_before = np.concatenate(([BEGIN], output))
     ends = runs[1 : num_runs + 1]
     num_before = ends - runs[:num_runs] - 1
-    places = np.flatnonzero(num_before <= len(output))
+    places = np.flatnonzero(num_before <= len(said_before))
     found = [places[:0]]
     for begin in itertools.count(0, RUN):
         # Those that match so far; of these, `begin` ids are compared, from the last one back.
@@ -76,7 +77,7 @@ def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:
         back = begin + np.arange(RUN)
         inside = back < num_before[places, None]
         word = runs[np.where(inside, ends[places, None] - 2 - back, 0)]
-        said = output[len(output) - 1 - np.minimum(back, len(output) - 1)]
+        said = said_before[len(output) - np.minimum(back, len(output))]
         places = places[((word == said) | ~inside).all(axis=1)]
     forbidden: list[int] = runs[ends[np.concatenate(found)] - 1].tolist()
     return forbidden

@@ -63,16 +63,20 @@ static inline void mask(float* logits, int vocab, const uint32_t* allowed) {
         if (!(allowed[v / 32] >> (v % 32) & 1)) logits[v] = -INFINITY;
 }
 
+constexpr int32_t BEGIN = -1;  // as a bad word's first id: it stands before the output
+
 // Set the logit of each bad word's last id to -inf if the output [num_output] ends with its other ids. The shortest
 // words come first.
 static inline void forbid_runs(float* logits, const int32_t* runs, int num_runs, const int32_t* output,
                                int num_output) {
     for (int i = 0; i < num_runs; i++) {
         const int32_t* const run = runs + runs[i];
-        const int before = runs[i + 1] - runs[i] - 1;
-        if (before > num_output) break;
-        if (before && run[before - 1] != output[num_output - 1]) continue;
-        if (!memcmp(output + num_output - before, run, before * sizeof(int32_t))) logits[run[before]] = -INFINITY;
+        const int begins = *run == BEGIN;
+        const int last = runs[i + 1] - runs[i] - 1, before = last - begins;
+        if (last > num_output + 1) break;
+        if (begins ? before != num_output : before > num_output) continue;
+        if (before && run[last - 1] != output[num_output - 1]) continue;
+        if (!memcmp(output + num_output - before, run + begins, before * sizeof(int32_t))) logits[run[last]] = -INFINITY;
     }
 }
 

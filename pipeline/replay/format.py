@@ -31,7 +31,7 @@ from pipeline.config.renamed import with_new_names
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.generation_config import ExcludedTokens, GenerationDefaults
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.version import VERSION
 
@@ -87,6 +87,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     """The facts that an executor was started with, because it replaced another one."""
     incarnations: dict[str, int] = {}
     """Of the peers' processes when it started."""
+    excluded: ExcludedTokens = ExcludedTokens()
+    """The tokens that the folder of `generation` excludes."""
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
 from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.generation_config import ExcludedTokens, GenerationDefaults
 from pipeline.runtime.memories import Memories
 from pipeline.runtime.private_files import create_private
 from pipeline.runtime.replay_context import ReplayContext
@@ -267,6 +267,7 @@ class RecordingContext(ReplayContext):
 
 def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Header:
     """The header of a stage's recording."""
+    generation, excluded = _generation(launch)
     return f.Header(
         format=f.FORMAT,
         version=VERSION,
@@ -282,17 +283,19 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         segments=[f.SegmentSize(one.name, one.num_bytes, one.writable) for one in launch.segments],
         facts=order.facts,
         instant=launch.entry == topology.INSTANT,
-        generation=_generation(launch),
+        generation=generation,
         launch_facts=launch.facts,
         incarnations=launch.incarnations,
+        excluded=excluded,
     )
 
 
-def _generation(launch: m.Launch) -> GenerationDefaults | None:
+def _generation(launch: m.Launch) -> tuple[GenerationDefaults | None, ExcludedTokens]:
     """The sampling parameters in the folder that the settings name; None if they name none, or it is gone by now."""
     if not generation_config.names_folder(launch.settings):
-        return None
+        return None, ExcludedTokens()
+    place = launch.settings, launch.model_dir
     try:
-        return generation_config.load(launch.settings, launch.model_dir)
+        return generation_config.load(*place), generation_config.excluded(*place)
     except UserError:
-        return None
+        return None, ExcludedTokens()

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+from pipeline.runtime.messages import BEGIN
 from pipeline.runtime.regular_files import read_regular
 
 FILE = "generation_config.json"
@@ -34,6 +35,23 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of output tokens, if they fit the context."""
 
 
+class ExcludedTokens(msgspec.Struct, frozen=True):
+    """What the model never samples. No field of a request changes it."""
+
+    suppress_tokens: list[int] = []
+    begin_suppress_tokens: list[int] = []
+    """Not as the first token of the output."""
+    bad_words_ids: list[list[int]] = []
+
+    def runs(self, eos_ids: Collection[int]) -> list[list[int]]:
+        """Runs of ids that the model never samples, in the form of `GenerationOptions.bad_words_ids`. As in
+        transformers' `generate`, an id that ends the sequence is no bad word. Negative ids are left out."""
+        words = (run for run in self.bad_words_ids if len(run) > 1 or run[0] not in eos_ids)
+        runs = [*([one] for one in self.suppress_tokens), *words]
+        begins = ([BEGIN, one] for one in self.begin_suppress_tokens if one >= 0)
+        return [*(run for run in runs if min(run) >= 0), *begins]
+
+
 class _File(msgspec.Struct):
     """The parameters in a generation_config.json, with the limits of a request's. Null is not given. Other keys are
     ignored, also do_sample, as in vLLM."""
@@ -45,13 +63,13 @@ class _File(msgspec.Struct):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     suppress_tokens: list[int] | None = None
+    begin_suppress_tokens: list[int] | None = None
     bad_words_ids: list[Annotated[list[int], Meta(min_length=1)]] | None = None
 
 
-EXCLUDED = ("suppress_tokens", "bad_words_ids")
-"""Keys that no field of a request changes."""
+EXCLUDED = ExcludedTokens.__struct_fields__
 MAX_EXCLUDED_IDS = 32_768
-"""Of both keys: each sequence has them in its message to the executor."""
+"""Of these keys together: each sequence has them in its message to the executor."""
 KEYS = _File.__struct_fields__
 """The keys that are used."""
 SILENT = (
@@ -71,13 +89,10 @@ def load(settings: Settings, model_dir: str | Path) -> GenerationDefaults:
     return GenerationDefaults(**{name: value for name, value in given.items() if name not in EXCLUDED})
 
 
-def excluded(settings: Settings, model_dir: str | Path, eos_ids: Collection[int]) -> list[list[int]]:
-    """Runs of ids that the model never samples, as transformers' `generate` does it, and as `bad_words` are of a
-    request: `suppress_tokens` and `bad_words_ids`. As there, an id that ends the sequence is no bad word. Raises
-    UserError as `load` does."""
+def excluded(settings: Settings, model_dir: str | Path) -> ExcludedTokens:
+    """What a prepared model with these settings never samples. Raises UserError as `load` does."""
     given = _given(settings, model_dir)
-    words = (run for run in given.get("bad_words_ids", ()) if len(run) > 1 or run[0] not in eos_ids)
-    return [*([one] for one in given.get("suppress_tokens", ())), *words]
+    return ExcludedTokens(**{name: value for name, value in given.items() if name in EXCLUDED})
 
 
 def _given(settings: Settings, model_dir: str | Path) -> dict[str, Any]:
@@ -142,8 +157,8 @@ def _read(path: Path, shown: str) -> dict[str, Any]:
     values = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
     if "top_k" in values:
         values["top_k"] = max(0, values["top_k"])
-    if (
-        num := len(values.get("suppress_tokens", ())) + sum(map(len, values.get("bad_words_ids", ())))
-    ) > MAX_EXCLUDED_IDS:
-        raise UserError(f"{shown}: {' and '.join(EXCLUDED)} have {num} ids; at most {MAX_EXCLUDED_IDS} are supported")
+    num = sum(len(values.get(key, ())) for key in ("suppress_tokens", "begin_suppress_tokens"))
+    num += sum(map(len, values.get("bad_words_ids", ())))
+    if num > MAX_EXCLUDED_IDS:
+        raise UserError(f"{shown}: {', '.join(EXCLUDED)} have {num} ids; at most {MAX_EXCLUDED_IDS} are supported")
     return values

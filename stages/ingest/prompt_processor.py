@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime.messages import (
+    BEGIN,
     MAX_SHOWN_IDS,
     ChatPrompt,
     ExecuteFacts,
@@ -111,7 +112,7 @@ class PromptProcessor:
         self._max_model_len = facts.max_model_len
         self._vocab_size = facts.vocab_size
         # Those that the vocabulary lacks can't be sampled anyway.
-        self._excluded = [list(run) for run in excluded if all(0 <= one < facts.vocab_size for one in run)]
+        self._excluded = [list(run) for run in excluded if max(run) < facts.vocab_size]
         self._uses_predictions = facts.num_speculative_tokens > 0
         self._max_id_bytes = longest_id_bytes(tokenizer)
         # The prompts of one request have the same words and prediction, and come one after the other.
@@ -228,7 +229,7 @@ class PromptProcessor:
         """Refuse options that exclude every first id. Raises RequestRefused."""
         if not options.allowed_ids:
             return
-        forbidden = {run[0] for run in options.bad_words_ids if len(run) == 1}
+        forbidden = {run[-1] for run in options.bad_words_ids if run[:-1] in ([], [BEGIN])}
         if options.min_tokens > 0:
             forbidden.update(self._eos_ids, options.stop_token_ids)
         allowed = np.frombuffer(options.allowed_ids, np.int32)

@@ -35,7 +35,7 @@ from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, Hub
 
 SILENT = SilentProgress()
 
-FORMAT = 21
+FORMAT = 22
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

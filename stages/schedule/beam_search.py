@@ -8,18 +8,18 @@
                             └─ the first n others ────►  beams
 
 The score of a beam is the sum of its ids' logprobs; that of a hypothesis is this sum divided by
-length ** length_penalty. All rules are those of transformers' `generate`. A beam's n + (number of stop ids) likeliest
-ids are enough: no more than n of them continue, and no more than n of them end.
+length ** length_penalty. All rules are those of transformers' `generate`. A beam's n + (number of stop ids and of
+ids that the model excludes) likeliest ids are enough: no more than n of them continue, and no more than n of them end.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
-from pipeline.runtime.messages import Finish, GenerationOptions
+from pipeline.runtime.messages import BEGIN, Finish, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
 
 
@@ -72,7 +72,11 @@ class BeamSearch:
         """`limit` is the number of ids, prompt included, at which a sequence ends."""
         self.width = options.n
         self.stop_ids = frozenset(options.stop_token_ids).union(() if options.ignore_eos else eos_ids)
-        self.num_top = max(self.width + len(self.stop_ids), options.num_logprobs)
+        self._excluded = frozenset(run[0] for run in options.bad_words_ids if len(run) == 1)
+        self._excluded_runs = [run for run in options.bad_words_ids if len(run) > 1]
+        lasts = (run[-1] for run in options.bad_words_ids)
+        self._num_candidates = self.width + len(self.stop_ids.union(lasts))
+        self.num_top = max(self._num_candidates, options.num_logprobs)
         """Top logprobs that the executor returns for each beam."""
         self.beams = [Beam(0)]
         """The best first."""
@@ -104,7 +108,7 @@ class BeamSearch:
         """Choose the next beams. Each has `num_ids` ids; `ids_of` returns those of a sequence. Returns what every
         sequence continues, empty if the search is over."""
         records, self._records = self._records, {}
-        candidates = self._candidates(records, num_ids + 1 - self._num_prompt)
+        candidates = self._candidates(records, num_ids + 1 - self._num_prompt, ids_of)
         is_last = num_ids + 1 == self._limit
         for candidate in candidates[: self.width]:
             if is_last or candidate.token_id in self.stop_ids:
@@ -116,21 +120,30 @@ class BeamSearch:
         self.beams = [Beam(move.slot, one.score, one.records) for move, one in zip(moves, running, strict=True)]
         return moves
 
-    def _candidates(self, records: dict[int, tuple[int, bytes]], length: int) -> list[Continuation]:
+    def _candidates(
+        self, records: dict[int, tuple[int, bytes]], length: int, ids_of: Callable[[int], Ids]
+    ) -> list[Continuation]:
         """Continuations of all beams to `length` output ids, the best first. Of equally good ones, that of the better
         beam comes first."""
-        excluded: Collection[int] = self.stop_ids if length <= self._options.min_tokens else ()
+        no_end: Collection[int] = self.stop_ids if length <= self._options.min_tokens else ()
         candidates = []
         for beam in self.beams:
             record = np.frombuffer(records[beam.slot][1], self._dtype)[0]
             top_ids, logprobs = record["top_ids"], record["top_logprobs"]
-            most = self.width + len(self.stop_ids)
+            excluded = self._excluded.union(no_end, self._runs_after(ids_of(beam.slot)))
+            most = self._num_candidates
             for token_id, logprob in zip(top_ids[:most].tolist(), logprobs[:most].tolist(), strict=True):
                 if token_id >= 0 and token_id not in excluded:
                     own = self._record(logprob, top_ids, logprobs)
                     candidates.append(Continuation(beam, token_id, beam.score + logprob, own))
         candidates.sort(key=lambda one: -one.score)
         return candidates
+
+    def _runs_after(self, ids: Ids) -> Iterator[int]:
+        """The last ids of the runs that these ids begin."""
+        if self._excluded_runs:
+            output = [BEGIN, *ids[self._num_prompt :].tolist()]
+            yield from (run[-1] for run in self._excluded_runs if output[1 - len(run) :] == run[:-1])
 
     def _record(self, logprob: float, top_ids: Ids, logprobs: "np.ndarray[Any, Any]") -> bytes:
         num_top = self._options.num_logprobs

@@ -157,8 +157,8 @@ class RequestStates:
             return m.Failure(
                 400,
                 f"beam search with n = {width} needs the {num_top} likeliest ids of each beam (n and the number of "
-                f"stop ids), and this executor returns {self._config.max_num_top}: lower n, give fewer stop_token_ids, "
-                "or raise limits.max_logprobs",
+                "stop ids and of ids that the model excludes), and this executor returns "
+                f"{self._config.max_num_top}: lower n, give fewer stop_token_ids, or raise limits.max_logprobs",
                 param="n",
             )
         num_shared = num_prompt // self._config.block_size if self._kv_cache_manager.windows.is_plain else 0

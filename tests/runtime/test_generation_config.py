@@ -10,6 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import generation_config
 from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.messages import BEGIN
 
 RECOMMENDED: dict[str, Any] = {
     "temperature": 0.6,
@@ -45,14 +46,21 @@ def test_null_and_missing_values_are_neutral(tmp_path: Path) -> None:
 
 
 def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, {"suppress_tokens": [7, 5], "bad_words_ids": [[3, 4], [9]], "temperature": 0.5})
-    assert generation_config.excluded(Settings(), folder, ()) == [[7], [5], [3, 4], [9]]
-    ends = [5, 9, 4]  # transformers filters them from bad_words_ids alone
-    assert generation_config.excluded(Settings(), folder, ends) == [[7], [5], [3, 4]]
+    content = {"suppress_tokens": [7, 5], "begin_suppress_tokens": [8, 5], "bad_words_ids": [[3, 4], [9]]}
+    folder = folder_with(tmp_path, {**content, "temperature": 0.5})
+    excluded = generation_config.excluded(Settings(), folder)
+    assert excluded.runs(()) == [[7], [5], [3, 4], [9], [BEGIN, 8], [BEGIN, 5]]
+    # transformers filters them from bad_words_ids alone
+    assert excluded.runs([5, 9, 4]) == [[7], [5], [3, 4], [BEGIN, 8], [BEGIN, 5]]
     assert generation_config.load(Settings(), folder) == GenerationDefaults(temperature=0.5)
-    assert generation_config.excluded(Settings(generation_config="none"), folder, ()) == []
-    folder_with(tmp_path, {"suppress_tokens": None})
-    assert generation_config.excluded(Settings(), folder, ()) == []
+    assert generation_config.excluded(Settings(generation_config="none"), folder).runs(()) == []
+    folder_with(tmp_path, {"suppress_tokens": None, "begin_suppress_tokens": None})
+    assert generation_config.excluded(Settings(), folder).runs(()) == []
+
+
+def test_no_negative_id_of_a_file_stands_for_the_begin(tmp_path: Path) -> None:
+    content = {"suppress_tokens": [-1, 7], "begin_suppress_tokens": [-1], "bad_words_ids": [[-1, 4], [4, -1]]}
+    assert generation_config.excluded(Settings(), folder_with(tmp_path, content)).runs(()) == [[7]]
 
 
 @pytest.mark.parametrize(
@@ -60,13 +68,16 @@ def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
     [
         ({"suppress_tokens": 7}, r"Expected `array \| null`, got `int` - at `\$.suppress_tokens`"),
         ({"bad_words_ids": [[]]}, r"length >= 1 - at `\$.bad_words_ids\[0\]`"),
-        ({"bad_words_ids": [[1] * 20_000] * 2}, "suppress_tokens and bad_words_ids have 40000 ids; at most 32768"),
+        (
+            {"bad_words_ids": [[1] * 20_000] * 2},
+            "suppress_tokens, begin_suppress_tokens, bad_words_ids have 40000 ids; at most 32768",
+        ),
     ],
 )
 def test_excluded_tokens_that_are_not_ids_are_an_error(tmp_path: Path, content: Any, words: str) -> None:
     folder_with(tmp_path, content)
     with pytest.raises(UserError, match=f"generation_config.json.*{words}"):
-        generation_config.excluded(Settings(), tmp_path, ())
+        generation_config.excluded(Settings(), tmp_path)
 
 
 def test_the_setting_names_another_folder(tmp_path: Path) -> None:

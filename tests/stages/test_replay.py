@@ -311,13 +311,13 @@ def test_a_replay_of_ingest_repeats_the_recorded_results_of_its_grammar_checker(
 def test_a_replay_needs_no_folder_of_sampling_parameters(tmp_path: Path) -> None:
     recording, parameters = tmp_path / "ingest.rec", tmp_path / "parameters" / "generation_config.json"
     parameters.parent.mkdir()
-    parameters.write_text('{"max_new_tokens": 7}')
+    parameters.write_text('{"max_new_tokens": 7, "suppress_tokens": [5], "begin_suppress_tokens": [6]}')
     sets = Settings(generation_config=str(parameters.parent))
     with Rig("ingest", sets, model_dir=tiny.folder(tmp_path), record=recording) as rig:
         rig.start(tiny.facts())
         rig.send(tiny.submit("hi"), "gateway.0")
         options = msgspec.msgpack.decode(rig.receive("schedule", m.Admit).options, type=m.GenerationOptions)
-        assert options.max_tokens == 7
+        assert options.max_tokens == 7 and options.bad_words_ids == [[5], [m.BEGIN, 6]]
         rig.load()
     parameters.unlink()
     assert set(replays_alike("ingest", recording).sent) == {"gateway.0", "schedule.0"}

@@ -175,13 +175,14 @@ def _forbid_runs(logits, runs, num_runs, ids, num_ids, num_output):
         begin = tl.load(runs + first + lanes, mask=first + lanes < num_runs, other=0)
         end = tl.load(runs + first + lanes + 1, mask=first + lanes < num_runs, other=0)
         num_before = end - begin - 1
-        same = ((num_before >= 0) & (num_before <= num_output)).to(tl.int32)
+        same = ((num_before >= 0) & (num_before <= num_output + 1)).to(tl.int32)
         compared = 0
         left = tl.max(num_before * same, 0)
         while compared < left:
             back = compared + steps
             inside = (back[None, :] < num_before[:, None]) & (same[:, None] == 1)
             word = tl.load(runs + (end - 2)[:, None] - back[None, :], mask=inside, other=0)
+            # What stands before the output is BEGIN.
             said = tl.load(ids + num_ids - 1 - back, mask=back < num_output, other=-1)
             same *= (tl.sum((inside & (word != said[None, :])).to(tl.int32), 1) == 0).to(tl.int32)
             left = tl.max(num_before * same, 0)

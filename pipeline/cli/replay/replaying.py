@@ -59,7 +59,8 @@ def _with_generation(settings: Settings, header: f.Header, path: Path, folder: P
     if not generation_config.names_folder(settings):
         return settings
     if header.generation is not None:
-        generation_config.save(msgspec.structs.asdict(header.generation), folder)
+        recorded = msgspec.structs.asdict(header.generation) | msgspec.structs.asdict(header.excluded)
+        generation_config.save(recorded, folder)
         return msgspec.structs.replace(settings, generation_config=str(folder))
     try:
         generation_config.load(settings, header.model_dir)

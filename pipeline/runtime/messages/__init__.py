@@ -92,6 +92,7 @@ from pipeline.runtime.messages.lifecycle import (
     Tcp,
 )
 from pipeline.runtime.messages.requests import (
+    BEGIN,
     MAX_SHOWN_IDS,
     ChatMessage,
     ChatPrompt,
@@ -143,6 +144,7 @@ from pipeline.shm.arrays import Array
 
 __all__ = [
     "ADAPTER_FAILED",
+    "BEGIN",
     "GRAMMAR_FAILED",
     "MAX_SHOWN_IDS",
     "NAN_LOGITS",

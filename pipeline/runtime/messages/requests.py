@@ -30,6 +30,10 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """The field of the request, for errors."""
 
 
+BEGIN = -1
+"""In a run of bad words: the place before the first id of the output."""
+
+
 class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """How output is generated from a prompt.
 
@@ -64,7 +68,8 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     bad_words: list[str] = []
     """Texts that the output must not contain; ingest replaces them by `bad_words_ids`."""
     bad_words_ids: list[list[int]] = []
-    """Runs of ids that the output never contains: the last id of a run is not sampled after the others."""
+    """Runs of ids that the output never contains: the last id of a run is not sampled after the others. The first may
+    be BEGIN."""
     min_tokens: int = 0
     """No stop string, stop id or end-of-sequence id ends the output before it has this many ids."""
     stop: list[str] = []

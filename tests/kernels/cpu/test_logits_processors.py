@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.logits_processors import apply_logits_processors, mask
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 from tests.slices import part_of
@@ -75,7 +75,7 @@ class Case:
             forbidden = self.allowed is not None and token not in self.allowed
             for word in self.bad_words:
                 *before, last = word
-                forbidden |= last == token and output[len(output) - len(before) :] == before
+                forbidden |= last == token and [BEGIN, *output][1 + len(output) - len(before) :] == before
             forbidden |= token in self.enders and len(output) < self.min_tokens
             if forbidden:
                 processed.append(single(-INF))
@@ -110,7 +110,9 @@ def cases(draw: st.DrawFn) -> tuple[int, Case]:
         output=draw(some),
         bias=draw(st.dictionaries(ids, st.floats(-100, 100, width=32), max_size=8)),
         allowed=draw(st.none() | st.lists(ids, unique=True, min_size=1, max_size=20).map(sorted)),
-        bad_words=draw(st.lists(st.lists(ids, min_size=1, max_size=4), max_size=5)),
+        bad_words=draw(
+            st.lists(st.lists(ids, min_size=1, max_size=4) | some.map(lambda run: [BEGIN, *run, 0]), max_size=5)
+        ),
         enders=draw(st.lists(ids, max_size=4)),
         min_tokens=draw(st.integers(0, 14)),
         repetition=draw(st.sampled_from([1.0, 0.5, 1.1, 2.0])),
@@ -175,6 +177,19 @@ def test_bad_words_match_only_the_end_of_the_output(processed: Shape) -> None:
         assert np.flatnonzero(found == -INF).tolist() == forbidden
 
 
+def test_begin_stands_before_the_output(processed: Shape) -> None:
+    words, logits = [[BEGIN, 5], [BEGIN, 9, 6], [BEGIN, 9, 9, 8], [9, 9, 9, 4], [7]], row(40)
+    for prompt, output, forbidden in [
+        ([], [], [5, 7]),
+        ([9, 9], [], [5, 7]),
+        ([1], [9], [6, 7]),
+        ([1, 9], [9, 9], [7, 8]),
+        ([9], [9, 9, 9], [4, 7]),
+    ]:
+        found = check(processed, logits, Case(prompt=prompt, output=output, bad_words=words))
+        assert np.flatnonzero(found == -INF).tolist() == forbidden
+
+
 def test_stop_ids_are_forbidden_before_min_tokens(processed: Shape) -> None:
     for num, forbidden in [(0, [2, 11]), (3, [2, 11]), (4, []), (5, [])]:
         case = Case(prompt=[2] * 9, output=[5] * num, enders=[2, 11], min_tokens=4)
@@ -182,8 +197,9 @@ def test_stop_ids_are_forbidden_before_min_tokens(processed: Shape) -> None:
 
 
 def test_impossible_bad_words_are_skipped() -> None:
-    packed, num = pack_runs([[5, 6, 7], [1, 2], [], [3, 300], [-1], [299], [1, 2]], 300)
-    assert (packed.tolist(), num) == ([4, 5, 7, 10, 299, 1, 2, 5, 6, 7], 3)
+    wrong = [[], [3, 300], [BEGIN], [3, BEGIN], [BEGIN, 300], [-2, 3]]
+    packed, num = pack_runs([[5, 6, 7], [1, 2], *wrong, [299], [1, 2], [BEGIN, 8, 9]], 300)
+    assert (packed.tolist(), num) == ([5, 6, 8, 11, 14, 299, 1, 2, 5, 6, 7, BEGIN, 8, 9], 4)
     assert pack_runs([[300], []], 300)[1] == 0 and not len(pack_runs([], 300)[0])
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from pipeline.kernels.step_inputs import block_bytes
+from pipeline.runtime.generation_config import ExcludedTokens
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
@@ -19,6 +21,7 @@ MAX_TOKENS = 24
 CLOSE = 1e-3
 """Difference of two scores, and between two sequences that may change places."""
 ENDS = list(range(0, checkpoints.VOCAB_SIZE, 25))
+NONE = ExcludedTokens()
 
 
 class Machine:
@@ -73,12 +76,27 @@ def scored(pair: Pair, place: int, texts: list[list[int]], length_penalty: float
     ]
 
 
-def check(machine: Machine, runner: CpuRunner, widths: list[int], depth: int = 2, **how: Any) -> Pair:
+def without_empty(excluded: ExcludedTokens) -> dict[str, Any]:
+    """transformers takes no empty lists."""
+    return {name: ids for name, ids in msgspec.structs.asdict(excluded).items() if ids}
+
+
+def check(
+    machine: Machine,
+    runner: CpuRunner,
+    widths: list[int],
+    depth: int = 2,
+    excluded: ExcludedTokens = NONE,
+    **how: Any,
+) -> Pair:
     prompts = [random_ids(9 + 11 * i, i) for i in range(len(widths))]
     pair = Pair(runner, depth)
-    found = pair.run([search_of(prompt, width, **how) for prompt, width in zip(prompts, widths, strict=True)])
+    runs = excluded.runs(ENDS)
+    found = pair.run(
+        [search_of(prompt, width, bad_words_ids=runs, **how) for prompt, width in zip(prompts, widths, strict=True)]
+    )
     for place, (prompt, width, texts) in enumerate(zip(prompts, widths, found, strict=True)):
-        outputs, scores = machine.expected(prompt, num_beams=width, **how)
+        outputs, scores = machine.expected(prompt, num_beams=width, **how, **without_empty(excluded))
         ours = scored(pair, 1 + place, texts, how.get("length_penalty", 1.0))
         assert ours == pytest.approx(scores, abs=CLOSE)
         for index, text in enumerate(texts):
@@ -95,6 +113,24 @@ def test_sequences_and_scores_are_those_of_transformers(
     widths = [2, 3, 4, 8]
     pair = check(machine, machine.runners[160], widths, length_penalty=length_penalty, **how)
     assert pair.scheduler.load().num_forks > 0
+
+
+@pytest.mark.parametrize("num_blocks", [160, 44])
+def test_beams_without_tokens_that_the_model_excludes(machine: Machine, num_blocks: int) -> None:
+    widths = [2, 3, 4, 8]
+    prompts = [random_ids(9 + 11 * i, i) for i in range(len(widths))]
+    plain = [
+        output
+        for prompt, width in zip(prompts, widths, strict=True)
+        for output in machine.expected(prompt, num_beams=width)[0]
+    ]
+    excluded = ExcludedTokens(
+        suppress_tokens=sorted({output[2] for output in plain}),
+        begin_suppress_tokens=[*sorted({output[0] for output in plain}), ENDS[3]],
+        bad_words_ids=[*(output[3:5] for output in plain), [ENDS[1]], [ENDS[2]]],
+    )
+    assert any(output[0] in excluded.begin_suppress_tokens for output in plain)
+    check(machine, machine.runners[num_blocks], widths, excluded=excluded)
 
 
 def test_widths_between(machine: Machine) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import block_bytes
+from pipeline.runtime.messages import BEGIN
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
@@ -64,6 +65,7 @@ def make_requests(max_tokens: int) -> list[Request]:
         request(random_ids(33, 3), 4, 2, temperature=1.0, top_p=0.9),
         request(random_ids(3, 4) * 9, 5, temperature=1.8, top_k=40),
         request(random_ids(50, 5), 6, frequency_penalty=0.7, repetition_penalty=1.2),
+        request(random_ids(21, 6), bad_words_ids=[[BEGIN, token] for token in range(150)]),
     ]
 
 

@@ -253,6 +253,8 @@ def few_ids(seed: int) -> bytes:
     return np.flatnonzero(kept).astype(np.int32).tobytes()
 
 
+FIRST = [[m.BEGIN, token] for token in range(0, checkpoints.VOCAB_SIZE, 2)]
+"""Half of the vocabulary is not first."""
 FEATURES = [
     (),
     records_of(),
@@ -260,7 +262,7 @@ FEATURES = [
     records_of(num_logprobs=2, num_prompt_logprobs=3, repetition_penalty=1.3),
     (("presence_penalty", 0.6), ("frequency_penalty", 0.4), ("num_prompt_logprobs", 0)),
     (("min_tokens", 9), ("allowed_ids", few_ids(1)), ("bias_ids", [7, 80, 123]), ("bias_values", [3.0, 5.0, -4.0])),
-    records_of(num_logprobs=1, bad_words_ids=[[5], [17, 90], [4, 4, 4]], frequency_penalty=1.5),
+    records_of(num_logprobs=1, bad_words_ids=[[5], [17, 90], [4, 4, 4], *FIRST], frequency_penalty=1.5),
     records_of(num_logprobs=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), num_prompt_logprobs=1),
 ]
 

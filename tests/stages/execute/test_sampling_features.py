@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of
+from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of
 from pipeline.kernels.logits_processors import allows_any
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.runtime import messages as m
@@ -98,6 +98,20 @@ def test_bad_words_are_never_complete(driver: Driver) -> None:
     assert word not in [texts[0][i : i + 3] for i in range(10)]
     assert texts[1][:3] == plain[:3] and plain[3] not in texts[1]
     assert texts[2] == plain, "the prompt does not count"
+
+
+def test_ids_that_the_begin_excludes_are_only_not_the_first(driver: Driver) -> None:
+    assert m.BEGIN == BEGIN
+    (plain, *_) = generate(driver, [options_of()], 12)
+    (text,) = generate(driver, [options_of(bad_words_ids=[[m.BEGIN, plain[0]]])], 12)
+    assert text[0] != plain[0]
+    every = [[m.BEGIN, token] for token in range(VOCAB_SIZE) if token != 9]
+    (text, sampled) = generate(
+        driver, [options_of(bad_words_ids=every), options_of(bad_words_ids=every, temperature=2.0, seed=1)], 12
+    )
+    assert text[0] == sampled[0] == 9 and set(sampled[1:]) != {9}
+    (text,) = generate(driver, [biased([9, 12], bad_words_ids=[[m.BEGIN, 9]])], 9)
+    assert text[0] == 12 and 9 in text, "a begin is no place between others"
 
 
 def test_penalties_count_earlier_ids(driver: Driver) -> None:

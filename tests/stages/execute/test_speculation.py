@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.settings import SpeculativeSettings
 from pipeline.kernels.step_inputs import IntArray, block_bytes
-from pipeline.runtime.messages import Pooling
+from pipeline.runtime.messages import BEGIN, Pooling
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.drafts.speculation import NgramProposer, Speculator
@@ -76,6 +76,7 @@ def requests() -> list[Request]:
             fields |= {"stop_token_ids": list(range(0, VOCAB_SIZE, 9)), "min_tokens": 4}
         if i % 7 == 4:
             fields |= {"bad_words_ids": [[token] for token in range(3, VOCAB_SIZE, 5)] + [[1, 2]]}
+            fields["bad_words_ids"] += [[BEGIN, token] for token in range(0, VOCAB_SIZE, 2)]
         if i % 8 == 5:
             fields |= {"num_prompt_logprobs": 1}
         seed = GREEDY if i % 2 else i

@@ -89,14 +89,15 @@ def test_ids_outside_of_the_vocabulary_are_rejected() -> None:
 
 def test_tokens_that_the_model_excludes_are_bad_words_of_each_request(tmp_path: Path) -> None:
     folder = tiny.folder(tmp_path)
-    excluded = {"suppress_tokens": [-1, 65, 300], "bad_words_ids": [[66, 67]], "begin_suppress_tokens": [1]}
+    excluded = {"suppress_tokens": [-1, 65, 300], "bad_words_ids": [[66, 67]], "begin_suppress_tokens": [1, 300]}
     (folder / "generation_config.json").write_text(json.dumps(excluded))
+    runs = [[65], [66, 67], [m.BEGIN, 1]]
     with Rig("ingest", Settings(), model_dir=folder) as rig:
         rig.start(tiny.facts())
         rig.send(tiny.submit("x"), "gateway.0")
-        assert tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids == [[65], [66, 67]]
+        assert tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids == runs
         rig.send(tiny.submit("x", request_id=2, bad_words=["a"]), "gateway.0")
         found = tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids
-        assert found[:2] == [[65], [66, 67]] and len(found) > 2
+        assert found[:3] == runs and len(found) > 3
         rig.send(tiny.submit("x", request_id=3, pooling=m.Pooling.LAST), "gateway.0")
         assert tiny.options_of(rig.receive("schedule", m.Admit)).bad_words_ids == []

@@ -260,7 +260,7 @@ def test_what_generation_config_says_and_the_server_does_not_do_is_named(tmp_pat
     path.write_text(json.dumps(plain))
     assert notes_of(prepared(source)) == []
     unused = {
-        "begin_suppress_tokens": [7],
+        "forced_eos_token_id": 7,
         "early_stopping": True,
         "stop_strings": ["END"],
         "min_length": 0,
@@ -269,7 +269,7 @@ def test_what_generation_config_says_and_the_server_does_not_do_is_named(tmp_pat
     path.write_text(json.dumps({**plain, **unused, "eos_token_id": 5}))
     folder = prepared(source)
     assert notes_of(folder) == [
-        "generation_config.json: 'begin_suppress_tokens', 'early_stopping', 'stop_strings', 'new' are not used",
+        "generation_config.json: 'forced_eos_token_id', 'early_stopping', 'stop_strings', 'new' are not used",
         "replies also end at the ids [2] of config.json or the tokenizer, which eos_token_id of generation_config.json "
         "does not name",
     ]

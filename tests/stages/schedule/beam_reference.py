@@ -1,11 +1,12 @@
 """Beam search over all ids of a vocabulary, as transformers' `generate` defines it, with the logprobs of the fake
 executor."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeline.runtime.messages import Finish
+from pipeline.runtime.messages import BEGIN, Finish
 from tests.fakes import VOCAB, logprob, next_id
 
 NUM_IDS = VOCAB + 100
@@ -33,6 +34,7 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
     min_tokens: int = 0,
+    excluded: Sequence[Sequence[int]] = (),
 ) -> list[Found]:
     beams = [(0.0, list(prompt))]
     found: list[Found] = []
@@ -40,6 +42,9 @@ def beam_search(
         scores = np.stack([score + all_logprobs(ids) for score, ids in beams])
         if length <= min_tokens:
             scores[:, list(stop)] = -np.inf
+        for row, (_, ids) in zip(scores, beams, strict=True):
+            output = [BEGIN, *ids[len(prompt) :]]
+            row[[last for *before, last in excluded if not before or output[-len(before) :] == before]] = -np.inf
         places = np.argsort(-scores.reshape(-1), kind="stable")[: (1 + max(1, len(stop))) * width]
         candidates = [(scores[divmod(p, NUM_IDS)], [*beams[p // NUM_IDS][1], int(p % NUM_IDS)]) for p in places]
         for score, ids in candidates[:width]:

@@ -40,6 +40,7 @@ def check(bench: Bench) -> None:
             options.length_penalty,
             options.early_stopping,
             options.min_tokens,
+            options.bad_words_ids,
         )
         given = [bench.given(seq) for seq in seqs]
         outputs = [one.output[num:] for one, num in zip(found, given, strict=True)]
@@ -73,6 +74,27 @@ def test_it_finds_what_a_search_over_all_ids_finds(width: int, early_stopping: A
         )
     bench.run()
     check_the_rest(bench)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_ids_that_the_model_excludes_are_in_no_beam(width: int) -> None:
+    plain = Bench(config(num_blocks=200), depth=2)
+    plain.admit(prompt_of(1), max_tokens=8, n=width, stop=STOP[::3], use_beam_search=True)
+    plain.run()
+    found = list(plain.received.values())
+    firsts = sorted({output[0] for output in found})
+    runs = [[m.BEGIN, one] for one in firsts] + [[one] for one in found[0][2:5:2]] + [found[-1][1:3], found[-1][:4]]
+    bench = Bench(config(num_blocks=200), depth=2)
+    bench.admit(prompt_of(1), max_tokens=24, n=width, stop=STOP[::3], use_beam_search=True, bad_words_ids=runs)
+    for i in range(3):  # each id of the vocabulary is excluded at some place
+        excluded = [[one] for one in range(i, 900, 7)] + [[m.BEGIN, one] for one in range(0, 900, 2)]
+        excluded += [[one, one + 1] for one in range(600)]
+        bench.admit(prompt_of(i), max_tokens=24, n=width, stop=STOP[i::3], use_beam_search=True, bad_words_ids=excluded)
+    bench.run()
+    check_the_rest(bench)
+    assert not {
+        bench.received[seq][0] for seq, (_, options) in bench.admitted.items() if options.bad_words_ids == runs
+    } & {*firsts}
 
 
 def test_min_tokens_keeps_hypotheses_from_ending() -> None:

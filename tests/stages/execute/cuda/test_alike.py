@@ -69,7 +69,7 @@ FEATURES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7, "num_prompt_logprobs": 2},
     {
         "allowed_ids": np.arange(10, 60, 7, dtype=np.int32).tobytes(),
-        "bad_words_ids": [[17], [24, 31]],
+        "bad_words_ids": [[17], [24, 31], [m.BEGIN, 10], [m.BEGIN, 45]],
         "temperature": 2.0,
     },
     {"pooling": m.Pooling.MEAN},
