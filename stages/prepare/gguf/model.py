@@ -118,6 +118,8 @@ SAMPLING_KEYS: dict[str, tuple[str, type]] = {
 }
 """Keys that llama.cpp's converter writes for those of generation_config.json, and their types."""
 
+SUPPRESS_KEY = "tokenizer.ggml.suppress_tokens"
+
 _QUANTIZATION = re.compile(r"[.-](?:i?q\d\w*|bf16|f16|f32|tq\d\w*|mxfp4)$", re.IGNORECASE)
 
 
@@ -275,9 +277,11 @@ def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
 
 
 def _sampling(metadata: Metadata) -> dict[str, Any]:
-    """The file's sampling parameters, by the keys of generation_config.json."""
+    """The file's sampling parameters and the tokens that llama.cpp never samples, by the keys of
+    generation_config.json."""
     given = {name: metadata.get(key, kind) for key, (name, kind) in SAMPLING_KEYS.items()}
-    return {name: shortest(value) if isinstance(value, float) else value for name, value in given.items()}
+    named = {name: shortest(value) if isinstance(value, float) else value for name, value in given.items()}
+    return {**named, "suppress_tokens": metadata.list_of(SUPPRESS_KEY, int)}
 
 
 def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:

@@ -370,6 +370,14 @@ def test_recommended_sampling_parameters_are_kept(tmp_path: Path, model: LlamaFo
     assert generation_config.load(Settings(), folder) == expected
 
 
+def test_tokens_that_llama_cpp_never_samples_are_kept(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata={"tokenizer.ggml.suppress_tokens": [7, -1, 5]})
+    assert generation_config.excluded(Settings(), prepared(path)).runs(()) == [[7], [5]]
+    path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata={"tokenizer.ggml.suppress_tokens": ["a"]})
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.suppress_tokens has values that are not of type"):
+        prepared(path)
+
+
 def test_a_sampling_parameter_of_another_type_is_an_error(tmp_path: Path, model: LlamaForCausalLM) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", model, metadata={"general.sampling.top_k": "many"})
     with pytest.raises(ModelError, match=r"general\.sampling\.top_k is 'many', not of type"):
