@@ -9,7 +9,7 @@ from pipeline import __main__ as cli
 from pipeline.config.load import load
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("pipeline/", "stages/", "kernels/", "shm/", "config/", "tests/", "tools/", "docs/")
 COMMAND = re.compile(r"^(?:\.venv/bin/)?pipeline (.+?)(?: +#.*| > .*)?$", re.MULTILINE)
 
@@ -47,6 +47,22 @@ def test_every_anchor_is_a_heading(document: Path) -> None:
         if anchor not in HEADINGS.get((document.parent / file).resolve() if file else document, set())
     ]
     assert missing == []
+
+
+def test_every_api_has_a_page() -> None:
+    apis = {path.name for path in (ROOT / "stages/gateway/apis").iterdir() if (path / "__init__.py").exists()}
+    assert apis and apis <= {path.stem for path in (ROOT / "docs/http").glob("*.md")}
+
+
+def test_every_page_is_linked_from_the_map_in_readme() -> None:
+    """README.md's links, and the links of docs/http.md to its pages, reach every document."""
+    linked = {
+        (document.parent / link).resolve()
+        for document in (ROOT / "README.md", ROOT / "docs/http.md")
+        for link in re.findall(r"\]\(([^)#]+\.md)[^)]*\)", document.read_text())
+        if "://" not in link
+    }
+    assert [path.name for path in DOCUMENTS[1:] if path not in linked] == []
 
 
 def test_headings_have_githubs_anchors(tmp_path: Path) -> None:

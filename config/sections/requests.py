@@ -86,9 +86,9 @@ class ChatSettings(Frozen, frozen=True):
     tool_call_parser: Annotated[
         ToolCallParser,
         Meta(
-            description='How the model writes tool calls. "auto" detects it from the chat template: docs/http.md has a '
-            'table of the families. Other names, such as "llama3_json", are vLLM\'s. "generic" is for chat templates '
-            'without tools: the system prompt lists the tools. "none" parses no calls.'
+            description='How the model writes tool calls. "auto" detects it from the chat template: '
+            'docs/http/tools.md has a table of the families. Other names, such as "llama3_json", are vLLM\'s. '
+            '"generic" is for chat templates without tools: the system prompt lists the tools. "none" parses no calls.'
         ),
     ] = "auto"
     allow_special_tokens_in_content: Annotated[
@@ -101,8 +101,9 @@ class ChatSettings(Frozen, frozen=True):
     reasoning_parser: Annotated[
         ReasoningParser,
         Meta(
-            description='How the model writes its reasoning. "auto" detects it from the chat template: docs/http.md '
-            'has a table of the families. "deepseek_r1" and "qwen3" differ only if the prompt has no tag: then a reply '
-            'begins inside the reasoning ("deepseek_r1") or before it. "none" leaves reasoning in the content.'
+            description='How the model writes its reasoning. "auto" detects it from the chat template: '
+            'docs/http/tools.md has a table of the families. "deepseek_r1" and "qwen3" differ only if the prompt has '
+            'no tag: then a reply begins inside the reasoning ("deepseek_r1") or before it. "none" leaves reasoning '
+            "in the content."
         ),
     ] = "auto"

@@ -77,7 +77,7 @@ SILENT = (
     *("_from_model_config", "use_cache", "cache_implementation", "cache_config", "return_dict_in_generate"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_legacy_cache"),
 )
-"""Keys that are used elsewhere, that docs/http.md says are ignored, or that change no text."""
+"""Keys that are used elsewhere, that docs/http/sampling.md says are ignored, or that change no text."""
 NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 """Values with which a parameter of transformers does nothing."""
 

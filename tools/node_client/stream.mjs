@@ -56,7 +56,7 @@ export class Stream {
     this.usage = null;
     /** The server's name for it, as "cmpl-…"; null until accepted. */
     this.id = null;
-    /** Where its time went, as docs/http.md has it; null until the end, and where it was not asked for. */
+    /** Where its time went, as docs/observability.md has it; null until the end, and where it was not asked for. */
     this.timings = null;
   }
 

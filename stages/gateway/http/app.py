@@ -1,4 +1,4 @@
-"""The application: handlers of the routes in routes.py. docs/http.md describes each."""
+"""The application: handlers of the routes in routes.py. docs/http/ describes each."""
 
 import contextlib
 import functools

@@ -1,6 +1,6 @@
 """The table of HTTP routes, from which the application and the API description are built.
 
-The examples of a route are in docs/http.md under its `heading`.
+The page of the route's API in docs/http/ has its examples, under its `heading`.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def heading(self) -> str:
-        """Its section in docs/http.md"""
+        """Its section in a page of docs/http/"""
         return f"## {self.method} {self.path}".removesuffix("/{model}")
 
     @property
