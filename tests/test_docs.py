@@ -79,6 +79,16 @@ def test_every_command_is_accepted_by_the_command_line(document: Path) -> None:
         cli._parser().parse_args(words)
 
 
+def test_the_forward_pass_in_the_documents_is_that_of_the_models() -> None:
+    shown = re.search(r"```python\n(def build.+?)```", (ROOT / "docs/adding_a_model.md").read_text(), re.DOTALL)
+    assert shown is not None
+    source = (ROOT / "stages/execute/models/decoder.py").read_text()
+    rest = source[source.index("def build") :]
+    for part in re.split(r"^ *…\n", shown[1], flags=re.MULTILINE):
+        assert part in rest, f"decoder.py does not have, in this order:\n{part}"
+        rest = rest[rest.index(part) + len(part) :]
+
+
 def test_every_make_target_in_the_documents_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for document in DOCUMENTS:
