@@ -69,7 +69,8 @@ EMULATED: dict[Isa, tuple[str, ...]] = {"amx": ("-DAMX", "-DEMULATE_TILES"), "av
 TUNED_MACHINES = ("x86_64", "aarch64")
 """Where both compilers know -mtune=native."""
 
-COMPILE_TIMEOUT_S = 300.0
+COMPILE_TIMEOUT_S = 1800.0
+"""For slow and busy machines: the user sees that it goes on, and can end it. No other deadline passes meanwhile."""
 LOCK_TIMEOUT_S = COMPILE_TIMEOUT_S + 60.0
 """How long to wait for a process that compiles: its compiler's deadline, and what it does before and after."""
 VERSION_TIMEOUT_S = 20.0

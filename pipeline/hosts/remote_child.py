@@ -39,7 +39,6 @@ class RemoteChild(Child):
         self.state = "starting"
         self.num_restarts = 0
         self.started_s = time.monotonic()
-        self.suspended_s = 0.0
         self.node = host.node
         self.is_lost = False
         self.pid = 0

@@ -187,13 +187,18 @@ class SupervisorLoop:
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float, what: str, setting: str = "") -> None:
         """Run the loop until a condition holds. Raises Stopping if a signal, a stage's end or the deadline is first;
-        StageKilled if a signal ends a stage before the server is ready. `setting` is that of the deadline."""
-        end = time.monotonic() + timeout_s
+        StageKilled if a signal ends a stage before the server is ready. `setting` is that of the deadline, which waits
+        while the executor compiles."""
+        turned = time.monotonic()
+        end = turned + timeout_s
         self._suspension.begin()
         while True:
             if seconds := self._suspension.turn():
                 end += seconds
                 self._suspended(seconds)
+            passed_s, turned = time.monotonic() - turned, time.monotonic()
+            if not seconds:
+                end += self._compiled(passed_s)
             self.drain_inbox()
             if condition():
                 return
@@ -240,6 +245,13 @@ class SupervisorLoop:
         for part in (self._heartbeats, self._health_checks, self._restarts, self._scaling, self.hosts):
             part.suspended(seconds)
 
+    def _compiled(self, seconds: float) -> float:
+        """How much of the last turn does not count, because executors compiled before it."""
+        compiling = [child for child in self.table.children.values() if child.is_compiling and child.is_alive]
+        for child in compiling:
+            child.suspended_s += seconds
+        return seconds if compiling else 0.0
+
     def drain_inbox(self) -> None:
         while (message := self._inbox.receive()) is not None:
             if isinstance(message, m.HostReport):
@@ -250,24 +262,12 @@ class SupervisorLoop:
     def _handle(self, message: m.StageReport, sender: str) -> None:
         match message:
             case m.Ready(facts):
-                child = self.table.children[sender]
-                self._log.debug("ready", extra={"fields": {"stage": sender}})
-                if child.state == "joining":
-                    assert self.state.facts is not None
-                    self.table.outboxes[sender].send(m.Start(self.state.facts))
-                    self._scaling.ready(sender)
-                    return
-                is_successor, child.state = child.state == "recovering", "ready"
-                self._learn(facts, sender)
-                if is_successor:
-                    assert self.state.facts is not None
-                    self._restarts.ready(child, self.state.facts)
-                    self._admin_server.trace_successor(sender)
-                    if self.state.is_ending and child.stage == "gateway":
-                        self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
+                self._ready(sender, facts)
             case m.Reconnected(epoch):
                 self._restarts.answered(sender, epoch)
                 self._scaling.answered(sender, epoch)
+            case m.Compiling(is_running):
+                self.table.children[sender].is_compiling = is_running
             case m.StageFailed(reason):
                 self.state.reasons[sender] = reason
             case m.Prepared():
@@ -292,6 +292,23 @@ class SupervisorLoop:
                 self._questions.answered(sender, message)
             case _:
                 assert_never(message)
+
+    def _ready(self, sender: str, facts: m.ExecuteFacts | None) -> None:
+        child = self.table.children[sender]
+        self._log.debug("ready", extra={"fields": {"stage": sender}})
+        if child.state == "joining":
+            assert self.state.facts is not None
+            self.table.outboxes[sender].send(m.Start(self.state.facts))
+            self._scaling.ready(sender)
+            return
+        is_successor, child.state = child.state == "recovering", "ready"
+        self._learn(facts, sender)
+        if is_successor:
+            assert self.state.facts is not None
+            self._restarts.ready(child, self.state.facts)
+            self._admin_server.trace_successor(sender)
+            if self.state.is_ending and child.stage == "gateway":
+                self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
 
     def _learn(self, facts: m.ExecuteFacts | None, sender: str) -> None:
         """An executor is ready, perhaps one of several ranks; other stages have no facts."""

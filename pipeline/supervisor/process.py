@@ -40,6 +40,9 @@ class Child:
     """The host that it runs on; empty for this one."""
     is_lost = False
     """Its host was lost, so its end says nothing about it."""
+    is_compiling = False
+    suspended_s = 0.0
+    """How long the supervisor was suspended, or the process compiled, while it started."""
 
     def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
         """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it
@@ -51,8 +54,6 @@ class Child:
         self.num_restarts = 0
         """How often this stage's process was replaced."""
         self.started_s = time.monotonic()
-        self.suspended_s = 0.0
-        """How long the supervisor was suspended while the process started."""
         self._was_killed = False
         """By `kill`."""
         self._begin_fd = -1

@@ -39,7 +39,9 @@ def run(launch: m.Launch) -> None:
     _refuse_alone(launch)
     stage: Stage[m.ExecuteInbox] = open_stage(launch, m.ExecuteInbox)
     try:
-        runner, serve = _load(launch, _own_swap(launch, stage.memory(topology.SWAP)))
+        runner, serve = _load(
+            launch, _own_swap(launch, stage.memory(topology.SWAP)), lambda now: stage.supervisor.send(m.Compiling(now))
+        )
         quantization = launch.settings.quantization
         weights = quantization if quantization in ("int8", "int4") else runner.weight_formats  # made while loading
         fields: dict[str, object] = {
@@ -164,13 +166,14 @@ def _set_num_threads(settings: Settings) -> int:
     return num_threads
 
 
-def _load(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, Serve]":
+def _load(launch: m.Launch, swap: memoryview | None, compiling: Callable[[bool], object]) -> "tuple[Runner, Serve]":
     """The runner of the configured device, and the loop that serves with it."""
     settings = launch.settings
     num_threads = _set_num_threads(settings)
     if (problem := torch_needed.why_missing(settings)) is not None:
         raise UserError(problem)
-    load = partial(_load_cuda, num_threads) if settings.execute.device == "cuda" else _load_cpu
+    is_cuda = settings.execute.device == "cuda"
+    load = partial(_load_cuda, num_threads) if is_cuda else partial(_load_cpu, compiling)
     runner, make_steps = load(launch, swap)
     from pipeline.stages.execute.loop import serve
 
@@ -208,12 +211,14 @@ def _load_cuda(num_threads: int, launch: m.Launch, swap: memoryview | None) -> "
     return runner, partial(CudaSteps, runner=runner)
 
 
-def _load_cpu(launch: m.Launch, swap: memoryview | None) -> "tuple[Runner, MakeSteps]":
+def _load_cpu(
+    compiling: Callable[[bool], object], launch: m.Launch, swap: memoryview | None
+) -> "tuple[Runner, MakeSteps]":
     from pipeline.stages.execute.cpu.kept_library import KeptLibrary
     from pipeline.stages.execute.cpu.runner import CpuRunner
     from pipeline.stages.execute.cpu.steps import CpuSteps
 
     before = launch.facts if launch.replay is None else None
     kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
-    runner = CpuRunner(launch.settings, Path(launch.model_dir), swap, _place(launch), kept=kept)
+    runner = CpuRunner(launch.settings, Path(launch.model_dir), swap, _place(launch), kept=kept, compiling=compiling)
     return runner, partial(CpuSteps, runner=runner)

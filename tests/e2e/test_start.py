@@ -1,9 +1,14 @@
-"""A warm start (model prepared, kernels compiled) is fast."""
+"""A warm start (model prepared, kernels compiled) is fast, and a first one takes the time that its compiler needs."""
 
+import fcntl
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
+from pipeline.kernels.cpu import build
+from pipeline.kernels.cpu.isa import available
 from tests.e2e.server import Server
 
 START_S = 5.0
@@ -20,3 +25,25 @@ def test_a_warm_start_takes_seconds() -> None:
         with Server():
             took_s.append(time.monotonic() - begin_s)
     assert min(took_s) < START_S, took_s
+
+
+COMPILER = """#!/bin/sh
+case " $* " in *" --version "*) echo "a compiler that takes as long as someone holds the lock"; exit;; esac
+while [ "$1" != -o ]; do shift; done
+flock '{lock}' cp '{library}' "$2"
+"""
+
+
+def test_a_compiler_may_take_longer_than_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    library = build.build(available()[0], print, quick=True)
+    script, lock = tmp_path / "c++", tmp_path / "lock"
+    script.write_text(COMPILER.format(lock=lock, library=library))
+    script.chmod(0o755)
+    settings = (f"model={tiny_model}", f"cache_dir={tmp_path / 'cache'}", "supervisor.start_timeout_s=8")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with Server(*settings, until_ready=False, environ={"CXX": str(script)}) as server:
+            server.wait_for_line(r"still compiling the CPU kernels: 10 s so far", 120)
+            fcntl.flock(held, fcntl.LOCK_UN)
+            server.wait_for_line(r"ready on http", 120)
+    shutil.rmtree(tmp_path / "cache")  # kernels_are_compiled_once would take the copy for a library that was compiled

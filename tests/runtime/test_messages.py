@@ -331,6 +331,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "rescaled": m.Rescaled(4, "ingest", 2),
     "hand_over": m.HandOver(),
     "reconnected": m.Reconnected(3),
+    "compiling": m.Compiling(True),
     "accepted with pieces": m.Accepted(REQUEST_ID, 1, IDS, pieces=[b"a", b"\xc3"]),
     "step_result with copies": m.StepResult(1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, 0.125),
     "step with copies": m.Step(

@@ -41,6 +41,13 @@ class StageFailed(Message, frozen=True, tag="failed"):
     reason: str
 
 
+class Compiling(Message, frozen=True, tag="compiling"):
+    """From the executor before it is ready: it begins to compile kernels or to wait for a process that does, or has
+    ended that. Compiling has a deadline of its own, so this time does not count as that of a start."""
+
+    is_running: bool
+
+
 class Pong(Message, frozen=True, tag="pong"):
     nonce: int
     load: Load
@@ -156,7 +163,17 @@ class HostPong(Message, frozen=True, tag="host_pong"):
 
 
 StageReport = (
-    Prepared | Ready | StageFailed | Pong | AskHealth | Drained | Answer | AskServerStats | Reconnected | SetAdapter
+    Prepared
+    | Ready
+    | StageFailed
+    | Pong
+    | AskHealth
+    | Drained
+    | Answer
+    | AskServerStats
+    | Reconnected
+    | SetAdapter
+    | Compiling
 )
 HostReport = HostFound | HostEnded | ChildStarted | ChildEnded | HostPong
 SupervisorInbox = StageReport | HostReport

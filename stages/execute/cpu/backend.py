@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import platform
+from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
 from typing import NamedTuple
@@ -133,9 +134,15 @@ def join(library: Library | None, settings: Settings, config: ModelConfig, place
     return RankGroup(library.loaded, place, share)
 
 
-def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = NOTHING_KEPT) -> Library | None:
+def choose_library(
+    settings: Settings,
+    config: ModelConfig,
+    kept: KeptLibrary = NOTHING_KEPT,
+    compiling: Callable[[bool], object] = lambda _: None,
+) -> Library | None:
     """The library of the back end in `execute.kernels`, by default the fastest of this machine; None for torch. An
-    executor that replaces another one takes the same back end, and the library that was kept for it.
+    executor that replaces another one takes the same back end, and the library that was kept for it. `compiling` is
+    called before (True) and after (False) a library may be compiled.
 
     Raises UserError if that back end can't compute this model here.
     """
@@ -163,6 +170,7 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
         return library
     root = cache_root(settings)
     for isa in [] if problem else candidates:
+        compiling(True)
         try:
             path = build.build(isa, log.info, cache_root=root, quick=True)
             library = Library(isa, native.load(path), build.code_of(isa), path.name.endswith(build.QUICK_END))
@@ -176,6 +184,8 @@ def choose_library(settings: Settings, config: ModelConfig, kept: KeptLibrary = 
         else:
             _keep(kept, library.loaded, log)
             return library
+        finally:
+            compiling(False)
     if wanted == "auto":
         _fall_back(problem, log)
         return None

@@ -56,7 +56,8 @@ Clock = Callable[[], float]
 class CpuRunner(Runner):
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
     program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. `kept` is
-    what the executor before has left. Raises UserError if the model can't run with these settings."""
+    what the executor before has left; `compiling` is called before and after a library may be compiled. Raises
+    UserError if the model can't run with these settings."""
 
     def __init__(
         self,
@@ -66,11 +67,12 @@ class CpuRunner(Runner):
         place: RankPlace = ALONE,
         make: Callable[..., Program] = make_program,
         kept: KeptLibrary = NOTHING_KEPT,
+        compiling: Callable[[bool], object] = lambda _: None,
     ) -> None:
         super().__init__(settings, model_dir)
         self.answers = place.answers
         self._config = config = ModelConfig.load(model_dir)
-        library = choose_library(settings, config, kept)
+        library = choose_library(settings, config, kept, compiling)
         self._library, self._cache_root = library, cache_root(settings)
         self._compiling: subprocess.Popen[bytes] | None = None
         num_ranks = place.num_ranks

@@ -33,4 +33,4 @@ def test_running_out_of_memory_while_loading_is_a_clear_error(
     monkeypatch.setattr(runner, "CudaRunner", full)
     launch: Any = SimpleNamespace(settings=on_device(), model_dir=str(slight_dir), rank=0, ranks_fd=-1, stages_fd=-1)
     with pytest.raises(UserError, match=r"its steps \(CUDA out of memory\): lower schedule\.max_num_batched_tokens"):
-        stage._load(launch, None)
+        stage._load(launch, None, print)
