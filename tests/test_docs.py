@@ -1,12 +1,15 @@
 """Everything that the documents name exists."""
 
+import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from pipeline import __main__ as cli
 from pipeline.config.load import load
+from pipeline.runtime import messages as m
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,6 +25,50 @@ def test_every_link_and_path_exists(document: Path) -> None:
     missing = [link for link in links if not (document.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert missing == []
+
+
+NAMED = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
+
+
+def _defines(tree: ast.Module | ast.ClassDef, name: str) -> bool:
+    """Whether a module or class has a function, class or variable: `Class.method` is one of a class."""
+    first, _, rest = name.partition(".")
+    for node in tree.body:
+        match node:
+            case ast.ClassDef() if node.name == first:
+                return not rest or _defines(node, rest)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if node.name == first:
+                return not rest
+            case ast.AnnAssign(target=ast.Name(id=found)) | ast.Assign(targets=[ast.Name(id=found)]) if found == first:
+                return not rest
+    return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_function_that_a_document_names_is_defined_there(document: Path) -> None:
+    named = NAMED.findall(document.read_text())
+    assert named or document.name != "architecture.md"
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not ((ROOT / file).exists() and _defines(ast.parse((ROOT / file).read_text()), name))
+    ]
+    assert missing == []
+
+
+def test_a_name_that_is_only_used_is_not_defined() -> None:
+    tree = ast.parse("import a\nB: int = a.b\nclass C:\n    x = 1\n    async def d(self): e()\n")
+    assert all(_defines(tree, name) for name in ("B", "C", "C.x", "C.d"))
+    assert not any(_defines(tree, name) for name in ("a", "d", "e", "C.e", "B.b", "C.d.e"))
+
+
+def test_every_message_is_in_the_table_of_the_architecture() -> None:
+    inboxes = (m.GatewayInbox, m.IngestInbox, m.ScheduleInbox, m.ExecuteInbox, m.DetokenizeInbox)
+    inboxes += (m.SupervisorInbox, m.HostInbox, m.ControlRequest)
+    names = {kind.__name__ for inbox in inboxes for kind in get_args(inbox)}
+    text = (ROOT / "docs/architecture.md").read_text()
+    table = text[text.index("## Messages") : text.index("These rules hold on every path")]
+    assert sorted(names.difference(re.findall(r"`(\w+)`", table))) == []
 
 
 def _headings(document: Path) -> set[str]:

@@ -160,7 +160,7 @@ def rings(settings: Settings) -> list[tuple[str, str]]:
 
 def is_remote(settings: Settings, name: str) -> bool:
     """Whether a process runs on another host, as far as its channels are concerned: a host that Ray chooses may be
-    this one. Of prepare, only the first process is local (`REMOTE_PREPARE`)."""
+    this one. Of prepare, only the first process is local."""
     if settings.execute.launcher == "process":
         return False
     return stage_of(name) == "execute" or (stage_of(name) == "prepare" and replica_of(name) > 0)

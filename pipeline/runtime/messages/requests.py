@@ -24,8 +24,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     grammar or structural_tag; or calls, of tools. With the prefix `compact_`, the JSON of an object, a schema or a tag
     has no white space"""
     source: str = ""
-    """JSON text of a schema, of an array of strings, of a structural tag, or of a `Written` (pipeline/text/formats); a
-    pattern; a grammar"""
+    """JSON text of a schema, of an array of strings, of a structural tag, or of a `LarkGrammar`
+    (pipeline/text/formats); a pattern; a grammar"""
     param: str = ""
     """The field of the request, for errors."""
 
