@@ -10,6 +10,7 @@ RENAMED = {
     "schedule.long_prompt_stretch": "schedule.long_prompt_max_slowdown",
     "execute.early_launch": "execute.programmatic_dependent_launch",
     "execute.gpu_memory_fraction": "execute.gpu_memory_utilization",
+    "execute.kv_groups": "execute.hybrid_kv_cache_manager",
     "execute.threads": "execute.num_threads",
     "chat.tool_format": "chat.tool_call_parser",
     "chat.reasoning_format": "chat.reasoning_parser",

@@ -62,7 +62,7 @@ def _row(name: str, cells: Sequence[object]) -> str:
 
 def settings_of(mib: int, *, divides: bool, max_num_seqs: int = 64) -> Settings:
     """Settings with this KV memory."""
-    execute = ExecuteSettings(kv_cache_bytes=mib * MIB, kv_groups=divides)
+    execute = ExecuteSettings(kv_cache_bytes=mib * MIB, hybrid_kv_cache_manager=divides)
     return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=max_num_seqs))
 
 

@@ -165,7 +165,7 @@ class ExecuteSettings(Frozen, frozen=True):
             "execute.gpu_memory_utilization leaves.",
         ),
     ] = 0
-    kv_groups: Annotated[
+    hybrid_kv_cache_manager: Annotated[
         bool,
         Meta(
             description="Free the KV blocks that a layer's sliding window has left, if the model has such layers: more "

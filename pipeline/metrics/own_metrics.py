@@ -81,11 +81,22 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
             sum(c.num_rejected for c in gateways),
         ),
         (
-            "pipeline_calls_overloaded",
+            "pipeline_requests_overloaded",
             "Requests answered with 503 because of a limit on open requests.",
             sum(c.num_overloaded for c in gateways),
         ),
-        ("pipeline_calls_timed_out", "Requests that ended at their deadline.", sum(c.num_timed_out for c in gateways)),
+        (
+            "pipeline_requests_timed_out",
+            "Requests that ended at their deadline.",
+            sum(c.num_timed_out for c in gateways),
+        ),
+        *(
+            (f"pipeline_calls_{what}", f"The old name of pipeline_requests_{what}, for one release.", value)
+            for what, value in (
+                ("overloaded", sum(c.num_overloaded for c in gateways)),
+                ("timed_out", sum(c.num_timed_out for c in gateways)),
+            )
+        ),
         (
             "pipeline_request_preemptions",
             "How often a request was preempted because open requests kept too many bytes.",

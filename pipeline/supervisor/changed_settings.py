@@ -79,7 +79,7 @@ NEW_SERVER = {
     "execute.kernels": "open streams would continue with other numbers",
     "execute.activations": "open streams would continue with other numbers",
     "execute.kv_dtype": "the number of KV blocks is fixed",
-    "execute.kv_groups": "the number of KV blocks is fixed",
+    "execute.hybrid_kv_cache_manager": "the number of KV blocks is fixed",
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",

@@ -125,7 +125,7 @@ def gib(num_bytes: float) -> str:
 def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
     """How the layers of a model are divided into KV groups."""
     windows = [config.window_of(layer) for layer in range(config.num_layers)]
-    return kv_layout(windows, _wanted(settings, config), divides=settings.execute.kv_groups)
+    return kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
 
 
 def _wanted(settings: Settings, config: ModelConfig) -> int:

@@ -243,7 +243,7 @@ VLLM_OPTIONS = {
     "--device=cuda": ("execute.device", "cuda"),
     "--download-dir=/a": ("cache_dir", "/a"),
     "--dtype=float": ("execute.dtype", "float32"),
-    "--disable-hybrid-kv-cache-manager": ("execute.kv_groups", False),
+    "--disable-hybrid-kv-cache-manager": ("execute.hybrid_kv_cache_manager", False),
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
     "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
     '--hf-overrides={"rope_theta": 1e6}': ("hf_overrides", '{"rope_theta": 1e6}'),

@@ -140,7 +140,7 @@ EFFECTS = {
     ),
     "execute.kv_dtype": "tests/stages/execute/test_kv_int8.py::"
     "test_kv_dtype_int8_takes_little_more_than_half_the_memory",
-    "execute.kv_groups": "tests/stages/execute/test_kv.py::test_kv_groups_decides_whether_layers_are_divided",
+    "execute.hybrid_kv_cache_manager": "tests/stages/execute/test_kv.py::test_layers_are_divided_only_with_the_setting",
     "execute.kernels": f"{BACKEND}::test_an_instruction_set_that_this_cpu_lacks_is_rejected",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key",
     "execute.programmatic_dependent_launch": (

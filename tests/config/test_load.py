@@ -291,6 +291,7 @@ VALUES: dict[str, object] = {
     "schedule.long_prompt_stretch": 3.5,
     "execute.early_launch": False,
     "execute.gpu_memory_fraction": 0.5,
+    "execute.kv_groups": False,
     "execute.threads": 1,
     "chat.tool_format": "hermes",
     "chat.reasoning_format": "qwen3",

@@ -232,8 +232,9 @@ def test_open_tokens_are_shown_with_their_limit() -> None:
     samples = read(server(stage("gateway.0", gateway(3, 0.03)), stage("gateway.1", gateway(4, 3.0))))
     assert value(samples, "pipeline_open_tokens") == 600
     assert value(samples, "pipeline_max_open_tokens") == 2000
-    assert value(samples, "pipeline_calls_timed_out_total") == 6
-    assert value(samples, "pipeline_calls_overloaded_total") == 10
+    for prefix in ("pipeline_requests", "pipeline_calls"):  # the old name stays for one release
+        assert value(samples, f"{prefix}_timed_out_total") == 6
+        assert value(samples, f"{prefix}_overloaded_total") == 10
     for reason, num in (("max_num_queued_reqs", 6), ("max_num_queued_tokens", 4)):
         assert value(samples, "vllm:admission_rejections_total", reason=reason) == num
 

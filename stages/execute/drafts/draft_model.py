@@ -63,7 +63,7 @@ def require_all_positions(settings: Settings, kv: KVPlan) -> None:
     if window := kv.layout.groups[0].window:
         raise UserError(
             f"speculative.method: {settings.speculative.method!r} reads all positions, and all layers of the model "
-            f"keep only the last {window} or fewer: set execute.kv_groups = false, or choose 'ngram'"
+            f"keep only the last {window} or fewer: set execute.hybrid_kv_cache_manager = false, or choose 'ngram'"
         )
 
 

@@ -58,7 +58,9 @@ def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, ker
     replace = msgspec.structs.replace
     # float32 is compared exactly, so its KV cache has float32 too.
     kv_dtype = "auto" if dtype == "float32" else settings.execute.kv_dtype
-    execute = replace(settings.execute, device=device, dtype=dtype, kernels=kernels, kv_dtype=kv_dtype, kv_groups=False)
+    execute = replace(
+        settings.execute, device=device, dtype=dtype, kernels=kernels, kv_dtype=kv_dtype, hybrid_kv_cache_manager=False
+    )
     return replace(
         settings,
         max_model_len=max(lengths),

@@ -28,16 +28,16 @@ def settings(
     threads: int = 1,
     keep_packed_weights: bool = True,
     kv_dtype: Any = "auto",
-    kv_groups: bool = False,
+    hybrid_kv_cache_manager: bool = False,
 ) -> Settings:
-    """Without `kv_groups`, a row has one block table: this file's steps have no others."""
+    """Without `hybrid_kv_cache_manager`, a row has one block table: this file's steps have no others."""
     return Settings(
         max_model_len=max_model_len,
         execute=ExecuteSettings(
             dtype=dtype,
             kernels=kernels,
             kv_dtype=kv_dtype,
-            kv_groups=kv_groups,
+            hybrid_kv_cache_manager=hybrid_kv_cache_manager,
             kv_cache_bytes=kv_mib * 1024**2,
             num_threads=threads,
             keep_packed_weights=keep_packed_weights,

@@ -46,7 +46,11 @@ class Runners:
         key = num_blocks, num_swap_blocks, kv_dtype, has_groups
         if key not in self._made:
             layer_bytes = block_bytes(1 if has_groups else 3, 2, 32, 1 if kv_dtype == "int8" else 2)
-            how: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_groups": has_groups, "num_swap_blocks": num_swap_blocks}
+            how: dict[str, Any] = {
+                "kv_dtype": kv_dtype,
+                "hybrid_kv_cache_manager": has_groups,
+                "num_swap_blocks": num_swap_blocks,
+            }
             how["tokens"] = FEW_TOKENS if num_blocks == FEW else 0
             self._made[key] = runner = make_runner(self._folder, layer_bytes, num_blocks, **how)
             assert isinstance(runner.program, NativeProgram)

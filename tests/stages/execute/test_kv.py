@@ -28,8 +28,8 @@ def plan(config: ModelConfig, max_model_len: int = 0, **execute: Any) -> KVPlan:
     return plan_kv(Settings(max_model_len=max_model_len, execute=ExecuteSettings(**execute)), config, 96)
 
 
-def test_kv_groups_decides_whether_layers_are_divided() -> None:
-    divided, whole = (plan(gemma(), kv_cache_bytes=64 * MIB, kv_groups=kv_groups) for kv_groups in (True, False))
+def test_layers_are_divided_only_with_the_setting() -> None:
+    divided, whole = (plan(gemma(), kv_cache_bytes=64 * MIB, hybrid_kv_cache_manager=on) for on in (True, False))
     assert divided.layout.windows == (0, 512, 512, 512, 512, 512)
     assert divided.num_blocks == 64 * MIB // (3 * LAYER_BYTES)
     assert whole.layout.windows == (0,)
@@ -37,7 +37,7 @@ def test_kv_groups_decides_whether_layers_are_divided() -> None:
 
 
 def test_windows_leave_room_for_longer_sequences(caplog: pytest.LogCaptureFixture) -> None:
-    divided, whole = (plan(gemma(), kv_cache_bytes=64 * MIB, kv_groups=kv_groups) for kv_groups in (True, False))
+    divided, whole = (plan(gemma(), kv_cache_bytes=64 * MIB, hybrid_kv_cache_manager=on) for on in (True, False))
     assert whole.max_model_len == 16 * (64 * MIB // (18 * LAYER_BYTES)) == 3632
     # Of 1,365 blocks, five windows take at most 39 each; the others are for full attention.
     assert divided.max_model_len == 16 * (1365 - 5 * 39) == 18720

@@ -94,5 +94,5 @@ def test_a_draft_model_needs_a_group_that_keeps_all_positions(tmp_path: Path) ->
     (group,) = runner.facts.kv_groups
     assert group.window == 21
     runner.close()
-    with pytest.raises(UserError, match=r"execute\.kv_groups"):
+    with pytest.raises(UserError, match=r"execute\.hybrid_kv_cache_manager"):
         test_draft_model.speculating(folder, folder, tmp_path)

@@ -125,11 +125,11 @@ def test_texts_equal_those_of_transformers_despite_preemption_and_cached_prefixe
 ) -> None:
     model = checkpoints.write(tmp_path, checkpoints.config_of(**changes))
     expected = [greedy(model, prompt) for prompt in PROMPTS]
-    runner = CpuRunner(settings(kernels="torch", kv_groups=has_groups), tmp_path)
+    runner = CpuRunner(settings(kernels="torch", hybrid_kv_cache_manager=has_groups), tmp_path)
     texts, num_again, num_cached = serve(runner, enough)
     assert (texts, num_again) == (expected, 0)
     assert num_cached >= 48
-    runner = CpuRunner(settings(kernels="torch", kv_groups=has_groups), tmp_path)
+    runner = CpuRunner(settings(kernels="torch", hybrid_kv_cache_manager=has_groups), tmp_path)
     texts, num_again, _ = serve(runner, few)
     assert texts == expected
     assert num_again > 0, "no row was preempted"
@@ -142,7 +142,7 @@ def test_texts_of_the_library_do_not_depend_on_scheduling(
 ) -> None:
     write(tmp_path, checkpoints.config_of(**changes))
     with emulation(isa) as kernels:
-        config = settings(dtype="bfloat16", kernels=kernels, threads=2, kv_groups=has_groups)
+        config = settings(dtype="bfloat16", kernels=kernels, threads=2, hybrid_kv_cache_manager=has_groups)
         runners = [CpuRunner(config, tmp_path) for _ in range(2)]
     plenty, _, num_cached = serve(runners[0], enough)
     scarce, num_again, _ = serve(runners[1], few)

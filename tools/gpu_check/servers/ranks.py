@@ -131,7 +131,7 @@ def _rank(task: dict[str, Any]) -> None:
         max_num_batched_tokens=max(PROMPT, most) if is_timed else 16,
     )
     execute = msgspec.structs.replace(
-        settings.execute, tensor_parallel=task["num"], all_reduce=task["all_reduce"], kv_groups=False
+        settings.execute, tensor_parallel=task["num"], all_reduce=task["all_reduce"], hybrid_kv_cache_manager=False
     )
     settings = msgspec.structs.replace(settings, execute=execute)
     join = None if task["num"] == 1 else join_by(RankPlace(task["rank"], task["num"], task["fd"], 60.0))

@@ -151,7 +151,7 @@ def logits_of(runner: CpuRunner, chunk: Sequence[int]) -> Logits:
 def _settings(settings: Settings, execute: ExecuteSettings, config: ModelConfig) -> Settings:
     """Settings with just enough memory for one chunk."""
     replace = msgspec.structs.replace
-    execute = replace(execute, kv_groups=False)
+    execute = replace(execute, hybrid_kv_cache_manager=False)
     return replace(
         settings,
         max_model_len=CHUNK_SIZE,

@@ -94,7 +94,7 @@ def _room(settings: Settings, config: ModelConfig, cases: Sequence[Case]) -> Set
         max_num_seqs=max(schedule.max_num_seqs, *(case.num_seqs for case in cases)),
         max_num_batched_tokens=max(schedule.max_num_batched_tokens, *(case.num_tokens for case in cases)),
     )
-    execute = msgspec.structs.replace(settings.execute, kv_groups=False)
+    execute = msgspec.structs.replace(settings.execute, hybrid_kv_cache_manager=False)
     longest = max(config.longest_sequence(settings.max_model_len), *(case.context + 1 for case in cases))
     return msgspec.structs.replace(settings, schedule=schedule, execute=execute, max_model_len=longest)
 

@@ -57,7 +57,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     ids = np.random.default_rng(1).integers(3, 600, LENGTH).tolist()
     device = on_device(kv_bytes=2 * 1024**2, tokens=32)
     # A row has one block table here; test_groups.py has those of groups.
-    execute = msgspec.structs.replace(device.execute, kv_groups=False)
+    execute = msgspec.structs.replace(device.execute, hybrid_kv_cache_manager=False)
     driver = CudaDriver(folder, msgspec.structs.replace(device, execute=execute, max_model_len=variant.max_model_len))
     blocks, last = driver.take_blocks(2 * 16), LENGTH - 1
     made = []

@@ -105,5 +105,7 @@ def test_texts_are_those_of_torch_without_groups(folder: Path) -> None:
     assert pair.scheduler.load().num_cached_tokens == 32
     runner.close()
     cpu = on_cpu(config)
-    whole: Settings = msgspec.structs.replace(cpu, execute=msgspec.structs.replace(cpu.execute, kv_groups=False))
+    whole: Settings = msgspec.structs.replace(
+        cpu, execute=msgspec.structs.replace(cpu.execute, hybrid_kv_cache_manager=False)
+    )
     assert Pair(CpuRunner(whole, folder), max_num_seqs=2, max_num_batched_tokens=32).run(requests) == texts
