@@ -63,8 +63,8 @@ def test_a_name_that_is_only_used_is_not_defined() -> None:
 
 
 def test_every_message_is_in_the_table_of_the_architecture() -> None:
-    inboxes = (m.GatewayInbox, m.IngestInbox, m.ScheduleInbox, m.ExecuteInbox, m.DetokenizeInbox)
-    inboxes += (m.SupervisorInbox, m.HostInbox, m.ControlRequest)
+    stages = (m.GatewayInbox, m.IngestInbox, m.ScheduleInbox, m.ExecuteInbox, m.DetokenizeInbox)
+    inboxes = (*stages, m.SupervisorInbox, m.HostInbox, m.ControlRequest)
     names = {kind.__name__ for inbox in inboxes for kind in get_args(inbox)}
     text = (ROOT / "docs/architecture.md").read_text()
     table = text[text.index("## Messages") : text.index("These rules hold on every path")]
