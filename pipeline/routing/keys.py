@@ -16,7 +16,7 @@ import msgspec
 CHUNK_BYTES = 1024
 """Bytes of a chunk."""
 BYTES_PER_TOKEN = 4
-"""Typical of English text; see `num_tokens_of`."""
+"""Typical of English text."""
 MAX_KEYS = 4096
 """Keys of a prompt. What follows has none, so a long prompt costs a bounded time."""
 ID_BYTES = 4
@@ -57,8 +57,3 @@ def keys_of(data: bytes, chunk_bytes: int = CHUNK_BYTES, root: int = ROOT, max_k
 def token_keys(ids: bytes, block_tokens: int, root: int = ROOT, max_keys: int = MAX_KEYS) -> list[int]:
     """The keys of whole blocks of token ids, which `ids` has as int32."""
     return keys_of(ids, block_tokens * ID_BYTES, root, max_keys)
-
-
-def num_tokens_of(data: bytes) -> int:
-    """An estimate of the tokens in canonical bytes, at least 1."""
-    return max(1, len(data) // BYTES_PER_TOKEN)

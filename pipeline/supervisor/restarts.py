@@ -171,11 +171,6 @@ class Restarts:
         fields = {"pid": child.pid, "restarts": child.num_restarts, "took_s": f"{took_s:.2f}"}
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 
-    @property
-    def recovering_since_s(self) -> dict[str, float]:
-        """The stages that have no ready process, and when the last one died."""
-        return self._died_s
-
     def _start(self, name: str, model_dir: str, facts: m.ExecuteFacts) -> None:
         child = self._table.replace(launch_of(name, self._resources, model_dir, facts))
         self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})

@@ -103,11 +103,6 @@ class TcpChannels:
         self._keys[name] = curve.new_keys()
         return self._keys[name]
 
-    @property
-    def key_of_this_host(self) -> str:
-        """The public one."""
-        return self._own.public_key
-
     def close(self) -> None:
         for listener in self._listeners.values():
             listener.close()

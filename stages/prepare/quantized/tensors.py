@@ -1,7 +1,7 @@
 """The tensors of a quantized checkpoint: codes, scales and zero points beside the float weights, mapped."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,6 @@ class CheckpointTensors:
         if self.dtype(name) == "BF16":  # bfloat16 is the upper half of a float32
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return stored.astype(np.float32)
-
-    def ignore(self, names: Iterable[str]) -> None:
-        """Count tensors as taken that have no effect."""
-        self._taken.update(names)
 
     def rest(self) -> list[str]:
         """The tensors that were not taken."""
