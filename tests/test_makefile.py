@@ -31,6 +31,13 @@ def put(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
+def environment(machine: Path, script: str) -> None:
+    """A complete virtual environment, whose `python` runs the script."""
+    (machine / ".venv/bin").mkdir(parents=True)
+    put(machine / ".venv/bin/python", script)
+    put(machine / ".venv/bin/pip", "exit 1")
+
+
 def make(machine: Path, *arguments: str) -> tuple[int, list[str]]:
     """Run `make serve`; the exit code and the lines that are not make's own."""
     program = shutil.which("make")
@@ -68,8 +75,7 @@ def test_a_full_disk_is_named_before_anything_is_written(machine: Path) -> None:
 
 def test_a_missing_compiler_is_named_before_packages_are_fetched(machine: Path) -> None:
     (machine / "bin/c++").unlink()
-    (machine / ".venv/bin").mkdir(parents=True)
-    put(machine / ".venv/bin/python", f"echo called >> {machine}/calls")
+    environment(machine, f"echo called >> {machine}/calls")
     words = "no C++ compiler, which computing on a CPU needs; on Debian and Ubuntu: apt install g++"
     assert make(machine) == (2, [words])
     assert not (machine / "calls").exists()
@@ -78,9 +84,38 @@ def test_a_missing_compiler_is_named_before_packages_are_fetched(machine: Path) 
 @pytest.mark.parametrize("name", COMPILERS)
 def test_any_of_the_compilers_will_do(machine: Path, name: str) -> None:
     (machine / "bin/c++").rename(machine / "bin" / name)
-    (machine / ".venv/bin").mkdir(parents=True)
-    put(machine / ".venv/bin/python", f"echo called >> {machine}/calls")
+    environment(machine, f"echo called >> {machine}/calls")
     put(machine / ".venv/bin/pipeline", "echo serving")
     code, lines = make(machine)
     assert (code, lines[-1]) == (0, "serving")
     assert (machine / "calls").exists()
+
+
+def test_a_disk_that_pip_fills_is_named_with_what_to_do(machine: Path) -> None:
+    environment(machine, 'case "$*" in *pip*) exit 1;; esac')
+    put(machine / "bin/df", "echo Filesystem 1048576-blocks Used Available; echo tmpfs 40 40 0")
+    code, lines = make(machine)
+    assert code == 2
+    assert lines[1:] == [
+        f"only 0 MB are free in {machine}: free 300 MB of disk space",
+        "only 0 MB are free in /tmp: free 300 MB of disk space",
+        "not installed: pip says above why. The next make serve goes on from here",
+    ]
+
+
+def test_another_failure_of_pip_does_not_blame_the_disk(machine: Path) -> None:
+    environment(machine, 'case "$*" in *pip*) exit 1;; esac')
+    put(machine / "bin/df", "echo Filesystem 1048576-blocks Used Available; echo tmpfs 400 0 400")
+    code, lines = make(machine)
+    assert (code, lines[1:]) == (2, ["not installed: pip says above why. The next make serve goes on from here"])
+
+
+def test_an_environment_whose_making_was_interrupted_is_made_again(machine: Path) -> None:
+    environment(machine, "exit 1")
+    (machine / ".venv/bin/pip").unlink()
+    put(machine / "bin/mkdir", "exec /bin/mkdir \"$@\"")
+    put(machine / "bin/pipeline", "echo serving")
+    made = "mkdir -p .venv/bin && for one in python pip pipeline; do"
+    put(machine / "bin/python", f'case "$*" in *"-m venv"*) {made} cp {machine}/bin/true .venv/bin/$one; done;; esac')
+    put(machine / "bin/cp", "exec /bin/cp \"$@\"")
+    assert make(machine)[0] == 0
