@@ -113,9 +113,9 @@ def test_another_failure_of_pip_does_not_blame_the_disk(machine: Path) -> None:
 def test_an_environment_whose_making_was_interrupted_is_made_again(machine: Path) -> None:
     environment(machine, "exit 1")
     (machine / ".venv/bin/pip").unlink()
-    put(machine / "bin/mkdir", "exec /bin/mkdir \"$@\"")
+    put(machine / "bin/mkdir", 'exec /bin/mkdir "$@"')
     put(machine / "bin/pipeline", "echo serving")
     made = "mkdir -p .venv/bin && for one in python pip pipeline; do"
     put(machine / "bin/python", f'case "$*" in *"-m venv"*) {made} cp {machine}/bin/true .venv/bin/$one; done;; esac')
-    put(machine / "bin/cp", "exec /bin/cp \"$@\"")
+    put(machine / "bin/cp", 'exec /bin/cp "$@"')
     assert make(machine)[0] == 0

@@ -90,8 +90,14 @@ class ProgressBar:
             TextColumn("{task.fields[speed]}", table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
+
+        class CursorStays(Console):
+            def show_cursor(self, show: bool = True) -> bool:
+                """Never hides it: Ctrl-C kills this process, and the terminal would keep it hidden."""
+                return False
+
         begun = time.monotonic()
-        with RichProgress(*columns, console=Console(file=self._stream), expand=True) as bar:
+        with RichProgress(*columns, console=CursorStays(file=self._stream), expand=True) as bar:
             task = bar.add_task(printable(what), total=None, speed="")
 
             def report(done: int, total: int) -> None:

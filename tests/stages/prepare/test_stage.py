@@ -159,4 +159,5 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
     assert isinstance(progress, ProgressBar)
     prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")), progress)
     assert "converting tiny.gguf" in terminal.text
+    assert "\x1b[?25l" not in terminal.text, "a killed process leaves the cursor hidden"
     assert capsys.readouterr().out == ""
