@@ -271,7 +271,8 @@ class Ingress:
         knows it."""
         body = await self._bodies.parse(request, bytes, body_reader.BODY_TIMEOUT_S)
         upstreams = self._replicas.upstreams()
-        answers = await asyncio.gather(*(_send(upstream, request, body) for upstream in upstreams.values()))
+        with self.relay.hold(len(body) * (1 + len(upstreams))):  # each connection has a copy until its replica takes it
+            answers = await asyncio.gather(*(_send(upstream, request, body) for upstream in upstreams.values()))
         for status, answer in answers:
             if status >= 400:
                 return web.Response(status=status, body=answer, content_type="application/json")

@@ -119,7 +119,7 @@ class Relay:
             if http_request.path not in TIMED_PATHS:
                 timeout_s = None
             deadline = Deadline(received_s, timeout_s or self._request_timeout_s, given_s)
-            with self._hold(len(body)):
+            with self.hold(len(body)):
                 relayed = _Relayed(self, self._replicas, http_request, body, deadline)
                 return await relayed.run(prompt, self._wait_s, self._resume_timeout_s)
         except OutOfTime:
@@ -132,8 +132,8 @@ class Relay:
                 self.idle.set()
 
     @contextlib.contextmanager
-    def _hold(self, num_bytes: int) -> Iterator[None]:
-        """Count a body while its request is open. Raises ApiError, 503."""
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Count a body, and its copies, while its request is open. Raises ApiError, 503."""
         num_left = self._max_held_bytes - self.num_held_bytes
         if num_bytes > num_left:
             message = f"{num_left} of {self._max_held_bytes} bytes are free for the bodies of open requests"

@@ -97,6 +97,8 @@ class FakeReplica:
                 elif self.at(0) == "die":
                     writer.transport.abort()
                 else:
+                    if self.hold is not None:
+                        await self.hold.wait()
                     self._reply(writer, 200, {"text": text_of(self.num_tokens)})
         except (asyncio.IncompleteReadError, ConnectionError):
             pass

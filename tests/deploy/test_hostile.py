@@ -158,6 +158,30 @@ async def test_open_requests_keep_no_more_than_their_budget(monkeypatch: pytest.
         assert await post() == 200
 
 
+async def test_what_is_sent_to_all_replicas_is_in_the_same_budget():
+    """A replica that hangs has ten seconds, in which one client could send gigabytes."""
+    replica = FakeReplica()
+    replica.hold = asyncio.Event()
+    body = json.dumps({"request_ids": ["a" * 99_000]})
+    headers = {"Content-Type": "application/json"}
+    async with deployed(replica, gateway={"max_body_bytes": 100_000}) as (ingress, client):
+
+        async def post() -> int:
+            async with client.post("/abort_requests", data=body, headers=headers) as response:
+                await response.read()
+                return response.status
+
+        ingress.relay._max_held_bytes = 5 * len(body)
+        held = [asyncio.create_task(post()) for _ in range(2)]
+        async with asyncio.timeout(PATIENCE_S):
+            while ingress.relay.num_held_bytes < 4 * len(body):
+                await asyncio.sleep(0.01)
+            assert await post() == 503
+            replica.hold.set()
+            assert await asyncio.gather(*held) == [200, 200]
+        assert ingress.relay.num_held_bytes == 0
+
+
 async def test_slow_headers_and_slow_bodies_end_at_their_deadlines(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(listener, "HEAD_S", 0.2)
     monkeypatch.setattr(body_reader, "BODY_TIMEOUT_S", 0.2)
