@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pipeline.http_server.connections import HttpConnections
+from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
 from pipeline.http_server.receive_turns import ReceiveTurns
 from pipeline.http_server.wrong_scheme import WrongScheme
 from pipeline.runtime.client_address import address_of
@@ -26,12 +27,6 @@ ACCEPT_S = 0.002
 """No connection is accepted after this time of a turn of the loop: about 100 are."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MOST_EARLY_BYTES = 64 * 1024
-MAX_STEP_BYTES = 8 * 1024
-"""Of TLS that are decrypted before the time is looked at. They may be 300
-updates of the keys, which take 6 ms, or 350 records of one byte."""
-MAX_READ_BYTES = 32 * MAX_STEP_BYTES
-MAX_READ_S = 0.002
-"""CPU time after which a connection over TLS is read no more in its turn. Data of MAX_READ_BYTES takes less."""
 MAX_UNTAKEN_BYTES = 256 * 1024
 """Bytes besides data that a client over TLS may send while it takes nothing. Each update of the keys may ask for one of
 the server's, which memory keeps until then."""
@@ -315,27 +310,21 @@ class Handshake(asyncio.BufferedProtocol):
         self._receive()
 
     def _receive(self) -> None:
-        """Read in steps, as long as they are cheap. The transport would read all at once, which may take 0.2 s."""
-        end_s, num_read = time.thread_time() + MAX_READ_S, 0
-        while self._transport is not None and self._inner is not None and not self._transport.is_closing():
-            try:
-                num = os.readv(self.descriptor, [self.get_buffer(MAX_STEP_BYTES)])
-            except BlockingIOError:
-                break
-            except OSError:  # the client has left
-                self._transport.abort()
-                return
-            if not num:  # its end, which the transport must see
-                self._transport.resume_reading()
-                return
-            self.buffer_updated(num)
-            num_read += num
-            is_paused = self._protocol is None or self._protocol.is_paused
-            if num < MAX_STEP_BYTES or num_read >= MAX_READ_BYTES or is_paused or time.thread_time() > end_s:
-                break
+        if self._transport is None or self._inner is None:
+            return
+        num_read = read_in_steps(
+            self._transport, self._step, lambda: self._protocol is None or self._protocol.is_paused
+        )
+        if num_read < 0:
+            return
         if self._protocol is not None:
             self._protocol.num_read = num_read
         self._wait_turn()
+
+    def _step(self) -> int:
+        if num := os.readv(self.descriptor, [self.get_buffer(STEP_BYTES)]):
+            self.buffer_updated(num)
+        return num
 
     def end(self) -> None:
         if self._transport is not None:
@@ -347,7 +336,7 @@ class Handshake(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._inner is not None:
-            return memoryview(self._inner.get_buffer(MAX_STEP_BYTES))[:MAX_STEP_BYTES]
+            return memoryview(self._inner.get_buffer(STEP_BYTES))[:STEP_BYTES]
         return memoryview(self._early)[self._num_early :]
 
     def buffer_updated(self, nbytes: int) -> None:

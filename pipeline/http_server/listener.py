@@ -5,6 +5,7 @@ Nothing else in this project may accept HTTP connections, and a listener can't b
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pipeline.http_server.ends import close_if_unclear
 from pipeline.http_server.error_responses import error_parts
 from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
 from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, HeadTooLarge, head_bytes, max_head_bytes
+from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
@@ -53,7 +55,6 @@ class HttpConnection(web.RequestHandler):
     __slots__ = (
         "_connections",
         "_head_timer",
-        "_is_held",
         "_last_payload",
         "_max_head",
         "_num_of_head",
@@ -71,8 +72,6 @@ class HttpConnection(web.RequestHandler):
         super().__init__(manager, **options)
         self._connections = connections
         self._refusal_log = refusal_log
-        self._is_held = False
-        """`raw` is not read until the next turn, which it waits for unless aiohttp has paused reading."""
         self._max_msg_queue_size, self._msg_queue_resume_size = MAX_PIPELINED, MAX_PIPELINED - 1
         self._max_head = max_head_bytes(self.max_field_size)
         self._num_of_head = 0
@@ -85,9 +84,9 @@ class HttpConnection(web.RequestHandler):
         self.num_read = 0
         """Bytes of the last read."""
         self.raw: asyncio.Transport | None = None
-        """The transport whose reading takes turns: over TLS, the one below."""
+        """The transport that reads nothing but the connection's end: over TLS, the one below."""
         self.receive: Callable[[], None] | None = None
-        """Reads from it, over TLS."""
+        """Reads in its place, over TLS."""
 
     @property
     def is_idle(self) -> bool:
@@ -104,10 +103,11 @@ class HttpConnection(web.RequestHandler):
         super().connection_made(transport)
         self.address = client_address(transport)
         self.descriptor = transport.get_extra_info("socket").fileno()
-        if self.raw is None:
-            self.raw = cast(asyncio.Transport, transport)
         self._connections.add(self)
         self._time_head()
+        if self.raw is None:
+            self.raw = cast(asyncio.Transport, transport)
+            self.wait_turn()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
@@ -199,24 +199,29 @@ class HttpConnection(web.RequestHandler):
     def wait_turn(self) -> None:
         """It was read: stop until more has arrived and it has its turn, whatever aiohttp wants meanwhile."""
         if self.raw is not None and not self.raw.is_closing() and self.transport is not None:
-            self._is_held = True
             self.raw.pause_reading()
             if not self.is_paused:
                 self._connections.wait_turn(self)
 
     def go_on(self) -> None:
-        if self.raw is not None and not self.is_paused:
-            self._is_held = False
-            if self.receive is not None:
-                self.receive()
-            else:
-                self.raw.resume_reading()
+        if self.raw is None or self.is_paused:
+            return
+        if self.receive is not None:
+            self.receive()
+        elif (num_read := read_in_steps(self.raw, self._step, lambda: self.is_paused)) >= 0:
+            self.num_read = num_read
+            self.wait_turn()
+
+    def _step(self) -> int:
+        if data := os.read(self.descriptor, STEP_BYTES):
+            self.data_received(data)
+        return len(data)
 
     def _resume_transport_reading(self) -> None:
         """Called by aiohttp when it wants more."""
-        if not self._is_held or self.raw is not self.transport:  # over TLS, more may have arrived already
+        if self.raw is not self.transport:  # over TLS, more may have arrived already
             super()._resume_transport_reading()
-        if self._is_held and self.raw is not None and not self.raw.is_closing():
+        if self.raw is not None and not self.raw.is_closing():
             self._connections.wait_turn(self)
 
     def _refuse_small_chunks(self) -> None:

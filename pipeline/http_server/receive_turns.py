@@ -22,7 +22,8 @@ NUM_READS = 8
 """Connections that are read in one turn of the loop: 2 MiB at most, which takes about 2 ms, as the handling of eight
 small requests does."""
 MAX_READ_S = 0.005
-"""No connection is read after this CPU time of a turn of the loop, if reading takes that, as over TLS."""
+"""No connection is read after this CPU time of a turn of the loop, if reading takes that, as over TLS, or for
+heads with many headers."""
 MAX_EVENTS = 256
 """Connections that get a place in the queue in one turn of the loop."""
 _EVENTS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT

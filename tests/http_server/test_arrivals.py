@@ -17,9 +17,11 @@ import uvloop
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
-from pipeline.http_server import arrivals
-from pipeline.http_server.arrivals import MAX_STEP_BYTES, MAX_UNTAKEN_BYTES, Arrivals, Handshake
+from pipeline.http_server import arrivals, read_steps
+from pipeline.http_server.arrivals import MAX_UNTAKEN_BYTES, Arrivals, Handshake
 from pipeline.http_server.connections import NUM_HANDSHAKES, HttpConnections
+from pipeline.http_server.listener import HttpConnection
+from pipeline.http_server.read_steps import STEP_BYTES
 from pipeline.http_server.receive_turns import NUM_READS
 from pipeline.runtime.tls import server_context
 from tests.http_server.test_kept_connections import serving
@@ -54,10 +56,10 @@ def hello(**options: Any) -> bytes:
     return outgoing.read()
 
 
-async def ask(address: tuple[str, int], body: bytes = b"") -> bytes:
-    """A request of a client over TLS; returns the reply."""
-    context = ssl.create_default_context(cafile=CA)
-    reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname="localhost")
+async def ask(address: tuple[str, int], body: bytes = b"", *, is_tls: bool = True) -> bytes:
+    """A request of a client; returns the reply."""
+    options: Any = {"ssl": ssl.create_default_context(cafile=CA), "server_hostname": "localhost"} if is_tls else {}
+    reader, writer = await asyncio.open_connection(*address, **options)
     head = f"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     reply = await reader.read()
@@ -78,22 +80,31 @@ def test_requests_and_uploads_arrive_over_tls(make_loop: Any) -> None:
 
 
 @LOOPS
+@pytest.mark.parametrize("is_tls", [True, False], ids=["tls", "plain"])
 @pytest.mark.parametrize("is_cheap", [True, False], ids=["cheap", "dear"])
-def test_a_connection_over_tls_is_read_in_small_steps_and_once_in_a_turn_if_they_are_dear(
-    make_loop: Any, is_cheap: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_connection_is_read_in_small_steps_and_once_in_a_turn_if_they_are_dear(
+    make_loop: Any, is_cheap: bool, is_tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes of 256 KiB may be ten thousand updates of the keys: decrypting those takes 0.2 s."""
+    """The bytes of 256 KiB may be ten thousand updates of the keys: decrypting those takes 0.2 s. Or they are 2,000
+    headers, which take 8 ms."""
     steps: list[list[int]] = [[]]
-    updated = Handshake.buffer_updated
+    updated, received = Handshake.buffer_updated, HttpConnection.data_received
     seconds = itertools.count(step=0 if is_cheap else 1)
     clock = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: float(next(seconds)))
-    monkeypatch.setattr(arrivals, "time", clock)
+    monkeypatch.setattr(read_steps, "time", clock)
 
     def counted(self: Handshake, nbytes: int) -> None:
         steps[-1].append(nbytes)
         updated(self, nbytes)
 
+    def counted_plain(self: HttpConnection, data: bytes) -> None:
+        if data:
+            steps[-1].append(len(data))
+        received(self, data)
+
     monkeypatch.setattr(Handshake, "buffer_updated", counted)
+    if not is_tls:
+        monkeypatch.setattr(HttpConnection, "data_received", counted_plain)
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
@@ -103,12 +114,13 @@ def test_a_connection_over_tls_is_read_in_small_steps_and_once_in_a_turn_if_they
             time.sleep(0.002)
             loop.call_soon(next_turn)
 
-        async with serving(answer, tls=TLS, client_max_size=2**24) as address:
+        async with serving(answer, tls=TLS if is_tls else None, client_max_size=2**24) as address:
             next_turn()
-            assert len((await ask(address, b"x" * 600_000)).partition(b"\r\n\r\n")[2]) == 600_000
+            reply = await ask(address, b"x" * 600_000, is_tls=is_tls)
+            assert len(reply.partition(b"\r\n\r\n")[2]) == 600_000
 
     in_loop(make_loop, test)
-    assert max(max(turn, default=0) for turn in steps) <= MAX_STEP_BYTES
+    assert max(max(turn, default=0) for turn in steps) <= STEP_BYTES
     most = max(len(turn) for turn in steps)
     assert most > 4 if is_cheap else most <= 2, most
 
@@ -120,7 +132,7 @@ class FakeTls:
     is_paused = False
 
     def __init__(self) -> None:
-        self.buffer = bytearray(MAX_STEP_BYTES)
+        self.buffer = bytearray(STEP_BYTES)
         self.is_aborted = False
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -141,16 +153,16 @@ def test_a_client_that_sends_no_data_over_tls_and_takes_nothing_is_ended() -> No
         patch.setattr(asyncio, "get_running_loop", lambda: loop)
         shake: Any = Handshake(FakeTls, HttpConnections(), TLS, 1.0)
         shake._transport, shake._inner, shake._protocol = transport, FakeTls(), above
-        num_steps = 2 * MAX_UNTAKEN_BYTES // MAX_STEP_BYTES
+        num_steps = 2 * MAX_UNTAKEN_BYTES // STEP_BYTES
 
         def read(num_data: int) -> None:
             shake._inner.buffer_updated = lambda _: setattr(above, "num_read", num_data)
             for _ in range(num_steps):
-                shake.buffer_updated(MAX_STEP_BYTES)
+                shake.buffer_updated(STEP_BYTES)
 
         read(0)  # what it takes is not kept
         shake.pause_writing()
-        read(MAX_STEP_BYTES - 40)  # an upload
+        read(STEP_BYTES - 40)  # an upload
         shake.resume_writing()
         read(0)
         assert not transport.is_aborted

@@ -148,7 +148,7 @@ async def test_one_turn_of_the_loop_reads_few_of_many_connections(
     a request, before they all send at one moment. Few begin in a turn, too."""
     reads: dict[asyncio.AbstractEventLoop, list[int]] = {}
     begun: dict[asyncio.AbstractEventLoop, list[int]] = {}
-    received, begin = HttpConnection.data_received, Arrivals.begin
+    go_on, begin = HttpConnection.go_on, Arrivals.begin
 
     def count(found: dict[asyncio.AbstractEventLoop, list[int]], loop: asyncio.AbstractEventLoop) -> None:
         if loop not in reads:
@@ -162,16 +162,15 @@ async def test_one_turn_of_the_loop_reads_few_of_many_connections(
         time.sleep(0.005)
         loop.call_soon(next_turn, loop)
 
-    def counted(self: HttpConnection, data: bytes) -> None:
-        if data:
-            count(reads, self._loop)
-        received(self, data)
+    def counted(self: HttpConnection) -> None:
+        count(reads, self._loop)
+        go_on(self)
 
     def counted_begin(self: Arrivals, arrival: object) -> None:
         count(begun, self._loop)
         begin(self, arrival)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HttpConnection, "data_received", counted)
+    monkeypatch.setattr(HttpConnection, "go_on", counted)
     monkeypatch.setattr(Arrivals, "begin", counted_begin)
     async with listener(name, tmp_path, monkeypatch, keys=False) as one:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
@@ -232,6 +231,7 @@ async def test_a_turn_that_comes_while_aiohttp_has_paused_reading_is_not_lost(ha
     connection = HttpConnection(manager, connections, RefusalLog(logging.getLogger()), loop=loop)
     raw: Any = FakeTransport()
     connection.raw, connection.transport = raw, FakeTransport() if has_tls else raw  # type: ignore[assignment]
+    connection.receive = raw.resume_reading
     connection.wait_turn()
     assert connections.num_waits == 1 and not raw.is_read
     connection._reading_paused = True
