@@ -1,7 +1,8 @@
 /**
  * The text of a block of Markdown: emphasis, code, links. Pure.
  *
- * Each scan for the end of a mark that finds none is remembered, so no text takes long, whatever is in it.
+ * Each scan for the end of a mark that finds none is remembered, and those for the parts of a link are short, so no text
+ * takes long, whatever is in it.
  * @module
  */
 
@@ -25,7 +26,9 @@ const MARKS = /** @type {const} */ ([
 ]);
 const SPECIAL = /[\\`*_~[<\nh]/g;
 const WORD = /[\p{L}\p{N}]/u;
-const URL_START = /https?:\/\/[^\s<>"'`]+/y;
+/** Of one that is too long, so much that this is seen. */
+const URL_START = new RegExp(`https?://[^\\s<>"'\`]{1,${MAX_URL}}`, "y");
+const BEHIND_URL = ".,:;!?)]*_~";
 
 /**
  * @param {string} text
@@ -75,7 +78,7 @@ function inlineAt(text, at, depth, unclosed) {
   if (char === "\n") return [{ type: "break" }, at + 1];
   if (char === "h" || char === "<") return urlAt(text, at);
   if (char === "`") return codeAt(text, at, unclosed);
-  if (char === "[") return depth < MAX_DEPTH ? linkAt(text, at, depth, unclosed) : [char, at + 1];
+  if (char === "[") return depth < MAX_DEPTH ? linkAt(text, at, depth) : [char, at + 1];
   for (const [mark, type] of MARKS) {
     if (depth >= MAX_DEPTH || !text.startsWith(mark, at) || unclosed.has(mark)) continue;
     const begin = at + mark.length;
@@ -139,30 +142,17 @@ function codeAt(text, at, unclosed) {
  * @param {string} text
  * @param {number} at
  * @param {number} depth
- * @param {Set<string>} unclosed
  * @returns {[Inline | string, number]}
  */
-function linkAt(text, at, depth, unclosed) {
-  if (unclosed.has("](")) return ["[", at + 1];
-  const middle = text.indexOf("](", at);
-  if (middle < 0) {
-    unclosed.add("](");
-    return ["[", at + 1];
-  }
-  if (middle - at > MAX_LINK_TEXT) return ["[", at + 1];
-  const end = unclosed.has(")") ? -1 : text.indexOf(")", middle);
-  if (end < 0) unclosed.add(")");
+function linkAt(text, at, depth) {
+  const middle = text.slice(at, at + MAX_LINK_TEXT + 2).indexOf("](") + at;
+  if (middle < at) return ["[", at + 1];
+  const end = text.slice(middle, middle + MAX_URL + 1).indexOf(")") + middle;
   const words = text.slice(at + 1, middle);
-  const href =
-    end < 0 || end - middle > MAX_URL
-      ? null
-      : safeUrl(
-          text
-            .slice(middle + 2, end)
-            .replace(/\s+"[^"]*"$/, "")
-            .trim(),
-        );
-  if (href === null || words.includes("[")) return ["[", at + 1];
+  if (end < middle || words.includes("[")) return ["[", at + 1];
+  const target = text.slice(middle + 2, end).trim();
+  const href = safeUrl(target.split(/\s/, 1)[0]);
+  if (href === null || !/^\S+(\s+"[^"]*")?$/.test(target)) return ["[", at + 1];
   return [{ type: "link", href, children: inline(words, MAX_DEPTH) }, end + 1];
 }
 
@@ -175,15 +165,14 @@ function urlAt(text, at) {
   const begin = text[at] === "<" ? at + 1 : at;
   URL_START.lastIndex = begin;
   const match = WORD.test(text[at - 1] ?? "") ? null : URL_START.exec(text);
-  if (!match) return [text[at], at + 1];
+  if (!match || match[0].length > MAX_URL) return [text[at], at + 1];
   const isMarked = begin > at && text[begin + match[0].length] === ">";
-  const address = isMarked ? match[0] : match[0].replace(/[.,:;!?)\]*_~]+$/, "");
+  let length = match[0].length;
+  while (!isMarked && BEHIND_URL.includes(match[0][length - 1])) length -= 1;
+  const address = match[0].slice(0, length);
   const href = safeUrl(address);
   if (href === null || (begin > at && !isMarked)) return [text[at], at + 1];
-  return [
-    { type: "link", href, children: [{ type: "text", text: address }] },
-    begin + address.length + (isMarked ? 1 : 0),
-  ];
+  return [{ type: "link", href, children: [{ type: "text", text: address }] }, begin + length + (isMarked ? 1 : 0)];
 }
 
 /**

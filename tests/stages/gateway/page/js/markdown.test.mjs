@@ -117,6 +117,16 @@ test("only addresses of the web are links", () => {
   }
 });
 
+test("an address that is too long is text", () => {
+  const address = `http://a/${"b".repeat(2000)}`;
+  for (const text of [address, `<${address}>`, `[c](${address})`]) {
+    assert.deepEqual(
+      parse(text).map(({ block }) => block),
+      [{ type: "paragraph", children: [{ type: "text", text }] }],
+    );
+  }
+});
+
 test("a text that streams keeps the blocks before its last one", () => {
   const whole = "# A\n\nfirst\n\n```py\nx = 1\n```\n\n- a\n- b";
   for (let end = 1; end < whole.length; end += 1) {
@@ -127,7 +137,7 @@ test("a text that streams keeps the blocks before its last one", () => {
 });
 
 test("no text takes long", () => {
-  const size = 40_000;
+  const size = 160_000;
   const texts = [
     "*",
     "**a ",
@@ -149,6 +159,10 @@ test("no text takes long", () => {
     "<",
     "h",
     "https://a",
+    "](http://",
+    "[a](http://",
+    "<http://[",
+    "http://))",
     " ",
     "\n",
     "a\n",
