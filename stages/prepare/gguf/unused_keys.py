@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model_folder import ModelConfig, YarnRope
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError
@@ -37,6 +37,10 @@ def refuse_changes(metadata: Metadata, architecture: str, config: ModelConfig) -
     """Raises ModelError if a key that the server doesn't read would change what llama.cpp computes. Call it after all
     keys of the architecture were read."""
     rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    # llama.cpp's converter writes the factor of a config.json that names it, as OLMo 3's does. llama.cpp has this one,
+    # whatever the file says.
+    scaling = config.rope_scaling
+    usual = 0.1 * math.log(scaling.factor) + 1.0 if isinstance(scaling, YarnRope) and scaling.factor > 1 else 1.0
     neutral: dict[str, tuple[tuple[Any, ...], str]] = {
         "attention.causal": ((True,), "attention to later tokens"),
         "attention.key_length_swa": ((config.head_dim,), "another size of heads in layers with a window"),
@@ -44,7 +48,7 @@ def refuse_changes(metadata: Metadata, architecture: str, config: ModelConfig) -
         "rope.dimension_count_swa": ((rotary_dim,), "another rotary embedding in layers with a window"),
         "rope.freq_base_swa": ((config.rope_theta,), "another rotary embedding in layers with a window"),
         "rope.scaling.attn_factor": ((0.0, 1.0), "a factor of rotated queries and keys"),
-        "rope.scaling.yarn_attn_factor": ((-1.0, 1.0), "a factor of rotated queries and keys"),
+        "rope.scaling.yarn_attn_factor": ((-1.0, 1.0, usual), "a factor of rotated queries and keys"),
         "rope.scaling.yarn_ext_factor": ((-1.0, 1.0), "a part of YaRN"),
         "rope.scaling.yarn_log_multiplier": ((0.0,), "another factor of YaRN"),
         "expert_gating_func": ((0, 1, 3), "scores of experts that are no softmax"),

@@ -4,6 +4,7 @@ The files are made here as llama.cpp's converter makes them: gguf-py names the t
 what the converter does to them.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -163,6 +164,7 @@ CASES = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
             "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_attn_factor": 0.1 * math.log(4.0) + 1.0,
         },
     ),
     "ernie4_5": Case("ernie4_5", A.ERNIE4_5),
