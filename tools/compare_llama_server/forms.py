@@ -1,5 +1,6 @@
 """The forms that .gguf files of users have: what they say of their vocabulary, and what they leave out."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -19,6 +20,8 @@ CONTENT = "{{ messages[0]['content'] }}"
 """A template that writes a text as it is: its special tokens are the client's."""
 ADDED_SCORE = -1000.0
 UNUSED = 5
+SUPPRESSED = 7
+"""Each of so many ids is not sampled in the files that say so."""
 MARK = re.compile(r"<\|[^\s|<>{}'\"\\]{1,40}\|?>|<｜[^｜<>]{1,40}｜>|</?[a-z_]{1,30}\|?>|\[/?[A-Z_]{3,20}\]")
 """The tokens that a chat template writes."""
 
@@ -34,6 +37,9 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     templates: Mapping[str, str] = msgspec.field(default_factory=lambda: {"": CONTENT})
     """By their names; the default's is empty."""
     model_name: str = "tiny"
+    architecture: str = "llama"
+    parameters: Mapping[str, Any] = {}
+    """Further keys below the architecture's name."""
     tied: bool = False
     weights: Kind = Kind.F32
     is_chat: bool = False
@@ -72,7 +78,7 @@ def _vocabulary(name: str) -> Keys:
 
 def forms() -> list[Form]:
     """All of them. Vocabularies of WordPiece have no models that write texts."""
-    made = [*_vocabularies(), *_flags(), *_special_tokens(), *_weights(), *_templates()]
+    made = [*_vocabularies(), *_flags(), *_special_tokens(), *_weights(), *_architectures(), *_templates()]
     assert len({form.name for form in made}) == len(made)
     return made
 
@@ -103,6 +109,9 @@ def _flags() -> Iterator[Form]:
     yield Form(name="bpe, add_sep", changes={"add_sep_token": True, "seperator_token_id": "</s>"})
     yield Form(name="spm, no scores", vocabulary="sentencepiece", changes={"scores": None})
     yield Form(name="spm, add_space_prefix True", vocabulary="sentencepiece", changes={"add_space_prefix": True})
+    for vocabulary, short in (("byte-level", "bpe"), ("sentencepiece", "spm")):
+        suppressed = {"suppress_tokens": [-1, *range(0, 900, SUPPRESSED), 10**6]}
+        yield Form(name=f"{short}, suppress_tokens", vocabulary=vocabulary, changes=suppressed)
     yield Form(name="bpe, add_space_prefix True", changes={"add_space_prefix": True})
     yield Form(name="bpe, add_space_prefix False", changes={"add_space_prefix": False})
     for name in ("byte-level", "sentencepiece"):
@@ -147,6 +156,33 @@ def _weights() -> Iterator[Form]:
         yield Form(name=f"weights {kind.name}", weights=kind)
     yield Form(name="tied", tied=True)
     yield Form(name="tied, Q8_0", tied=True, weights=Kind.Q8_0)
+
+
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_attn_factor": 0.1 * math.log(4) + 1,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
+"""As llama.cpp's converter writes it for OLMo 3."""
+
+
+def _architectures() -> Iterator[Form]:
+    """Windows are shorter than replies."""
+    window = {"attention.sliding_window": 8}
+    layers = [True, False, False, True, True]
+    olmo: dict[str, Mapping[str, Any]] = {
+        "OLMo 2": {},
+        "OLMo 2, YaRN": YARN,
+        "OLMo 3": window,
+        "OLMo 3, YaRN": window | YARN,
+        "OLMo 3, list of layers, YaRN": window | YARN | {"attention.sliding_window_pattern": layers},
+    }
+    for name, parameters in olmo.items():
+        yield Form(name=name, architecture="olmo2", parameters=parameters)
+    yield Form(name="llama, YaRN", parameters=YARN)
 
 
 NOT_BY_LLAMA_CPP = ("gemma3",)

@@ -1,15 +1,15 @@
 """Writes a .gguf file with a small random model whose greedy output is known.
 
-The head's row of a token is the embedding of the token before it in a cycle through the vocabulary, and two layers of
+The head's row of a token is the embedding of the token before it in a cycle through the vocabulary, and some layers of
 attention and MLP add noise. So the largest logit is that of the next token in the cycle, by a margin of some units: two
 servers that round differently still write the same text. Each special token follows two ordinary ones, and an ordinary
 one follows it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -18,10 +18,35 @@ from pipeline.stages.prepare.gguf.special_tokens import NORMAL
 from tools.compare_llama_server.forms import Form
 from tools.tokenizer_vectors.vocabularies import BYTE
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS = 64, 2, 1, 32, 64, 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 64
 CONTEXT = 8192
 NOISE = 0.15
 """The size of what a layer adds, compared with the embedding."""
+
+
+class Layout(NamedTuple):
+    """What the layers of an architecture have."""
+
+    num_layers: int
+    norms: Mapping[str, int]
+    """Their sizes."""
+    post_norms: Sequence[str] = ()
+    """Those of what a layer adds."""
+
+
+LAYOUTS = {
+    "llama": Layout(2, {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}),
+    "olmo2": Layout(
+        5,
+        {
+            "attn_q_norm": HEADS * HEAD_DIM,
+            "attn_k_norm": KV_HEADS * HEAD_DIM,
+            "post_attention_norm": HIDDEN,
+            "post_ffw_norm": HIDDEN,
+        },
+        post_norms=("post_attention_norm", "post_ffw_norm"),
+    ),
+}
 
 WORD = re.compile(r"[Ġ▁]?[A-Za-z0-9]+")
 Array = np.ndarray[Any, Any]
@@ -47,10 +72,11 @@ def write(path: Path, form: Form, seed: int = 1) -> list[int]:
     keys = form.keys
     num_tokens = len(keys["tokens"])
     order = cycle(keys["tokens"], form.types, seed)
-    writer = gguf.GGUFWriter(path, "llama")
+    layout = LAYOUTS[form.architecture]
+    writer = gguf.GGUFWriter(path, form.architecture)
     writer.add_name(form.model_name)
     writer.add_context_length(CONTEXT)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layout.num_layers)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(MLP)
     writer.add_head_count(HEADS)
@@ -58,12 +84,20 @@ def write(path: Path, form: Form, seed: int = 1) -> list[int]:
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(num_tokens)
+    add: Any = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
     for key, value in keys.items():
-        add: Any = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
         add[type(value)](f"tokenizer.ggml.{key}", value)
+    for key, value in form.parameters.items():
+        add[type(value)](f"{form.architecture}.{key}", value)
     for name, template in form.templates.items():
         writer.add_string("tokenizer.chat_template" + (f".{name}" if name else ""), template)
-    for name, tensor in _tensors(num_tokens, order, form, np.random.default_rng(seed)).items():
+    for name, tensor in _tensors(num_tokens, order, form, layout, np.random.default_rng(seed)).items():
         kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else form.weights
         writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -73,7 +107,9 @@ def write(path: Path, form: Form, seed: int = 1) -> list[int]:
     return order
 
 
-def _tensors(num_tokens: int, order: Sequence[int], form: Form, random: np.random.Generator) -> dict[str, Array]:
+def _tensors(
+    num_tokens: int, order: Sequence[int], form: Form, layout: Layout, random: np.random.Generator
+) -> dict[str, Array]:
     """By the names in the file. Values are exact in bfloat16."""
 
     def normal(*shape: int, scale: float = 1.0) -> Array:
@@ -86,7 +122,7 @@ def _tensors(num_tokens: int, order: Sequence[int], form: Form, random: np.rando
         head = np.empty_like(embedding)
         head[order] = embedding[np.roll(order, 1)]
         tensors["output.weight"] = head / 8
-    for layer in range(LAYERS):
+    for layer in range(layout.num_layers):
         shapes = {
             "attn_q": (HEADS * HEAD_DIM, HIDDEN),
             "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
@@ -99,6 +135,7 @@ def _tensors(num_tokens: int, order: Sequence[int], form: Form, random: np.rando
         for name, shape in shapes.items():
             scale = shape[1] ** -0.5 * (NOISE if name in ("attn_output", "ffn_down") else 1.0)
             tensors[f"blk.{layer}.{name}.weight"] = normal(*shape, scale=scale)
-        for name in ("attn_norm", "ffn_norm"):
-            tensors[f"blk.{layer}.{name}.weight"] = np.ones(HIDDEN, np.float32)
+        for name, size in layout.norms.items():
+            weight = NOISE if name in layout.post_norms else 1.0
+            tensors[f"blk.{layer}.{name}.weight"] = np.full(size, weight, np.float32)
     return tensors
