@@ -50,6 +50,8 @@ _REF_ERROR = re.compile(
     "Resource ('.*') is not present in a registry|Pointer ('.*') does not exist|Anchor ('.*') does not exist"
 )
 """The library's words about a reference that leads nowhere"""
+NO_BASE = "json-schema:///"
+"""What it writes before a reference that is relative to no `$id`"""
 
 MARGIN = 0.1
 """Fraction of the time limit that is reserved for returning the answer."""
@@ -212,7 +214,8 @@ def _client_error(error: str) -> str:
     if "oneOf constraints are not supported" in words:
         return 'its keyword "oneOf" is supported only where no value can match two of the schemas: use "anyOf"'
     if (found := _REF_ERROR.search(words)) is not None:
-        return f'its keyword "$ref" names {found[1] or found[2] or found[3]}, which is no part of the schema itself'
+        named = (found[1] or found[2] or found[3]).replace(NO_BASE, "")
+        return f'its keyword "$ref" names {named}, which is no part of the schema itself'
     if "look-around" in words:
         return f'a pattern, such as one of its keyword "pattern", can\'t be used: {words}'
     if "'multipleOf' has too many digits" in words:

@@ -44,12 +44,25 @@ NAME_FORMATS = {
 """Formats of property names → patterns"""
 
 LOCAL = r"(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]"
+SECONDS = r"\d+(?:[.,]\d+)?S"
+DAYS = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+TIMES = rf"T(?:\d+H(?:\d+M)?(?:{SECONDS})?|\d+M(?:{SECONDS})?|{SECONDS})"
+EMOJI = r"[\p{Extended_Pictographic}\p{Emoji_Component}]*"
 EQUAL_PATTERNS = {
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|{DAYS}(?:{TIMES})?|{TIMES})$"
+    ),
+    r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])"
+    r"[\p{Extended_Pictographic}\p{Emoji_Component}]+$": (
+        rf"^{EMOJI}[\p{{Extended_Pictographic}}\p{{Regional_Indicator}}\u20E3]{EMOJI}$"
+    ),
+    r"^[A-Z]{2}(?!00|01|99)\d{2}[A-Z0-9]{11,30}$": r"^[A-Z]{2}(?:0[2-9]|[1-8]\d|9[0-8])[A-Z0-9]{11,30}$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         rf"^{LOCAL}@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{{2,}}$"
-    )
+    ),
 }
-"""Patterns of well-known libraries with look-around → the same without. The first is zod's of an email address."""
+"""Patterns of well-known libraries with look-around → the same without. These are zod's, of durations, emoji, bank
+accounts and email addresses."""
 
 
 NOT_IN_FRAGMENTS = re.compile(r"[^\w!#$%&'()*+,\-./:;=?@~]|%(?![0-9a-fA-F]{2})", re.ASCII)
