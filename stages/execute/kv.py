@@ -65,6 +65,18 @@ def plan_kv(
     return _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
 
 
+def require_room(settings: Settings, weight_bytes: int) -> None:
+    """Raise UserError if weights and KV cache are larger than the free memory: the system would kill this process, or
+    another one. `weight_bytes` is what this process loads at least."""
+    available, kv_bytes = available_bytes(), kv_bytes_in_ram(settings)
+    if weight_bytes + kv_bytes > available:
+        raise UserError(
+            f"the weights take {size_words(weight_bytes, up=True)} and the KV cache {size_words(kv_bytes)}, but only "
+            f"{size_words(available)} of memory are free: use a smaller model or quantized weights (--set "
+            "quantization=q4_1), or lower execute.kv_cache_bytes"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """A GPU's memory when weights are loaded and KV blocks are to be reserved, in bytes."""

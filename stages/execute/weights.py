@@ -160,6 +160,12 @@ class Weights:
         name = self._layout.find(head)[0]
         return self._num_bytes(name) if name in self._files else 0
 
+    def least_bytes(self, config: ModelConfig) -> int:
+        """How much memory the weights take at least when they are loaded: F32 may become bfloat16."""
+        has_f32 = any(entry.dtype == "F32" for file in self.files for entry in file.entries.values())
+        stored = sum(self.layer_bytes(config.num_layers)) + self.head_bytes(config)
+        return stored // 2 if has_f32 else stored
+
     def _num_bytes(self, name: str) -> int:
         begin, end = self._files[name].entries[name].data_offsets
         return end - begin

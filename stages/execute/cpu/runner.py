@@ -37,7 +37,7 @@ from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, scor
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS
-from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv
+from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.publishing import Sampled
@@ -90,6 +90,7 @@ class CpuRunner(Runner):
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = most_places(layout_of(settings, config), parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
+        require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
         self._make_rows(config, kv, 0 if swapped is None else len(swapped))
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)

@@ -1,5 +1,6 @@
 """The plan of KV memory on a CPU: how it is divided among KV groups, and the longest sequence that fits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.model_folder import ModelConfig
+from pipeline.stages.execute import kv
+from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, plan_kv
+from pipeline.stages.execute.weights import Weights
 from tests.stages.execute import checkpoints
+from tests.stages.execute.driver import settings
+from tests.stages.execute.native_driver import write
 
 MIB = 1024**2
 SHAPE = {"num_layers": 18, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "max_position": 32768}
@@ -62,3 +68,20 @@ def test_a_model_without_windows_is_planned_as_before() -> None:
 def test_memory_for_less_than_a_block_of_each_group_is_refused() -> None:
     with pytest.raises(UserError, match=f"takes {size_words(18 * LAYER_BYTES, up=True)}: raise execute.kv_cache_bytes"):
         plan(gemma(), kv_cache_bytes=18 * LAYER_BYTES - 1)
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_weights_that_do_not_fit_beside_the_kv_cache_are_refused_before_they_are_loaded(
+    is_enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = checkpoints.config_of(**SHAPE)
+    write(tmp_path, config, ("bf16",))
+    how = settings(kv_mib=64, dtype="bfloat16")
+    needed = Weights(tmp_path, ModelConfig.load(tmp_path), "bf16").least_bytes(config) + 64 * MIB
+    assert needed > 65 * MIB
+    monkeypatch.setattr(kv, "available_bytes", lambda: needed - (not is_enough))
+    if is_enough:
+        CpuRunner(how, tmp_path).close()
+        return
+    with pytest.raises(UserError, match=r"^the weights take \d+KiB and the KV cache 64MiB, but only 66MiB of memory "):
+        CpuRunner(how, tmp_path)
