@@ -88,7 +88,10 @@ REFUSED = {
     "--load-format": Refused("leave it out: the format is read from the model's files", ("auto",)),
     "--no-enable-chunked-prefill": Refused(_CHUNKED),
     "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
-    "--override-generation-config": Refused("set the sampling parameters in each request"),
+    "--override-generation-config": Refused(
+        "set the sampling parameters in each request, or use --generation-config with a folder that has another "
+        "generation_config.json"
+    ),
     "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
     "--rope-scaling": Refused("""use --hf-overrides '{"rope_scaling": {...}}'"""),
     "--rope-theta": Refused("""use --hf-overrides '{"rope_theta": NUMBER}'"""),

@@ -58,6 +58,15 @@ def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:
     assert generation_config.excluded(Settings(), folder).runs(()) == []
 
 
+def test_another_folder_excludes_what_its_file_says(tmp_path: Path) -> None:
+    keys = {"suppress_tokens": [7], "begin_suppress_tokens": [8], "bad_words_ids": [[9]]}
+    model = folder_with(tmp_path / "model", keys)
+    for left_out, run in (("suppress_tokens", [7]), ("begin_suppress_tokens", [BEGIN, 8]), ("bad_words_ids", [9])):
+        other = folder_with(tmp_path / left_out, {key: ids for key, ids in keys.items() if key != left_out})
+        found = generation_config.excluded(Settings(generation_config=str(other)), model).runs(())
+        assert len(found) == 2 and run not in found
+
+
 def test_no_negative_id_of_a_file_stands_for_the_begin(tmp_path: Path) -> None:
     content = {"suppress_tokens": [-1, 7], "begin_suppress_tokens": [-1], "bad_words_ids": [[-1, 4], [4, -1]]}
     assert generation_config.excluded(Settings(), folder_with(tmp_path, content)).runs(()) == [[7]]
