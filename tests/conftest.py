@@ -44,9 +44,6 @@ ALONE = (
     "tests/e2e/http/test_hostile.py",
     "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
     "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
-    # Ray and its workers take half a minute to start, and three minutes beside other tests.
-    "tests/e2e/test_deploy.py",
-    "tests/e2e/test_ray.py",
     # It measures servers, and needs that requests end in each measurement.
     "tests/e2e/test_compare_peers.py",
     "tests/e2e/test_start.py",
@@ -72,6 +69,7 @@ SERVERS = (
 are excluded. All other tests run beside each other."""
 
 LONGEST = (
+    "tests/e2e/test_deploy.py",
     "tests/stages/execute/test_smollm2.py",
     "tests/tools/test_compare_peers.py",
     "tests/e2e/http/test_fuzz.py",
