@@ -89,11 +89,11 @@ class OutputSequence:
         self.gateway = opening.gateway
         prompt_tail = np.frombuffer(opening.prompt_tail, "<i4").tolist()
         self._decoder = IncrementalDecoder(vocabulary, prompt_tail, skip_special_tokens=options.skip_special_tokens)
-        self._stop_matcher = StopMatcher(stops, include_stop=options.include_stop)
+        self._stop_matcher = StopMatcher(stops, include_stop=options.include_stop_str_in_output)
         self._has_stops = bool(stops.firsts)
         self._min_tokens = options.min_tokens
         self._stop_token_ids = options.stop_token_ids
-        self._include_stop = options.include_stop
+        self._include_stop = options.include_stop_str_in_output
         self._special_ids = vocabulary.special_ids if options.with_special_spans else NO_IDS
         self._num_chars = 0
         """Characters of text so far, without those that are held back; it is counted only with `_special_ids`."""

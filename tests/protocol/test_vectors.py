@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.client import protocol as p
+from pipeline.client.protocol import generation, sampling
 from tools.export_protocol import PAGE, ROOT, VECTORS, as_object, published
 
 KEPT = Path(__file__).parent / "version_1.json"
@@ -69,7 +70,6 @@ def test_the_page_has_a_section_for_every_message_and_struct() -> None:
 
 def test_the_page_has_the_limits_of_the_code() -> None:
     from pipeline.config.settings import LimitSettings
-    from pipeline.stages.gateway.parsing import sampling_fields
     from pipeline.stages.gateway.zmq import listener, server, stream
 
     page = " ".join(PAGE.read_text().split())
@@ -80,9 +80,9 @@ def test_the_page_has_the_limits_of_the_code() -> None:
         f"more than {server.MAX_PENDING_MESSAGES:,} messages",
         f"those of all clients take {server.MAX_PENDING_BYTES // 1024**2} MiB",
         f"({listener.MAX_CONNECTIONS:,}, or a quarter",
-        f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
+        f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_stop_token_ids} |",
-        f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling_fields.MAX_STOP_CHARS} characters; ",
+        f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
         f"| within {server.HELLO_S:g} s of connecting; at most {server.MAX_HELLO_BYTES // 1024} KiB |",
         f"not complete {server.MESSAGE_S:g} s after",
@@ -96,7 +96,6 @@ def test_the_page_has_the_limits_of_the_code() -> None:
 def test_sampling_params_have_the_same_limits_as_over_http() -> None:
     from pipeline.client.inputs import sampling_params, structured_params
     from pipeline.config.settings import LimitSettings
-    from pipeline.stages.gateway.parsing import sampling_fields, structured_outputs
 
     for name in (
         "MAX_STOP_CHARS",
@@ -105,7 +104,7 @@ def test_sampling_params_have_the_same_limits_as_over_http() -> None:
         "MIN_REPETITION_PENALTY",
         "MAX_REPETITION_PENALTY",
     ):
-        assert getattr(sampling_params, name) == getattr(sampling_fields, name)
+        assert getattr(sampling_params, name) == getattr(sampling, name)
     assert {f"max_{name}" for name in sampling_params.MOST} <= set(LimitSettings.__struct_fields__)
     for name, most in sampling_params.MOST.items():
         (meta,) = [
@@ -114,7 +113,7 @@ def test_sampling_params_have_the_same_limits_as_over_http() -> None:
         assert most == meta.le, f"{name}: what no server takes"
     fields = set(sampling_params.SamplingParams.__struct_fields__)
     assert set(p.Params.__struct_fields__) == fields - {"spaces_between_special_tokens"}
-    assert structured_params.KINDS == structured_outputs.KINDS
+    assert structured_params.KINDS == generation.KINDS
 
 
 @given(st.binary(max_size=100))

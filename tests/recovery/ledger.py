@@ -257,7 +257,7 @@ def random_case(
         cache_salt=rng.choice(["", "", "", "mine"]),
         num_logprobs=rng.choice([-1, -1, 0, 2]),
         num_prompt_logprobs=rng.choice([-1, -1, -1, 1]),
-        include_stop=rng.random() < 0.5,
+        include_stop_str_in_output=rng.random() < 0.5,
     )
     limit = min(max_tokens, max_model_len - len(prompt))
 

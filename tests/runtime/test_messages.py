@@ -42,7 +42,7 @@ OPTIONS = m.GenerationOptions(
     stop=["\n\n", "é"],
     stop_token_ids=[7, 8],
     ignore_eos=True,
-    include_stop=True,
+    include_stop_str_in_output=True,
     skip_special_tokens=False,
 )
 GIVEN_OPTIONS = m.GenerationOptions(
@@ -64,7 +64,7 @@ GIVEN_OPTIONS = m.GenerationOptions(
     stop=["\n\n", "é"],
     stop_token_ids=[7, 8],
     ignore_eos=True,
-    include_stop=True,
+    include_stop_str_in_output=True,
     skip_special_tokens=False,
     num_logprobs=2,
     num_prompt_logprobs=1,

@@ -76,7 +76,7 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """Stop strings. The text ends before the first match."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     """The text ends behind the stop string, not before it."""
     skip_special_tokens: bool = True
     num_logprobs: int = -1

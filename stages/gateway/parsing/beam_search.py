@@ -6,9 +6,9 @@ that come from the model's defaults. It follows the model's own distribution, so
 
 import msgspec
 
+from pipeline.client.protocol.sampling import SamplingFields
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 
 NEUTRAL = {
     "repetition_penalty": (None, 1),
@@ -24,7 +24,7 @@ NEUTRAL = {
 
 
 def with_beam_search(options: m.GenerationOptions, fields: SamplingFields) -> m.GenerationOptions:
-    """Add the fields of beam search to a request's options, of which `n` is final. Raises ApiError."""
+    """The options of a request, of which `n` is final, for beam search if it asks for that. Raises ApiError."""
     if not fields.use_beam_search:
         if fields.length_penalty not in (None, 1):
             raise _needs_beam_search("length_penalty")
@@ -36,13 +36,7 @@ def with_beam_search(options: m.GenerationOptions, fields: SamplingFields) -> m.
             raise _not_allowed(name)
     if options.n != (fields.n or 1):
         raise invalid("best_of", f"'best_of' must equal n = {fields.n or 1}, the beam width", "invalid_value")
-    options = msgspec.structs.replace(
-        options,
-        repetition_penalty=1.0,
-        use_beam_search=True,
-        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
-        early_stopping=False if fields.early_stopping is None else fields.early_stopping,
-    )
+    options = msgspec.structs.replace(options, repetition_penalty=1.0)
     check_grammar(options)
     return options
 

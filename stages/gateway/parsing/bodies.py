@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.generation import GenerationFields
+from pipeline.client.protocol.sampling import Id
 from pipeline.runtime.messages import MAX_SHOWN_IDS
 from pipeline.stages.gateway.parsing.conversation import (
     Documents,
@@ -22,7 +24,6 @@ from pipeline.stages.gateway.parsing.conversation import (
     Tools,
 )
 from pipeline.stages.gateway.parsing.message_params import MessageParam
-from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
 BestOf = Annotated[int, Meta(ge=1, description="Number of sequences to generate; the n best are returned.")]
@@ -57,7 +58,7 @@ class Prediction(msgspec.Struct):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class Body(SamplingFields, kw_only=True):
+class Body(GenerationFields, kw_only=True):
     """Fields of both endpoints."""
 
     prediction: (

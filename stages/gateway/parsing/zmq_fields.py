@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.client import protocol as p
+from pipeline.client.protocol.generation import KINDS, StructuredOutputsParam
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
@@ -16,7 +17,6 @@ from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.chat_tools import custom_names
 from pipeline.stages.gateway.parsing.conversation import ReasoningEffort, chat_prompt
 from pipeline.stages.gateway.parsing.message_params import ContentPart, FunctionCall, MessageParam, ToolCallParam
-from pipeline.stages.gateway.parsing.structured_outputs import KINDS, StructuredOutputsParam
 
 NULL = Raw(b"null")
 

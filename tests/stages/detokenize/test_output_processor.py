@@ -105,7 +105,7 @@ OUTPUTS = st.lists(
 OPTIONS = st.builds(
     m.GenerationOptions,
     stop=st.lists(st.text("ab \n\ufffd", max_size=3), max_size=3),
-    include_stop=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
     stop_token_ids=st.lists(st.sampled_from([END, BYTES[0x61]]), max_size=1),
 )
@@ -116,17 +116,17 @@ def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[
     """The client's final text, ids, finish and stop reason, computed from the whole text with a naive rule."""
     stopped_by_id = finish == m.Finish.STOP
     asked_for = stopped_by_id and ids[-1] in options.stop_token_ids
-    shown = ids[:-1] if stopped_by_id and not (asked_for and options.include_stop) else ids
+    shown = ids[:-1] if stopped_by_id and not (asked_for and options.include_stop_str_in_output) else ids
     text = IncrementalDecoder(VOCABULARY, [], skip_special_tokens=options.skip_special_tokens)
     lengths, whole = [], ""
     for token_id in shown:
         whole += text.add(token_id)
         lengths.append(len(whole))
     whole += text.finish()
-    result, found = expected(options.stop, whole, options.include_stop)
+    result, found = expected(options.stop, whole, options.include_stop_str_in_output)
     if found is None:
         return result, ids, finish, ids[-1] if asked_for else None
-    end = len(result) + (0 if options.include_stop else len(found))
+    end = len(result) + (0 if options.include_stop_str_in_output else len(found))
     num_ids = next((place for place, length in enumerate(lengths, 1) if length >= end), len(ids))
     return result, ids[:num_ids], m.Finish.STOP, found
 
@@ -200,7 +200,7 @@ def test_an_eos_id_counts_but_its_text_is_hidden():
 def test_a_requested_stop_id_is_the_stop_reason_and_visible_on_request():
     [stop_id] = ids_of("!")
     for include_stop, text in ((False, "hi"), (True, "hi!")):
-        options = m.GenerationOptions(stop_token_ids=[stop_id], include_stop=include_stop)
+        options = m.GenerationOptions(stop_token_ids=[stop_id], include_stop_str_in_output=include_stop)
         client, _ = run_one(ids_of("hi!"), m.Finish.STOP, options)
         assert (client.text[5], client.closing[5]) == (text, (m.Finish.STOP, stop_id))
 

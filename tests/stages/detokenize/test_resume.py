@@ -40,7 +40,13 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
 @given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24), st.sampled_from([1, 2, 7, PART_IDS]))
 @example(ids_of("a☔b"), m.Finish.LENGTH, m.GenerationOptions(), 2, 1)  # inside a character
 @example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2, 1)  # inside a stop string
-@example([*ids_of("ab"), END], m.Finish.STOP, m.GenerationOptions(stop_token_ids=[END], include_stop=True), 3, 2)
+@example(
+    [*ids_of("ab"), END],
+    m.Finish.STOP,
+    m.GenerationOptions(stop_token_ids=[END], include_stop_str_in_output=True),
+    3,
+    2,
+)
 @example([*ids_of("ab"), BYTES[0xE2]], m.Finish.LENGTH, m.GenerationOptions(), 3, PART_IDS)
 def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
     ids: list[int], finish: m.Finish, options: m.GenerationOptions, cut: int, part_ids: int

@@ -28,7 +28,7 @@ OUTPUTS = st.lists(
 OPTIONS = st.builds(
     m.GenerationOptions,
     stop=st.lists(st.sampled_from(["<|end|>", "end|>a", "|>", "<|x", "a<|end|>b", "ab", "d|", "\ufffd<"]), max_size=2),
-    include_stop=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
     min_tokens=st.integers(0, 6),
     skip_special_tokens=st.just(False),
     with_special_spans=st.just(True),

@@ -238,7 +238,9 @@ def test_output_is_merged_and_sent_later_if_a_socket_is_full(model_dir, monkeypa
 
 def test_schedule_forwards_the_options_of_the_gateway(rig):
     """They are the same bytes, inside of the message."""
-    options = m.GenerationOptions(stop=["\n"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3])
+    options = m.GenerationOptions(
+        stop=["\n"], include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3]
+    )
     admit = m.Admit(5, 0, 0, 0.0, b"", opening(5, options).options)
     passed_on = msgspec.msgpack.decode(msgspec.msgpack.encode(admit), type=m.Admit).options
     send(rig, m.Open(5, 1005, 2, 2, 0, b"", passed_on))

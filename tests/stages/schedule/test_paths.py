@@ -71,7 +71,7 @@ OPTIONS = {
     "stop": Feature(["stop"]),
     "stop_token_ids": Feature([STOP_ID]),
     "ignore_eos": Feature(True),
-    "include_stop": Feature(True),
+    "include_stop_str_in_output": Feature(True),
     "skip_special_tokens": Feature(False),
     "num_logprobs": Feature(2, RowFlag.LOGPROBS),
     "num_prompt_logprobs": Feature(1, RowFlag.LOGPROBS | RowFlag.FULL_PREFILL),

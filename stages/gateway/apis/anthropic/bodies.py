@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.stages.gateway.parsing.sampling_fields import ShortText
+from pipeline.client.protocol.sampling import ShortText
 
 ROLES = ("user", "assistant", "system")
 MAX_ID_CHARS = 256

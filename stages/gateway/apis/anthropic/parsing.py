@@ -3,6 +3,7 @@ that /v1/chat/completions makes. Pure: as build.py."""
 
 import msgspec
 
+from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.bodies import (
     MESSAGES_NEUTRAL,
@@ -21,7 +22,6 @@ from pipeline.stages.gateway.parsing.build import check_model, check_num_message
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
-from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 from pipeline.text.formats.chat_formats import ChatFormats
 
 _messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_NEUTRAL))

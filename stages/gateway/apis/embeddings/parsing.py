@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.sampling import Id
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
@@ -21,7 +22,6 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
     num_prompts,
     prompts_of,
 )
-from pipeline.stages.gateway.parsing.sampling_fields import Id
 
 POOLING = {"last": m.Pooling.LAST, "mean": m.Pooling.MEAN}
 

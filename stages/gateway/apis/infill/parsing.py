@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pipeline.client.protocol.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Penalty, ShortText
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.infill.reply import INFILL
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
@@ -12,12 +13,6 @@ from pipeline.stages.gateway.parsing.build import check_model, parsed_request_of
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import FillInTokens, fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.sampling_fields import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    Penalty,
-    ShortText,
-)
 
 TEMPERATURE, TOP_P, TOP_K, MIN_P = 0.8, 0.95, 40, 0.05
 """llama.cpp's defaults"""

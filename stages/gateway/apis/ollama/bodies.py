@@ -9,14 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from pipeline.client.protocol.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Penalty, ShortText
 from pipeline.stages.gateway.parsing.conversation import Tools
 from pipeline.stages.gateway.parsing.message_params import MAX_ID_CHARS
-from pipeline.stages.gateway.parsing.sampling_fields import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    Penalty,
-    ShortText,
-)
 
 ROLES = ("system", "user", "assistant", "tool")
 OBJECT = {"type": "object"}

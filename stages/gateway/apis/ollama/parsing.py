@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.parsing import EmbeddingsBody, embeddings_request_of
 from pipeline.stages.gateway.apis.ollama import bodies as b
@@ -32,7 +33,6 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.message_params import MessageParam
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 
 TAG = ":latest"
 """Ollama appends it to names without a tag, and so do its clients."""

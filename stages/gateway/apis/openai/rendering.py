@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from pipeline.client.protocol.generation import GenerationFields
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateSamplingParams
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.request import PromptRequest, Request
 
 Parse = Callable[[bytes, RequestLimits], ParsedRequest]
@@ -96,7 +96,7 @@ class Rendering:
 
     def _params(self, body: Body, num_ids: int) -> GenerateSamplingParams:
         """The client's parameters, with max_tokens filled in."""
-        fields: dict[str, Any] = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+        fields: dict[str, Any] = {name: getattr(body, name) for name in GenerationFields.__struct_fields__}
         max_tokens = self._parsed.options.max_tokens
         if max_tokens is None and self._max_model_len is not None:
             max_tokens = max(1, self._max_model_len - num_ids)

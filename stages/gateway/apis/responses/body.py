@@ -6,11 +6,10 @@ import msgspec
 from msgspec import Meta, Raw
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.generation import OBJECT, GenerationFields, JsonSchemaFormat
 from pipeline.stages.gateway.apis.responses.items import InputItem
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, MaxTokens
 from pipeline.stages.gateway.parsing.conversation import Kwargs, ReasoningEffort
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
-from pipeline.stages.gateway.parsing.structured_outputs import OBJECT, JsonSchemaFormat
 
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
@@ -99,7 +98,7 @@ class ResponseStreamOptions(msgspec.Struct):
     include_obfuscation: Annotated[bool, Meta(description="Only false.")] | None = None
 
 
-class ResponsesBody(SamplingFields, kw_only=True):
+class ResponsesBody(GenerationFields, kw_only=True):
     """POST /v1/responses"""
 
     model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None

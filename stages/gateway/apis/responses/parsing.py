@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec import Raw
 
+from pipeline.client.protocol.generation import GenerationFields, JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import CHAT
 from pipeline.stages.gateway.apis.responses.body import (
@@ -35,8 +36,6 @@ from pipeline.stages.gateway.parsing.build import check_num_messages, parsed_req
 from pipeline.stages.gateway.parsing.conversation import chat_prompt
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
-from pipeline.stages.gateway.parsing.structured_outputs import JsonSchemaFormat, ResponseFormat
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
 
 _bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
@@ -256,7 +255,11 @@ def _new_items(
 
 def _chat(response: ResponsesBody, tools: ChatTools) -> ChatBody:
     """The chat that gives the same output."""
-    names = (*(name for name in SamplingFields.__struct_fields__ if name != "response_format"), *TO_CHATS, "timeout_s")
+    names = (
+        *(name for name in GenerationFields.__struct_fields__ if name != "response_format"),
+        *TO_CHATS,
+        "timeout_s",
+    )
     reasoning = response.reasoning
     choice = tools.choice(response.tool_choice)
     return ChatBody(

@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.generation import GenerationFields
+from pipeline.client.protocol.sampling import Id
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.tokens.reply import TOKENS
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
@@ -14,11 +16,10 @@ from pipeline.stages.gateway.parsing.build import default_completion_tokens, det
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, packed
-from pipeline.stages.gateway.parsing.sampling_fields import Id, SamplingFields
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 
-class GenerateSamplingParams(SamplingFields, kw_only=True, omit_defaults=True):
+class GenerateSamplingParams(GenerationFields, kw_only=True, omit_defaults=True):
     """Sampling parameters."""
 
     max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
@@ -92,7 +93,7 @@ def parse_tokens_only(body: bytes, limits: RequestLimits) -> ParsedRequest:
 def _ask(decoded: GenerateBody, limits: RequestLimits) -> ParsedRequest:
     params = decoded.sampling_params
     body = Body(
-        **{name: getattr(params, name) for name in SamplingFields.__struct_fields__},
+        **{name: getattr(params, name) for name in GenerationFields.__struct_fields__},
         model=decoded.model or limits.model,
         max_tokens=params.max_tokens,
         stream=decoded.stream,

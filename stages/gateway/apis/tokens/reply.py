@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pipeline.client.protocol.generation import GenerationFields
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import (
     DONE,
@@ -22,7 +23,6 @@ from pipeline.stages.gateway.apis.openai.reply import (
 from pipeline.stages.gateway.apis.openai.types import FinishReason, PromptLogprobs, Usage
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.sampling_fields import SamplingFields
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, prompt_logprobs
 from pipeline.stages.gateway.request import Request
@@ -136,7 +136,7 @@ class TokensDialect(Dialect):
         return GenerateEvents(request)
 
     def field(self, name: str) -> str:
-        return f"sampling_params.{name}" if name in SamplingFields.__struct_fields__ else name
+        return f"sampling_params.{name}" if name in GenerationFields.__struct_fields__ else name
 
 
 TOKENS = TokensDialect()

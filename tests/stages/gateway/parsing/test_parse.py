@@ -53,7 +53,7 @@ class TestFields:
     def test_text_options_reach_detokenize(self) -> None:
         parsed = chat(stop="x", include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3])
         assert parsed.options == m.GenerationOptions(
-            stop=["x"], include_stop=True, skip_special_tokens=False, stop_token_ids=[3]
+            stop=["x"], include_stop_str_in_output=True, skip_special_tokens=False, stop_token_ids=[3]
         )
         assert chat(stop=["a", "b"]).options.stop == ["a", "b"]
 
