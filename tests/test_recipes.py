@@ -20,6 +20,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.changed: set[str] = set()
         for name in PACKAGES:
             shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "tests/config/test_every_key.py", root)
@@ -28,12 +29,14 @@ class Tree:
         """Insert `text` before the one line that begins with `anchor`, or at the end if `anchor` is empty."""
         file = self.root / path
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        self.changed.add(path)
         (place,) = [i for i, line in enumerate(lines) if line.startswith(anchor)] if anchor else [len(lines)]
         file.write_text("".join([*lines[:place], text, *lines[place:]]))
 
     def replace(self, path: str, old: str, new: str) -> None:
         file = self.root / path
         text = file.read_text()
+        self.changed.add(path)
         assert text.count(old) == 1, f"{path} has {text.count(old)} of {old!r}"
         file.write_text(text.replace(old, new))
 
@@ -69,6 +72,68 @@ def recipes() -> list[str]:
 def test_each_recipe_is_short() -> None:
     assert len(recipes()) >= 8
     assert [recipe for recipe in recipes() if len(recipe.splitlines()) > MAX_LINES] == []
+
+
+def test_adding_a_sampling_parameter(tree: Tree) -> None:
+    """It touches three files of the product: clients, all routes, ranges and the API's description follow."""
+    fields, options, rows = (
+        *("pipeline/client/protocol/sampling.py", "pipeline/runtime/messages/requests.py"),
+        "stages/execute/rows.py",
+    )
+    field = '    warmth: Annotated[float, Meta(ge=0, le=4, description="Added to the temperature.")] | None = None\n'
+    tree.add(fields, "    min_p: ", field)
+    tree.replace(
+        options,
+        "    with_special_spans: bool = False\n",
+        "    with_special_spans: bool = False\n    warmth: float = 0.0\n",
+    )
+    tree.replace(rows, "single(options.temperature)", "single(options.temperature + options.warmth)")
+    assert len(tree.changed) == 3
+    tree.python(
+        "-c",
+        """if True:
+        import json
+        import numpy as np
+        import pytest
+        from pipeline import SamplingParams
+        from pipeline.client import protocol as p
+        from pipeline.client.connection.wire import params_fields
+        from pipeline.stages.execute.rows import RowTable
+        from pipeline.stages.gateway.apidocs.schemas import Schemas
+        from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
+        from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
+        from pipeline.stages.gateway.errors import ApiError
+        from pipeline.stages.gateway.parsing.bodies import ChatBody
+        from tests.stages.gateway.gate import CHAT, COMPLETION
+        from tests.stages.gateway.parsing.bodies import LIMITS
+        from tests.zmq_requests import generate, parsed
+
+        def read(parse, body, **fields):
+            return parse(json.dumps(body | fields).encode(), LIMITS).options
+
+        params = params_fields(SamplingParams(warmth=1.5))
+        found = [
+            read(parse_chat, CHAT, warmth=1.5),
+            read(parse_completion, COMPLETION, warmth=1.5),
+            read(parse_tokens_only, {"token_ids": [1], "sampling_params": {"warmth": 1.5}}),
+            parsed(generate(1, "Hi", params), LIMITS).options,
+        ]
+        assert [options.warmth for options in found] == [1.5] * 4
+        assert read(parse_chat, CHAT).warmth == 0
+        for refused in (lambda: read(parse_chat, CHAT, warmth=5), lambda: parsed(generate(1, warmth=5), LIMITS)):
+            with pytest.raises(ApiError, match="'warmth' must be a number >= 0 and <= 4"):
+                refused()
+        with pytest.raises(ValueError, match="warmth must be from 0 to 4, not 5"):
+            SamplingParams(warmth=5)
+        schemas = Schemas()
+        schemas.of(ChatBody)
+        assert "Added to the temperature" in str(schemas.components["ChatBody"]["properties"]["warmth"])
+
+        table = RowTable(1, 8, 4, 64)
+        table.add(0, 0, 0, np.array([1], np.int32), np.array([0], np.int32), found[0], ())
+        assert table.temperature[0] == 2.5
+        """,
+    )
 
 
 def test_adding_a_config_key(tree: Tree) -> None:

@@ -183,7 +183,7 @@ def uploads(flood: Flood, address: Address) -> None:
 
 def frames(flood: Flood, address: Address) -> None:
     host, _, port = address.zmq.removeprefix("tcp://").rpartition(":")
-    hello = zmtp.message(msgspec.msgpack.encode(p.Hello(1, 1, "a flood", FLOODER)))
+    hello = zmtp.message(msgspec.msgpack.encode(p.Hello(2, 2, "a flood", FLOODER)))
     begin = zmtp.GREETING + zmtp.ready(b"DEALER") + hello
     frame = zmtp.message(bytes(4 * MIB - 100))
     for number in range(NUM_FRAMES):

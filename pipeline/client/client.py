@@ -7,6 +7,7 @@
 The wire is pipeline.client.protocol.
 """
 
+from collections.abc import Mapping
 from types import TracebackType
 
 import msgspec
@@ -18,8 +19,9 @@ from pipeline.client.connection.wire import (
     Prompt,
     Received,
     default_params,
-    params_message,
-    prompt_message,
+    params_fields,
+    pooling_fields,
+    prompt_fields,
     received_message,
 )
 from pipeline.client.errors import ConnectionLost
@@ -120,7 +122,7 @@ class AsyncClient:
             poolings=welcome.poolings,
         )
 
-    def _default_params(self, defaults: p.SamplingDefaults) -> SamplingParams:
+    def _default_params(self, defaults: Mapping[str, int | float]) -> SamplingParams:
         """Raises ConnectionLost if they are invalid."""
         try:
             return default_params(defaults)
@@ -177,13 +179,15 @@ class AsyncClient:
         return self._session.open_stream(
             p.Generate(
                 request_id=self._session.next_id(),
-                prompt=prompt_message(prompt),
-                params=params_message(params),
+                request=p.Request(
+                    **prompt_fields(prompt),
+                    **params_fields(params),
+                    timings=bool(timings) or None,
+                    **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
+                ),
                 credits=WINDOW,
                 received=received_message(received, params.n),
                 name=_checked_name(name),
-                timings=bool(timings),
-                **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
             )
         )
 
@@ -210,15 +214,13 @@ class AsyncClient:
         return self._session.open_stream(
             p.Generate(
                 request_id=self._session.next_id(),
-                prompt=prompt_message(prompt),
-                params=p.Params(
-                    truncate_prompt_tokens=params.truncate_prompt_tokens, truncation_side=params.truncation_side
+                request=p.Request(
+                    **prompt_fields(prompt),
+                    **pooling_fields(params),
+                    **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
                 ),
                 credits=0,
                 name=_checked_name(name),
-                pooling=params.pooling,
-                dimensions=params.dimensions,
-                **checked(priority, cache_salt, timeout_s, adapter).wire_fields(),
             )
         )
 

@@ -21,7 +21,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class _HasLogprobs(Protocol):
-    """`SamplingParams`, or `Params` of the wire."""
+    """`SamplingParams`, or a `Request` of the wire."""
 
     @property
     def logprobs(self) -> int | None: ...

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from pipeline.client import protocol as p
 from pipeline.http_server.body_reader import Rest
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
@@ -23,14 +22,14 @@ from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_respo
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.parsing import resumption
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate
 
 Parser = Callable[[bytes, RequestLimits], ParsedRequest | Rest[ParsedRequest]]
 
 RESPONSES = "create_response"
 ZMQ = "zmq"
-_generates: MessageDecoder[p.Generate] = MessageDecoder(p.Generate)
+_generates: MessageDecoder[ReceivedGenerate] = MessageDecoder(ReceivedGenerate)
 
 
 def render_chat() -> Rendering:

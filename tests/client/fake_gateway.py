@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 10.0
 WELCOME = p.Welcome(
-    version=1,
+    version=2,
     server="pipeline/0",
     model="tiny",
     max_model_len=100,

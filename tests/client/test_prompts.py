@@ -22,6 +22,7 @@ from pipeline.client.inputs.prompts import (
 )
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.errors import PromptError
+from tests.zmq_requests import call, chat
 
 INFO = ServerInfo("m", 16, 64, 100, 1, 32, "s", 1000)
 
@@ -54,13 +55,13 @@ def test_one_prompt_is_distinguished_from_several(value: Any, is_one: bool) -> N
     [[1, 99], (1, 99), range(1, 100, 98), array.array("i", [1, 99]), np.array([1, 99]), {"prompt_token_ids": [1, 99]}],
 )
 def test_token_ids_are_accepted_in_many_types(value: Any) -> None:
-    assert prompt_of(value, "prompt", INFO) == (p.TokensPrompt(packed([1, 99])), None, None)
+    assert prompt_of(value, "prompt", INFO) == ({"prompt_token_ids": packed([1, 99])}, None, None)
 
 
 @pytest.mark.parametrize("value", ["ünï", {"prompt": "ünï"}, ""])
 def test_texts_are_sent_unchanged(value: Any) -> None:
     text = value["prompt"] if isinstance(value, dict) else value
-    assert prompt_of(value, "prompt", INFO) == (p.TextPrompt(text), text, None)
+    assert prompt_of(value, "prompt", INFO) == ({"prompt": text}, text, None)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_token_ids_that_the_server_truncates_may_exceed_the_maximum() -> None:
     with pytest.raises(PromptError, match=r"^prompt has 100 token ids; the maximum is"):
         prompt_of(ids, "prompt", info_for(SamplingParams(), INFO))
     cut = SamplingParams(truncate_prompt_tokens=5)
-    assert prompt_of(ids, "prompt", info_for(cut, INFO)).prompt == p.TokensPrompt(packed(ids))
+    assert prompt_of(ids, "prompt", info_for(cut, INFO)).prompt == {"prompt_token_ids": packed(ids)}
 
 
 def test_an_error_does_not_repeat_a_huge_value() -> None:
@@ -123,15 +124,20 @@ def test_a_conversation_is_sent_unchanged() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
     ]
-    assert chat_of(messages, "messages", ChatOptions(False), INFO).prompt == p.ChatPrompt(
-        [p.ChatMessage("system", "Be brief."), p.ChatMessage("user", ["a", "b"], "Ann")], False
+    assert chat_of(messages, "messages", ChatOptions(False), INFO).prompt == chat(
+        [
+            p.MessageParam("system", "Be brief."),
+            p.MessageParam("user", [p.ContentPart("text", "a"), p.ContentPart("text", "b")], "Ann"),
+        ],
+        add_generation_prompt=False,
+        continue_final_message=False,
     )
 
 
 def test_a_conversation_with_tools_is_sent_unchanged() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Athén"}}}
+    weather = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Athén"}}}
     messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Look."},
+        {"role": "assistant", "content": None, "tool_calls": [weather], "reasoning": "Look."},
         {"role": "tool", "content": "31 °C", "tool_call_id": "c1"},
         {
             "role": "assistant",
@@ -148,17 +154,17 @@ def test_a_conversation_with_tools_is_sent_unchanged() -> None:
     ]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     options = chat_options_of(False, True, tools, {"enable_thinking": False})
-    assert chat_of(messages, "messages", options, INFO).prompt == p.ChatPrompt(
+    assert chat_of(messages, "messages", options, INFO).prompt == chat(
         [
-            p.ChatMessage("assistant", None, None, [p.ToolCall("c1", "weather", '{"city": "Athén"}')], None, "Look."),
-            p.ChatMessage("tool", "31 °C", None, [], "c1"),
-            p.ChatMessage("assistant", "No.", None, [], None, "31 is warm."),
-            p.ChatMessage("assistant", None, None, [], None, "A reply that ended within it"),
-            p.ChatMessage("assistant", None, None, [p.ToolCall("", "now", "{}")]),
+            p.MessageParam("assistant", None, None, [call("c1", "weather", '{"city": "Athén"}')], None, "Look."),
+            p.MessageParam("tool", "31 °C", None, None, "c1"),
+            p.MessageParam("assistant", "No.", None, None, None, "31 is warm."),
+            p.MessageParam("assistant", None, None, None, None, "A reply that ended within it"),
+            p.MessageParam("assistant", None, None, [call("", "now", "{}")]),
         ],
-        False,
-        True,
-        '[{"type": "function", "function": {"name": "weather"}}]',
+        add_generation_prompt=False,
+        continue_final_message=True,
+        tools='[{"type": "function", "function": {"name": "weather"}}]',
         chat_template_kwargs='{"enable_thinking": false}',
     )
     assert chat_options_of(True, False, [], {}) == ChatOptions()

@@ -20,11 +20,12 @@ from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.inputs.structured_params import StructuredOutputsParams
 from tests.client.fake_gateway import PATIENCE_S, WELCOME, FakeGateway, ids
+from tests.zmq_requests import chat
 
 PROMPT = ids(7, 8, 9)
 SEED = 2**63 + 5
 WORDS = [{"role": "user", "content": "Hi"}]
-CALL = p.ChatPrompt([p.ChatMessage("user", "Hi")], tools="[]", tool_choice="required")
+CALL = chat([p.MessageParam("user", "Hi")], tools="[]", tool_choice="required")
 
 
 @pytest.fixture
@@ -89,14 +90,14 @@ async def test_a_request_continues_behind_all_it_has_received(gateway: FakeGatew
         p.Output(1, "x", ids(3), 0, 0, "stop", 3, bytes(4), [b"x"]),
     )
     again = await gateway.receive(p.Generate)
-    assert 0 < (again.timeout_s or 0) < 50
+    assert 0 < (again.request.timeout_s or 0) < 50
     assert again == replace(
         first,
-        prompt=p.TokensPrompt(PROMPT),
-        params=replace(first.params, seed=SEED),
+        request=replace(
+            first.request, prompt=None, prompt_token_ids=PROMPT, seed=SEED, timeout_s=again.request.timeout_s
+        ),
         received=[ids(1, 2), ids(3), b""],
         credits=WINDOW - 1,
-        timeout_s=again.timeout_s,
     )
     await gateway.send(
         replace(accepted(again), id="cmpl-other"),
@@ -135,7 +136,7 @@ async def test_requests_without_an_answer_are_sent_again_as_they_were(
     await gateway.start()
     again = [await gateway.receive(p.Generate) for _ in streams]
     assert again[:2] == first
-    assert again[2].prompt == p.TextPrompt("late")
+    assert again[2].request.prompt == "late"
     for request in again:
         await gateway.send(p.Finished(request.request_id, 3, 4, None, [0], ids(0)))
     for one in streams:
@@ -155,7 +156,7 @@ async def test_a_chat_with_required_calls_or_a_schema_is_sent_again_as_the_same_
     stream = client.generate(chat, params)
     first = await begun(gateway, stream, p.Output(0, "a", ids(1), 0, 0))
     again = await gateway.receive(p.Generate)
-    assert (again.prompt, again.received) == (first.prompt, [ids(1)])
+    assert (again.request, again.received) == (replace(first.request, seed=SEED), [ids(1)])
     await gateway.send(accepted(again, prompt))
     if prompt == PROMPT:
         await gateway.send(p.Delta(1, [p.Output(0, "b", ids(2), 1, 1, "stop")]), finished(again))
@@ -186,7 +187,7 @@ async def test_best_of_begins_again_with_its_seed(gateway: FakeGateway, client: 
     stream = client.generate("Hi", SamplingParams(best_of=3))
     await begun(gateway, stream)
     again = await gateway.receive(p.Generate)
-    assert (again.received, again.params.seed, again.params.best_of) == ([], SEED, 3)
+    assert (again.received, again.request.seed, again.request.best_of) == ([], SEED, 3)
 
 
 async def test_a_request_that_lacks_only_its_closing_message_is_not_sent_again(
@@ -277,7 +278,7 @@ async def test_a_repeated_request_waits_for_room(gateway: FakeGateway, client: A
     full = p.Failed(1, p.Failure(503, "full", None, code, 1))
     again = await gateway.receive(p.Generate)
     await gateway.send(replace(full, failure=replace(full.failure, retry_after_s=0)))
-    assert replace(await gateway.receive(p.Generate), timeout_s=None) == again
+    assert await gateway.receive(p.Generate) == again
     await gateway.send(full)
     await until(lambda: client._session._waiting)
     stream.abort()
@@ -315,7 +316,7 @@ async def test_another_model_does_not_continue_requests(gateway: FakeGateway, cl
         await all_of(stream)
     assert client.info.model == "other"
     client.generate("New")
-    assert (await hello).prompt == p.TextPrompt("New")
+    assert (await hello).request.prompt == "New"
 
 
 async def test_a_server_that_refuses_the_client_ends_its_requests(gateway: FakeGateway, client: AsyncClient) -> None:
@@ -339,7 +340,7 @@ async def test_a_server_that_starts_is_asked_again(gateway: FakeGateway, client:
     await gateway.restart()
     await gateway.receive(p.Hello)
     gateway.welcome = WELCOME
-    assert (await gateway.receive(p.Generate)).prompt == p.TextPrompt("Kept"), "the other stream is garbage"
+    assert (await gateway.receive(p.Generate)).request.prompt == "Kept", "the other stream is garbage"
     assert not kept.is_closed
 
 

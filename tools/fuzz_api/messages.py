@@ -11,6 +11,7 @@ import zmq.asyncio
 from msgspec import inspect
 
 from pipeline.client import protocol as p
+from pipeline.client.protocol.conversation import Conversation
 from tools.fuzz_api.http import Problem
 from tools.fuzz_api.mutations import NUMBERS, OTHERS, TEXTS
 
@@ -18,7 +19,8 @@ MAX_MESSAGES = 5
 NONCE = 4711
 TYPES = (p.Hello, p.Generate, p.Abort, p.Credit, p.Ping, p.Bye)
 WEIGHTS = (1, 12, 3, 3, 3, 1)
-HELLO = msgspec.msgpack.encode(p.Hello(1, 1, "fuzz"))
+HELLO = msgspec.msgpack.encode(p.Hello(2, 2, "fuzz"))
+PROMPT = ("model", "prompt", "prompt_token_ids", "messages", "pooling", *Conversation.__annotations__)
 PING = msgspec.msgpack.encode(p.Ping(NONCE))
 
 
@@ -30,8 +32,9 @@ def messages(seed: int, number: int) -> list[list[bytes]]:
         kind = rng.choices(TYPES, WEIGHTS)[0]
         value = _of(_info(kind), rng, 0)
         if kind is p.Generate and rng.random() < 0.7:
-            value[2] = ""
-            value[4] = msgspec.to_builtins(p.Params(max_tokens=rng.randint(1, 3)))
+            prompt = {"prompt": "a b"} if rng.random() < 0.5 else {"prompt_token_ids": bytes(8)}
+            kept = {name: one for name, one in value[2].items() if rng.random() < 0.2 and name not in PROMPT}
+            value[2] = {**kept, **prompt, "max_tokens": rng.randint(1, 3)}
         if rng.random() < 0.2:
             value = _spoiled(value, rng)
         data = msgspec.msgpack.encode(value)
@@ -98,6 +101,9 @@ def _of(info: Any, rng: random.Random, depth: int) -> Any:
     match info:
         case inspect.Metadata():
             return _of(info.type, rng, depth)
+        case inspect.StructType(array_like=False):
+            given = (field for field in info.fields if field.required or rng.random() < 0.3)
+            return {field.name: _of(field.type, rng, depth + 1) for field in given}
         case inspect.StructType():
             fields = [_of(field.type, rng, depth + 1) for field in info.fields]
             num = len(fields) if depth or rng.random() < 0.5 else rng.randint(len(fields) // 2, len(fields))
@@ -105,6 +111,8 @@ def _of(info: Any, rng: random.Random, depth: int) -> Any:
         case inspect.UnionType():
             nones = [one for one in info.types if isinstance(one, inspect.NoneType)]
             return _of(nones[0] if nones and rng.random() < 0.7 else rng.choice(info.types), rng, depth)
+        case inspect.RawType():
+            return rng.choice(('[{"type":"function","function":{"name":"a"}}]', '{"type":"object"}', "auto", "[", None))
         case inspect.LiteralType():
             return rng.choice(info.values)
         case inspect.IntType():
@@ -130,6 +138,9 @@ def _of(info: Any, rng: random.Random, depth: int) -> Any:
 
 
 def _spoiled(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        name = rng.choice(list(value))
+        return {**value, name: _spoiled(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.85:
         place = rng.randrange(len(value))
         return [*value[:place], _spoiled(value[place], rng), *value[place + 1 :]]

@@ -64,24 +64,25 @@ export class Client {
   }
 
   /**
-   * Generate from a text, an array of token ids, an array of chat messages {role, content, …}, or a prompt as the wire has
-   * it: {kind: "chat", messages, tools, …}.
+   * Generate from a text, an array of token ids, an array of chat messages {role, content, …}, or the fields of a prompt:
+   * {messages, tools, …}.
    *
-   * `params` has the names of docs/protocol.md. With `received`, for each of the n sequences its output ids so far, the
+   * `params` has the names of `Request` in docs/protocol.md, which are those of the HTTP API. With `received`, for each of the n sequences its output ids so far, the
    * request goes on behind them; `params.seed` must then be that of the first stream. `name` is the caller's own for it:
    * it ends `stream.id`, and POST /abort_requests takes it. With `timings`, `stream.timings` says where the time went.
-   * `priority`, `cacheSalt` and `timeoutS` are those of `generate` in docs/protocol.md.
+   * `priority`, `cacheSalt` and `timeoutS` are fields of `Request`, too.
    *
    * Throws TypeError for what is no request, and RangeError for one that is larger than the server reads.
    */
   generate(prompt, params = {}, options = {}) {
-    const { received = [], model = "", name = null, timings = false } = options;
-    const { priority = 0, cacheSalt = null, timeoutS = null } = options;
+    const { received = [], model = null, name = null, timings = null } = options;
+    const { priority = null, cacheSalt = null, timeoutS = null } = options;
     if (this.#lost) throw this.#lost;
     if (name !== null && typeof name !== "string") throw new TypeError("name must be a string");
-    const message = { kind: "generate", request_id: this.#nextId++, model, prompt: promptOf(prompt), params };
-    const more = { received, name, timings: Boolean(timings), priority, cache_salt: cacheSalt, timeout_s: timeoutS };
-    const stream = new Stream((part) => this.#send(part), { ...message, ...more });
+    const own = { model, timings, priority, cache_salt: cacheSalt, timeout_s: timeoutS };
+    const request = { ...promptOf(prompt), ...params, ...own };
+    const message = { kind: "generate", request_id: this.#nextId++, request, received, name };
+    const stream = new Stream((part) => this.#send(part), message);
     const data = this.#encoded(stream._message());
     this.#streams.set(stream.requestId, stream);
     if (this.#connection) this.#connection.sendBytes(data);
@@ -276,8 +277,7 @@ export class Client {
 }
 
 function promptOf(prompt) {
-  if (typeof prompt.kind === "string") return prompt;
-  if (typeof prompt === "string") return { kind: "text", text: prompt };
-  if (typeof prompt[0] === "number") return { kind: "tokens", token_ids: prompt };
-  return { kind: "chat", messages: prompt };
+  if (typeof prompt === "string") return { prompt };
+  if (typeof prompt[0] === "number") return { prompt_token_ids: prompt };
+  return Array.isArray(prompt) ? { messages: prompt } : prompt;
 }

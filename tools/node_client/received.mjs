@@ -7,11 +7,12 @@ export class Received {
   #isBestOf;
 
   /** `given` are the ids of each sequence that the caller has from another stream. */
-  constructor({ n = 1, best_of = null, logprobs = null, logprob_token_ids = [] }, given) {
-    this.#numTop = logprob_token_ids.length || logprobs;
-    this.#isBestOf = best_of !== null && best_of > n;
+  constructor({ n, best_of, logprobs, logprob_token_ids }, given) {
+    const num = n ?? 1;
+    this.#numTop = logprob_token_ids?.length || (logprobs ?? null);
+    this.#isBestOf = (best_of ?? num) > num;
     // `numChars` counts code points; null if the caller has the text from another stream.
-    this.sequences = Array.from({ length: n }, (_, index) => {
+    this.sequences = Array.from({ length: num }, (_, index) => {
       const ids = Array.from(given[index] ?? []);
       return { ids, numChars: ids.length ? null : 0, finishReason: null };
     });

@@ -9,7 +9,7 @@ const MOMENT = 60;
 const STORY = "Once upon a time, in a village by the sea, there lived a fisherman who";
 const QUESTION = [{ role: "user", content: "Name three colours, with an emoji each." }];
 const TOOL = { type: "function", function: { name: "look", parameters: { type: "object", properties: {} } } };
-const CALL = { kind: "chat", messages: QUESTION, tools: JSON.stringify([TOOL]), tool_choice: "required" };
+const CALL = { messages: QUESTION, tools: [TOOL], tool_choice: "required" };
 const sampled = { temperature: 1, seed: 7, max_tokens: 32, ignore_eos: true };
 const requests = {
   greedy: [STORY, { ...sampled, temperature: 0 }],

@@ -8,8 +8,15 @@ import { recordsOf } from "./wire.mjs";
 const WINDOW = 32;
 /** Connections that may be lost without output of a request in between, before it fails: it may be the cause. */
 const MAX_LOSSES = 5;
-/** Values of `tool_choice` whose grammar is made from the chat. */
-const CALLS = ["required", "named"];
+/** Values of `tool_choice` that require no call. For others, the server makes a grammar from the chat. */
+const NO_CALLS = ["auto", "none"];
+/** Fields that constrain the output. */
+const CONSTRAINTS = ["structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"];
+/** Fields of a prompt that ids replace. */
+const PROMPT = [
+  ...["prompt", "messages", "add_generation_prompt", "continue_final_message", "tools", "tool_choice"],
+  ...["parallel_tool_calls", "documents", "chat_template_kwargs", "reasoning_effort"],
+];
 
 /**
  * An async iterable of outputs `{index, text, token_ids, text_offset, token_offset, finish_reason, stop_reason,
@@ -34,12 +41,12 @@ export class Stream {
 
   /** `request` is the message `generate` without its credits; `send` sends messages of this stream. */
   constructor(send, request) {
-    const { logprobs = null, prompt_logprobs = null, logprob_token_ids = [] } = request.params;
+    const { logprobs, prompt_logprobs, logprob_token_ids } = request.request;
     this.#send = send;
     this.#request = request;
-    this.#numTop = logprob_token_ids.length || logprobs;
-    this.#promptNumTop = prompt_logprobs;
-    this.#received = new Received(request.params, request.received);
+    this.#numTop = logprob_token_ids?.length || (logprobs ?? null);
+    this.#promptNumTop = prompt_logprobs ?? null;
+    this.#received = new Received(request.request, request.received);
     this.requestId = request.request_id;
     this.isClosed = false;
     /** How often it was sent again, because a connection was lost or the server was full then. */
@@ -145,24 +152,25 @@ export class Stream {
 
   /** The message that sends it, the first time or behind everything that was received. */
   _message() {
-    const request = { ...this.#request, credits: WINDOW - this.#deltas.length };
+    const asked = { ...this.#request.request };
     this.#numRead = 0;
-    if (request.timeout_s !== null) request.timeout_s = Math.max(this._leftMs, 1) / 1000;
+    if (asked.timeout_s !== null) asked.timeout_s = Math.max(this._leftMs, 1) / 1000;
     if (this.promptTokenIds !== null) {
-      request.params = { ...request.params, seed: this.seed };
+      asked.seed = this.seed;
       // A grammar depends on the chat: on its tools, and on whether the model reasons.
-      const hasGrammar = CALLS.includes(request.prompt.tool_choice) || request.params.structured_outputs;
-      if (request.prompt.kind !== "chat" || !hasGrammar) {
-        request.prompt = { kind: "tokens", token_ids: this.promptTokenIds };
+      const hasGrammar = !NO_CALLS.includes(asked.tool_choice ?? "auto") || CONSTRAINTS.some((name) => asked[name]);
+      if (!asked.messages || !hasGrammar) {
+        for (const name of PROMPT) delete asked[name];
+        asked.prompt_token_ids = this.promptTokenIds;
       }
     }
-    request.received = this.#received.onTheWire(this.#lacksPrompt);
-    return request;
+    const received = this.#received.onTheWire(this.#lacksPrompt);
+    return { ...this.#request, request: asked, credits: WINDOW - this.#deltas.length, received };
   }
 
   /** Until its `timeoutS` is over, counted from the first time that it was sent. */
   get _leftMs() {
-    const { timeout_s } = this.#request;
+    const { timeout_s } = this.#request.request;
     return timeout_s === null ? Infinity : this.#sentMs + timeout_s * 1000 - Date.now();
   }
 

@@ -1,33 +1,24 @@
-// The client wire, version 1, as docs/protocol.md has it: messages as objects, to and from MessagePack.
+// The client wire, version 2, as docs/protocol.md has it: messages as objects, to and from MessagePack.
 //
 // An object has `kind` and its fields by name. Ids and seeds of 64 bits are BigInt, packed token ids are Int32Array, other
 // binary is Uint8Array.
 
 import { decode as unpack, encode as pack } from "@msgpack/msgpack";
 
-export const VERSION = 1;
+export const VERSION = 2;
 
 // How a field is written and read. A field that may be left out at the end has a default.
 const plain = { write: (value) => value, read: (value) => value };
-const nullable = { ...plain, takesNull: true };
 const u64 = {
   write: (value) => (value === null ? null : BigInt(value)),
   read: (value) => (value === null ? null : BigInt(value)),
 };
-// Parts that may be missing where they stand.
-const optional = (of) => ({
-  write: (value) => (value === null ? null : of.write(value)),
-  read: (value) => (value === null ? null : of.read(value)),
-});
 const ids = { write: packIds, read: unpackIds };
 const list = (of) => ({ write: (values) => values.map(of.write), read: (values) => values.map(of.read) });
 const part = (name) => ({ write: (value) => toArray(PARTS[name], value), read: (value) => fromArray(PARTS[name], value) });
 const NO_BYTES = new Uint8Array(0);
-const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, max_tokens: null };
-const prompt = {
-  write: (value) => toArray(PROMPTS[value.kind], value, value.kind),
-  read: (value) => ({ kind: value[0], ...fromArray(PROMPTS[value[0]], value.slice(1)) }),
-};
+// What a client asks: a map with the fields of the HTTP API, of which those that are null or missing are not written.
+const request = { write: (value) => asked(value), read: (value) => unasked(value) };
 
 // Each field: its name, how it is written, and its default where it has one.
 const PARTS = {
@@ -37,56 +28,6 @@ const PARTS = {
     ["param", plain, null],
     ["code", plain, null],
     ["retry_after_s", plain, null],
-  ],
-  toolCall: [["id", plain], ["name", plain], ["arguments", plain]],
-  chatMessage: [
-    ["role", plain],
-    ["content", nullable],
-    ["name", plain, null],
-    ["tool_calls", list(part("toolCall")), []],
-    ["tool_call_id", plain, null],
-    ["reasoning", plain, null],
-  ],
-  structuredOutputs: [["kind", plain], ["source", plain, ""]],
-  params: [
-    ["n", plain, 1],
-    ["temperature", plain, 1],
-    ["top_p", plain, 1],
-    ["top_k", plain, 0],
-    ["min_p", plain, 0],
-    ["seed", u64, null],
-    ["max_tokens", plain, null],
-    ["stop", plain, []],
-    ["stop_token_ids", plain, []],
-    ["ignore_eos", plain, false],
-    ["skip_special_tokens", plain, true],
-    ["include_stop_str_in_output", plain, false],
-    ["best_of", plain, null],
-    ["repetition_penalty", plain, 1],
-    ["presence_penalty", plain, 0],
-    ["frequency_penalty", plain, 0],
-    ["logit_bias", plain, {}],
-    ["allowed_token_ids", plain, null],
-    ["bad_words", plain, []],
-    ["min_tokens", plain, 0],
-    ["truncate_prompt_tokens", plain, null],
-    ["logprobs", plain, null],
-    ["prompt_logprobs", plain, null],
-    ["structured_outputs", optional(part("structuredOutputs")), null],
-    ["logprob_token_ids", plain, []],
-    ["truncation_side", plain, null],
-    ["use_beam_search", plain, false],
-    ["length_penalty", plain, 1],
-    ["early_stopping", plain, false],
-    ["prediction", plain, null],
-  ],
-  samplingDefaults: [
-    ["temperature", plain, 1],
-    ["top_p", plain, 1],
-    ["top_k", plain, 0],
-    ["min_p", plain, 0],
-    ["repetition_penalty", plain, 1],
-    ["max_tokens", plain, null],
   ],
   output: [
     ["index", plain],
@@ -100,37 +41,14 @@ const PARTS = {
     ["pieces", plain, []],
   ],
 };
-const PROMPTS = {
-  text: [["text", plain]],
-  tokens: [["token_ids", ids]],
-  chat: [
-    ["messages", list(part("chatMessage"))],
-    ["add_generation_prompt", plain, true],
-    ["continue_final_message", plain, false],
-    ["tools", plain, null],
-    ["tool_choice", plain, "auto"],
-    ["tool_name", plain, ""],
-    ["parallel_tool_calls", plain, true],
-    ["documents", plain, null],
-    ["chat_template_kwargs", plain, null],
-  ],
-};
 const MESSAGES = {
   hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""], ["api_key", plain, null]],
   generate: [
     ["request_id", u64],
-    ["model", plain],
-    ["prompt", prompt],
-    ["params", part("params")],
+    ["request", request],
     ["credits", plain],
     ["received", list(ids), []],
     ["name", plain, null],
-    ["timings", plain, false],
-    ["priority", plain, 0],
-    ["cache_salt", plain, null],
-    ["timeout_s", plain, null],
-    ["pooling", plain, null],
-    ["dimensions", plain, null],
   ],
   abort: [["request_id", u64]],
   credit: [["request_id", u64], ["num_deltas", plain]],
@@ -147,7 +65,7 @@ const MESSAGES = {
     ["max_credits", plain],
     ["heartbeat_s", plain],
     ["silence_s", plain],
-    ["defaults", part("samplingDefaults"), NEUTRAL],
+    ["defaults", plain, {}],
     ["addresses", plain, []],
     ["gateway", plain, 0],
     ["poolings", plain, []],
@@ -197,7 +115,7 @@ export function decode(data) {
 
 function toArray(fields, object, kind) {
   const values = fields.map(([name, type, fallback]) => {
-    const value = object[name] === null && type.takesNull ? null : (object[name] ?? fallback);
+    const value = object[name] ?? fallback;
     if (value === undefined) throw new TypeError(`${kind ?? "a part"} needs ${name}`);
     return type.write(value);
   });
@@ -214,6 +132,31 @@ function fromArray(fields, values) {
       return [name, fallback];
     }),
   );
+}
+
+/** Fields of a request that are JSON text: objects and arrays in them are written so. */
+const JSON_FIELDS = new Set([
+  ...["tools", "tool_choice", "documents", "chat_template_kwargs", "guided_json"],
+  ...["json", "structural_tag", "schema", "structures", "triggers", "format"],
+]);
+
+function asked(value, name = "") {
+  if (name === "seed") return BigInt(value);
+  if (name === "prompt_token_ids") return packIds(value);
+  if (value === null || typeof value !== "object") return value;
+  if (JSON_FIELDS.has(name)) return JSON.stringify(value);
+  if (Array.isArray(value)) return value.map((one) => asked(one));
+  const given = Object.entries(value).filter(([, one]) => one !== null && one !== undefined);
+  return Object.fromEntries(given.map(([key, one]) => [key, asked(one, key)]));
+}
+
+function unasked(value, name = "") {
+  if (name === "seed") return BigInt(value);
+  if (typeof value === "bigint") return Number(value);
+  if (name === "prompt_token_ids") return unpackIds(value);
+  if (Array.isArray(value)) return value.map((one) => unasked(one));
+  if (value === null || typeof value !== "object" || value instanceof Uint8Array) return value;
+  return Object.fromEntries(Object.entries(value).map(([key, one]) => [key, unasked(one, key)]));
 }
 
 // A server may write any integer in 64 bits; only ids and seeds need them.

@@ -22,10 +22,10 @@ from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_points
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 from pipeline.stages.gateway.zmq import errors as zmq_errors
+from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 from pipeline.stages.ingest.content_specials import ContentSpecials
 from pipeline.stages.ingest.templates import conversation
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
@@ -192,27 +192,27 @@ def _offsets(grow: Grow, n: int) -> Callable[[], object]:
     return work
 
 
-TEXT_PROMPT = p.TextPrompt("a")
+USER = p.MessageParam("user", "a")
 
 
-def _generate(prompt: p.Prompt = TEXT_PROMPT, received: list[bytes] | None = None, **params: Any) -> p.Generate:
-    return p.Generate(1, "m", prompt, p.Params(**params), 1, received or [])
+def _generate(received: list[bytes] | None = None, **fields: Any) -> p.Generate:
+    asked = fields if "messages" in fields else {"prompt": "a"} | fields
+    return p.Generate(1, p.Request(model="m", **asked), 1, received or [])
 
 
-def _calls(n: int) -> p.ChatMessage:
-    return p.ChatMessage("assistant", None, tool_calls=[p.ToolCall("a", "f", "{}")] * (n // 9))
+def _calls(n: int) -> p.MessageParam:
+    return p.MessageParam("assistant", tool_calls=[p.ToolCallParam(p.FunctionCall("f", "{}"), "a")] * (n // 37))
 
 
 ZMQ: Mapping[str, Callable[[int], p.Generate]] = {
-    "text": lambda n: _generate(p.TextPrompt("<" * n)),
-    "messages": lambda n: _generate(p.ChatPrompt([p.ChatMessage("user", "a")] * (n // 24))),
-    "tools": lambda n: _generate(p.ChatPrompt([p.ChatMessage("user", "a")], tools="[" + "{}," * (n // 3) + "{}]")),
-    "kwargs": lambda n: _generate(
-        p.ChatPrompt([p.ChatMessage("user", "a")], chat_template_kwargs='{"a":' * 60 + "1" * n + "}" * 60)
-    ),
-    "calls": lambda n: _generate(p.ChatPrompt([_calls(n)])),
-    "documents": lambda n: _generate(
-        p.ChatPrompt([p.ChatMessage("user", "a")], documents="[" + "{}," * (n // 3) + "{}]")
+    "text": lambda n: _generate(prompt="<" * n),
+    "messages": lambda n: _generate(messages=[USER] * (n // 24)),
+    "tools": lambda n: _generate(messages=[USER], tools=p.json_text("[" + "{}," * (n // 3) + "{}]")),
+    "kwargs": lambda n: _generate(messages=[USER], chat_template_kwargs=p.json_text('{"a":' * 60 + "1" * n + "}" * 60)),
+    "calls": lambda n: _generate(messages=[_calls(n)]),
+    "documents": lambda n: _generate(messages=[USER], documents=p.json_text("[" + "{}," * (n // 3) + "{}]")),
+    "schema": lambda n: _generate(
+        structured_outputs=p.StructuredOutputsParam(json=p.json_text('{"a":[' + "{}," * (n // 3) + "{}]}"))
     ),
     "stop": lambda n: _generate(stop=["a"] * (n // 2)),
     "stop_token_ids": lambda n: _generate(stop_token_ids=[1] * n),
@@ -237,7 +237,7 @@ def _malformed(head: bytes, value: bytes, n: int) -> Callable[[], object]:
 
 
 def _decoded(data: bytes) -> Callable[[], object]:
-    decoder = msgspec.msgpack.Decoder(p.ClientMessage)
+    decoder = msgspec.msgpack.Decoder(ReceivedMessage)
 
     def work() -> None:
         try:
@@ -245,7 +245,7 @@ def _decoded(data: bytes) -> Callable[[], object]:
         except msgspec.DecodeError as error:
             zmq_errors.of_malformed(data, error)
             return
-        assert isinstance(decoded, p.Generate)
+        assert isinstance(decoded, ReceivedGenerate)
         _refused(lambda: parse_generate(decoded, LIMITS))
 
     return work

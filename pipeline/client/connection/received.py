@@ -31,13 +31,14 @@ class ReceivedOutput:
 
     def __init__(self, request: p.Generate, num_top: int | None) -> None:
         """`num_top` is the number of alternatives in a record of an output id; None without records."""
-        params = request.params
-        given = request.received or [b""] * params.n
+        params = request.request
+        n = params.n or 1
+        given = request.received or [b""] * n
         self.sequences = [SequenceReceived(ids) for ids in given]
         self._num_top = num_top
         self._prompt_record_bytes = None if params.prompt_logprobs is None else ID_BYTES + 8 * params.prompt_logprobs
         self._num_prompt_records = 0
-        self._is_whole_only = params.use_beam_search or (params.best_of or params.n) > params.n
+        self._is_whole_only = bool(params.use_beam_search) or (params.best_of or n) > n
 
     @property
     def num_ids(self) -> int:

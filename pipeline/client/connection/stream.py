@@ -22,13 +22,21 @@ from pipeline.client.connection.wire import OutputDelta, error_of, output_of, pa
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.logprobs import Logprob, logprobs_of, num_logprobs
 from pipeline.client.pooling_outputs import FloatVector
+from pipeline.client.protocol.conversation import Conversation
+from pipeline.client.protocol.generation import GenerationFields
+from pipeline.client.protocol.sampling import SamplingFields
 
 WINDOW = 32
 """Maximum number of unread deltas of a stream; more are granted when half of them have been read."""
 MAX_LOSSES = 5
 """Connections lost in a row without output from the request, which may be the cause."""
-CALLS = ("required", "named")
-"""Values of tool_choice whose grammar the server derives from the tools, so that a repeated request must have them."""
+NO_CALLS = tuple(map(p.json_text, ("auto", "none")))
+"""Values of tool_choice that require no call. For others, the server derives a grammar from the tools, so that a
+repeated request must have them."""
+NO_PROMPT = {name: getattr(p.Request(), name) for name in ("prompt", "messages", *Conversation.__annotations__)}
+"""What a request has instead if its prompt is ids."""
+CONSTRAINTS = tuple(name for name in GenerationFields.__struct_fields__ if name not in SamplingFields.__struct_fields__)
+"""Fields that constrain the output."""
 
 
 class Stream:
@@ -59,9 +67,9 @@ class Stream:
         requested; complete at the end."""
         self.embedding: bytes = b""
         """Of a request of `AsyncClient.embed`: float32, little-endian; set at the end."""
-        params = request.params
-        self._num_top, self._prompt_num_top = num_logprobs(params), params.prompt_logprobs
-        self._is_ranked = not params.logprob_token_ids
+        asked = request.request
+        self._num_top, self._prompt_num_top = num_logprobs(asked), asked.prompt_logprobs
+        self._is_ranked = not asked.logprob_token_ids
         self._prompt_pieces: list[bytes] = []
         self._send = send
         self._deltas: deque[p.Delta] = deque()
@@ -71,7 +79,7 @@ class Stream:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._is_closed = False
-        self._request = request
+        self._message, self._request = request, asked
         self._sent_s = time.monotonic()
         self._received = ReceivedOutput(request, self._num_top)
         self._is_aborted = False
@@ -235,27 +243,21 @@ class Stream:
     def again(self) -> p.Generate:
         """The request that continues this one after everything that was received; for the client."""
         self.is_repeated = True
-        request = self._request
         deadline_s = self.deadline_s
         timeout_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 1e-3)
+        request = msgspec.structs.replace(self._request, timeout_s=timeout_s)
         if request.pooling is not None:
-            return msgspec.structs.replace(request, timeout_s=timeout_s)
-        prompt, params = request.prompt, request.params
+            return msgspec.structs.replace(self._message, request=request)
         if self.prompt_token_ids is not None:
-            params = msgspec.structs.replace(params, seed=self.seed)
-            has_grammar = isinstance(prompt, p.ChatPrompt) and (
-                prompt.tool_choice in CALLS or params.structured_outputs is not None
-            )
-            if not has_grammar:  # a grammar depends on the chat: on its tools, and on whether the model reasons
-                prompt = p.TokensPrompt(packed(self.prompt_token_ids))
+            request.seed = self.seed
+            if not _has_grammar(request):  # it depends on the chat: on its tools, and on whether the model reasons
+                request = msgspec.structs.replace(request, **NO_PROMPT, prompt_token_ids=packed(self.prompt_token_ids))
         self._num_read = 0
         return msgspec.structs.replace(
-            request,
-            prompt=prompt,
-            params=params,
+            self._message,
+            request=request,
             credits=WINDOW - len(self._deltas),
             received=self._received.on_the_wire(self._num_prompt_ids),
-            timeout_s=timeout_s,
         )
 
     @property
@@ -269,9 +271,9 @@ class Stream:
             return
         if not self._received.has_all_ends:
             self._deltas.append(self._received.new(self._received.aborted(self.request_id)))
-        params = self._request.params
+        is_best_of = self._request.best_of not in (None, self._request.n or 1)
         self.num_prompt_tokens = self._num_prompt_ids
-        self.num_output_tokens = None if params.best_of not in (None, params.n) else self._received.num_ids
+        self.num_output_tokens = None if is_best_of else self._received.num_ids
         self._close()
         self._changed.set()
 
@@ -284,3 +286,12 @@ class Stream:
     def _close(self) -> None:
         self._is_closed = True
         self._finalizer.detach()
+
+
+def _has_grammar(request: p.Request) -> bool:
+    """Whether the output of a chat is constrained."""
+    if request.messages is None:
+        return False
+    return bool(request.tool_choice and request.tool_choice not in NO_CALLS) or any(
+        getattr(request, name) for name in CONSTRAINTS
+    )

@@ -9,14 +9,27 @@ import msgspec
 from pipeline.client import protocol as p
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.chat import reasoning_of, tool_calls_of, unknown_keys
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob, logprobs_of
+from pipeline.runtime.generation_config import GenerationDefaults
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | p.Prompt
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """A text, token ids, or the messages of a chat: mappings with role, content and optionally name, tool_calls,
-tool_call_id and reasoning; or a prompt of the protocol."""
+tool_call_id and reasoning; or fields of the protocol's `Request`."""
 Received = Sequence[int] | Sequence[Sequence[int]] | None
 """Output ids that the caller has already: of the only sequence, or of each of n."""
+
+_OWN_FORM = ("logit_bias", "structured_outputs", "prediction")
+"""Parameters that a `Request` has in another form."""
+_EXPLICIT = {*GenerationDefaults.__struct_fields__, "max_tokens"}
+"""Parameters that are always sent: the server's default may be another one."""
+_DEFAULTS = {
+    name: None if name in _EXPLICIT else value
+    for name, value in msgspec.structs.asdict(SamplingParams()).items()
+    if name not in _OWN_FORM
+}
+"""The others, and the values that are not sent."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
@@ -71,11 +84,12 @@ def error_of(failure: p.Failure) -> RequestError:
     return RequestError(failure.status, failure.message, failure.param, failure.code, failure.retry_after_s)
 
 
-def prompt_message(prompt: Any) -> p.Prompt:
-    if isinstance(prompt, p.Prompt):
+def prompt_fields(prompt: Any) -> Mapping[str, Any]:
+    """The fields of a `Request` for a prompt. Raises TypeError or ValueError."""
+    if isinstance(prompt, Mapping):
         return prompt
     if isinstance(prompt, str):
-        return p.TextPrompt(prompt)
+        return {"prompt": prompt}
     if not isinstance(prompt, Sequence) and hasattr(prompt, "tolist"):
         prompt = prompt.tolist()  # a numpy array
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
@@ -83,11 +97,11 @@ def prompt_message(prompt: Any) -> p.Prompt:
     if len(prompt) == 0:
         raise ValueError("the prompt is empty")
     if all(isinstance(one, Mapping) for one in prompt):
-        return p.ChatPrompt([_message(i, one) for i, one in enumerate(prompt)])
-    return p.TokensPrompt(packed(prompt))
+        return {"messages": [_message(i, one) for i, one in enumerate(prompt)]}
+    return {"prompt_token_ids": packed(prompt)}
 
 
-def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
+def _message(place: int, message: Mapping[str, Any]) -> p.MessageParam:
     at, content, calls = f"messages[{place}]", message.get("content"), message.get("tool_calls")
     if unknown := unknown_keys(message):
         raise TypeError(f"{at} has keys that are not supported: {', '.join(unknown)}")
@@ -100,35 +114,39 @@ def _message(place: int, message: Mapping[str, Any]) -> p.ChatMessage:
         content = [_part(part, f"{at}.content[{j}]") for j, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or fields["role"] != "assistant"):
         raise TypeError(f"{at}.content must be a string, not {type(content).__name__}")
-    return p.ChatMessage(content=content, tool_calls=tool_calls_of(calls, f"{at}.tool_calls"), **fields)  # type: ignore[arg-type]
+    return p.MessageParam(content=content, tool_calls=tool_calls_of(calls, f"{at}.tool_calls"), **fields)  # type: ignore[arg-type]
 
 
-def _part(part: Any, at: str) -> str:
+def _part(part: Any, at: str) -> p.ContentPart:
     match part:
         case str(text) | {"type": "text", "text": str(text)}:
-            return text
+            return p.ContentPart("text", text)
     raise TypeError(f'{at} must be a string or {{"type": "text", "text": "…"}}')
 
 
-def params_message(params: SamplingParams) -> p.Params:
-    fields = {name: getattr(params, name) for name in p.Params.__struct_fields__}
-    fields["logit_bias"] = {str(token_id): value for token_id, value in (params.logit_bias or {}).items()}
+def params_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a `Request` for parameters."""
+    given = {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
+    if params.logit_bias:
+        given["logit_bias"] = {str(token_id): value for token_id, value in params.logit_bias.items()}
     if params.structured_outputs is not None:
-        fields["structured_outputs"] = params.structured_outputs.on_the_wire()
-    return p.Params(**fields)
+        given["structured_outputs"] = params.structured_outputs.on_the_wire()
+    if params.prediction:
+        given["prediction"] = p.Prediction("content", params.prediction)
+    return given
 
 
-def default_params(defaults: p.SamplingDefaults) -> SamplingParams:
+def pooling_fields(params: PoolingParams) -> dict[str, Any]:
+    """The fields of a `Request` for an embedding."""
+    names = ("pooling", "dimensions", "truncate_prompt_tokens", "truncation_side")
+    return {name: getattr(params, name) for name in names}
+
+
+def default_params(defaults: Mapping[str, int | float]) -> SamplingParams:
     """The parameters of a request without any. Raises TypeError or ValueError."""
-    params = SamplingParams(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-    )
+    given: dict[str, Any] = {name: value for name, value in defaults.items() if name in _DEFAULTS}
     # The server shortens its own maximum to what fits the context, but not one that a request gives.
-    return params if defaults.max_tokens is None else msgspec.structs.replace(params, max_tokens=None)
+    return SamplingParams(**given | ({"max_tokens": None} if "max_tokens" in given else {}))
 
 
 def received_message(received: Any, n: int) -> list[bytes]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pipeline.client import protocol as p
 from pipeline.client.inputs.checks import shown
 
-KEYS = (*p.ChatMessage.__struct_fields__, "reasoning_content")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 """The keys of a message. `reasoning_content` is another name of `reasoning`."""
 
 
@@ -21,14 +21,13 @@ class ChatOptions(NamedTuple):
     chat_template_kwargs: str | None = None
     """JSON text"""
 
-    def prompt(self, messages: list[p.ChatMessage]) -> p.ChatPrompt:
-        return p.ChatPrompt(
-            messages,
-            self.add_generation_prompt,
-            self.continue_final_message,
-            self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+    def prompt(self, messages: list[p.MessageParam]) -> dict[str, Any]:
+        """The fields of the protocol's `Request`."""
+        fields: dict[str, Any] = {"messages": messages, **self._asdict()}
+        for name in ("tools", "chat_template_kwargs"):
+            if (text := fields.pop(name)) is not None:
+                fields[name] = p.json_text(text)
+        return fields
 
 
 def chat_options(
@@ -67,7 +66,7 @@ def reasoning_of(message: Mapping[str, Any]) -> Any:
     return message.get("reasoning") if reasoning is None else reasoning
 
 
-def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
+def tool_calls_of(calls: Any, where: str) -> list[p.ToolCallParam]:
     """Convert a message's `tool_calls` from OpenAI's format; arguments are JSON text or an object. Without an id,
     the server takes the results in their order. Raises TypeError or ValueError that names `where`."""
     if calls is None:
@@ -77,13 +76,14 @@ def tool_calls_of(calls: Any, where: str) -> list[p.ToolCall]:
     return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
-def _tool_call(call: Any, where: str) -> p.ToolCall:
+def _tool_call(call: Any, where: str) -> p.ToolCallParam:
     call_id = (call.get("id") or "") if isinstance(call, Mapping) else None
     match call:
         case {"function": {"name": str(name), "arguments": str(arguments)}} if isinstance(call_id, str):
-            return p.ToolCall(call_id, name, arguments)
+            return p.ToolCallParam(p.FunctionCall(name, arguments), call_id)
         case {"function": {"name": str(name), "arguments": Mapping() as arguments}} if isinstance(call_id, str):
-            return p.ToolCall(call_id, name, _json(f"{where}.function.arguments", arguments))
+            arguments = _json(f"{where}.function.arguments", arguments)
+            return p.ToolCallParam(p.FunctionCall(name, arguments), call_id)
     shape = '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "{…}"}}'
     raise TypeError(f"{where} must be a dict such as {shape}, not {shown(call)}")
 

@@ -24,16 +24,29 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
         raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value:g}")
 
 
+def check_above(name: str, value: Any, least: float, most: float) -> None:
+    """As `check_number`, but `least` itself is not valid."""
+    check_number(name, value, least, most)
+    if value == least:
+        raise ValueError(f"{name} must be above {least:g} and at most {most:g}, not {value:g}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+
+
+def check_one_of(name: str, value: Any, values: tuple[Any, ...]) -> None:
+    """Raises ValueError unless `value` is one of these."""
+    if value not in values:
+        raise ValueError(f"{name} must be {' or '.join(map(str, values))}, not {shown(value)}")
+
+
 def checked_reconnect_timeout(value: Any) -> float:
     """Seconds from 0 to MAX_RECONNECT_S. Raises TypeError or ValueError."""
     check_number("reconnect_timeout_s", value, 0, MAX_RECONNECT_S)
     return float(value)
-
-
-def check_side(value: Any) -> None:
-    """Raises ValueError unless `value` is a `truncation_side`."""
-    if value not in (None, "left", "right"):
-        raise ValueError(f"truncation_side must be left or right, not {shown(value)}")
 
 
 def shown(value: Any) -> str:

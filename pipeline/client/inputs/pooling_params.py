@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.client.inputs.checks import MAX_INT32, check_integer, check_side, shown
+from pipeline.client.inputs.checks import MAX_INT32, check_integer, check_one_of, shown
 from pipeline.errors import PromptError
 
 POOLINGS = ("last", "mean")
@@ -30,11 +30,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.dimensions is not None:
             check_integer("dimensions", self.dimensions, 1, MAX_INT32)
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling must be {' or '.join(POOLINGS)}, not {shown(self.pooling)}")
+        check_one_of("pooling", self.pooling, POOLINGS)
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT32)
-        check_side(self.truncation_side)
+        if self.truncation_side is not None:
+            check_one_of("truncation_side", self.truncation_side, ("left", "right"))
         if self.normalize not in (None, True):
             raise ValueError(f"normalize must be None or True, not {shown(self.normalize)}: embeddings have length 1")
 

@@ -53,7 +53,8 @@ Conversation = Sequence[Message]
 class CheckedPrompt(NamedTuple):
     """A checked prompt in the form in which it is sent."""
 
-    prompt: p.Prompt
+    prompt: Mapping[str, Any]
+    """Fields of the protocol's `Request`."""
     text: str | None
     """The text, if the prompt is one."""
     cache_salt: str | None = None
@@ -89,7 +90,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
         return prompt_of(prompt[key], f"{where}[{key!r}]", info)._replace(cache_salt=salt)
     if isinstance(prompt, str):
         _check_text(prompt, where, info)
-        return CheckedPrompt(p.TextPrompt(prompt), prompt)
+        return CheckedPrompt({"prompt": prompt}, prompt)
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         prompt = prompt.tolist()
     if not isinstance(prompt, _ID_LISTS):
@@ -107,7 +108,7 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
         if not 0 <= one < info.vocab_size:
             known = f"0..{info.vocab_size - 1}"
             raise PromptError(f"{where}[{place}]: token id {one} is out of vocabulary, the model's ids are {known}")
-    return CheckedPrompt(p.TokensPrompt(packed(prompt)), None)
+    return CheckedPrompt({"prompt_token_ids": packed(prompt)}, None)
 
 
 def info_for(params: SamplingParams | PoolingParams, info: ServerInfo) -> ServerInfo:
@@ -130,7 +131,7 @@ def chat_of(messages: Any, where: str, options: ChatOptions, info: ServerInfo) -
     return CheckedPrompt(options.prompt(_checked_conversation(messages, where, info)), None)
 
 
-def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p.ChatMessage]:
+def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p.MessageParam]:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise PromptError(f"{where} must be a list of messages, not {_shown(messages)}")
     if not messages:
@@ -138,7 +139,7 @@ def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p
     return [_checked_message(message, f"{where}[{place}]", info) for place, message in enumerate(messages)]
 
 
-def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessage:
+def _checked_message(message: Any, where: str, info: ServerInfo) -> p.MessageParam:
     if not isinstance(message, Mapping):
         raise PromptError(f'{where} must be a dict such as {{"role": "user", "content": "…"}}, not {_shown(message)}')
     if unknown := unknown_keys(message):
@@ -158,16 +159,16 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.ChatMessag
     for key, other in (("name", name), ("tool_call_id", call_id), ("reasoning", reasoning)):
         if other is not None and not isinstance(other, str):
             raise PromptError(f"{where}['{key}'] must be a text, not {_shown(other)}")
-    texts = content if isinstance(content, list) else [content or ""]
+    texts = [part.text for part in content] if isinstance(content, list) else [content or ""]
     _check_text("\n".join([*texts, reasoning or ""]), f"{where}['content']", info)
-    return p.ChatMessage(role, content, name, calls, call_id, reasoning)
+    return p.MessageParam(role, content, name, calls or None, call_id, reasoning)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> p.ContentPart:
     """The text of one content part of a message, in OpenAI's format."""
     match part:
         case {"type": "text", "text": str(text)}:
-            return text
+            return p.ContentPart("text", text)
         case {"type": str(kind)} if kind != "text":
             raise PromptError(f"{where}: content of type {kind!r} is not supported, only text")
     raise PromptError(f'{where} must be a dict such as {{"type": "text", "text": "…"}}, not {_shown(part)}')

@@ -22,9 +22,9 @@ class RequestOptions(NamedTuple):
     """The name of a LoRA adapter; None for the model itself."""
 
     def wire_fields(self) -> dict[str, Any]:
-        """The fields of a `Generate` message."""
+        """The fields of the protocol's `Request`."""
         fields = self._asdict()
-        return fields | {"model": fields.pop("adapter") or ""}
+        return fields | {"model": fields.pop("adapter"), "priority": self.priority or None}
 
 
 def checked(priority: Any = 0, cache_salt: Any = None, timeout_s: Any = None, adapter: Any = None) -> RequestOptions:

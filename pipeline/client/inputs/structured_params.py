@@ -8,8 +8,7 @@ import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.client.inputs.checks import shown
-
-KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+from pipeline.client.protocol.generation import KINDS
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,19 +45,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "choice", list(choice))
         for name in ("json", "structural_tag"):
             msgspec.structs.force_setattr(self, name, _text(name, getattr(self, name)))
-        if self.on_the_wire().source == "" and self.json_object is None:
+        if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} must not be empty")
 
-    def on_the_wire(self) -> p.StructuredOutputs:
-        """The message for the server."""
-        for name in ("json", "regex", "grammar", "structural_tag"):
-            if (source := getattr(self, name)) is not None:
-                return p.StructuredOutputs(name, source)
-        if self.choice is not None:
-            return p.StructuredOutputs(
-                "choice", text_json.dumps(self.choice, ensure_ascii=False) if self.choice else ""
-            )
-        return p.StructuredOutputs("json_object")
+    def on_the_wire(self) -> p.StructuredOutputsParam:
+        """The fields for the server."""
+        given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
+        for name in ("json", "structural_tag"):
+            if name in given:
+                given[name] = p.json_text(given[name])
+        return p.StructuredOutputsParam(**given)
 
 
 def _text(name: str, value: Any) -> str | None:

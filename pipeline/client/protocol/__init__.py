@@ -6,24 +6,26 @@ because those may change and these may not.
 
 A message is one ZeroMQ frame with one MessagePack array: the message's tag, then its fields in order. Fields are
 appended, never reordered or removed. A reader ignores additional fields at the end, and uses defaults for missing ones.
+
+What a client asks is a map in it: `Request`, whose fields are those of the bodies over HTTP.
 """
 
-from pipeline.client.protocol.parts import (
-    ChatMessage,
-    ChatPrompt,
-    Failure,
-    JsonText,
-    Output,
-    PackedIds,
-    Params,
-    Prompt,
-    RequestId,
-    SamplingDefaults,
-    StructuredOutputs,
-    TextPrompt,
-    TokensPrompt,
-    ToolCall,
-    WireMessage,
+from pipeline.client.protocol.conversation import (
+    ContentPart,
+    CustomCall,
+    FunctionCall,
+    MessageParam,
+    ToolCallParam,
+)
+from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat, StructuredOutputsParam
+from pipeline.client.protocol.parts import Failure, Output, PackedIds, RequestId, WireMessage
+from pipeline.client.protocol.request import (
+    MAX_SALT_CHARS,
+    MAX_TIMEOUT_S,
+    Prediction,
+    PredictionPart,
+    Request,
+    json_text,
 )
 from pipeline.client.protocol.to_client import Accepted, Delta, Error, Failed, Finished, Pong, ServerMessage, Welcome
 from pipeline.client.protocol.to_server import Abort, Bye, ClientMessage, Credit, Generate, Hello, Ping
@@ -38,36 +40,38 @@ __all__ = [
     "Abort",
     "Accepted",
     "Bye",
-    "ChatMessage",
-    "ChatPrompt",
     "ClientMessage",
+    "ContentPart",
     "Credit",
+    "CustomCall",
     "Delta",
     "Error",
     "Failed",
     "Failure",
     "Finished",
+    "FunctionCall",
     "Generate",
     "Hello",
-    "JsonText",
+    "JsonSchemaFormat",
+    "MessageParam",
     "Output",
     "PackedIds",
-    "Params",
     "Ping",
     "Pong",
-    "Prompt",
+    "Prediction",
+    "PredictionPart",
+    "Request",
     "RequestId",
-    "SamplingDefaults",
+    "ResponseFormat",
     "ServerMessage",
-    "StructuredOutputs",
-    "TextPrompt",
-    "TokensPrompt",
-    "ToolCall",
+    "StructuredOutputsParam",
+    "ToolCallParam",
     "Welcome",
     "WireMessage",
+    "json_text",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_CREDITS = 1024
 """Maximum number of deltas that a client can grant ahead; larger values are reduced to this."""
@@ -75,7 +79,3 @@ MAX_CLIENT_CHARS = 200
 """Maximum length of a client's name."""
 MAX_NAME_CHARS = 256
 """Maximum length of a request's name."""
-MAX_SALT_CHARS = 1024
-"""Maximum length of a cache salt."""
-MAX_TIMEOUT_S = 1_000_000
-"""Maximum timeout of a request: 11 days."""

@@ -78,14 +78,14 @@ class StructuredOutputsParam(msgspec.Struct, omit_defaults=True):
     disable_additional_properties: (
         Annotated[bool, Meta(description="Objects in `json` have no further properties.")] | None
     ) = None
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Annotated[str, Meta(description="Not supported.")] | None = None
 
 
 class GenerationFields(SamplingFields, kw_only=True, omit_defaults=True):
     """Fields of every route that generates: sampling parameters, and what constrains the output."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParam | None = None
+    response_format: Annotated[ResponseFormat, Meta(description="A format of the output.")] | None = None
+    structured_outputs: Annotated[StructuredOutputsParam, Meta(description="What the output must match.")] | None = None
     guided_json: Annotated[Raw, Meta(description="As structured_outputs.json.", extra_json_schema=OBJECT_OR_TEXT)] = (
         Raw()
     )

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pipeline.client.protocol.parts import Failure, Output, PackedIds, RequestId, SamplingDefaults, WireMessage
+from pipeline.client.protocol.parts import Failure, Output, PackedIds, RequestId, WireMessage
 
 
 class Welcome(WireMessage, frozen=True, tag="welcome"):
@@ -29,9 +29,12 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
     heartbeat_s: Annotated[float, Meta(description="An idle client must send `ping` at this interval.")]
     silence_s: Annotated[float, Meta(description="A peer that sends nothing for this long is considered dead.")]
     defaults: Annotated[
-        SamplingDefaults,
-        Meta(description="What null means in `params`. A server older than this field refuses these nulls."),
-    ] = SamplingDefaults()
+        dict[str, int | float],
+        Meta(
+            description="The fields of a request that the model has recommendations for, and their values: what the "
+            "server uses if a request does not have them."
+        ),
+    ] = {}
     addresses: Annotated[
         list[str],
         Meta(

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pipeline.client.protocol.parts import PackedIds, Params, Prompt, RequestId, WireMessage
+from pipeline.client.protocol.parts import PackedIds, RequestId, WireMessage
+from pipeline.client.protocol.request import Request
 
 
 class Hello(WireMessage, frozen=True, tag="hello"):
@@ -42,9 +43,7 @@ class Generate(WireMessage, frozen=True, tag="generate"):
             extra_json_schema={"maximum": 2**64 - 1},
         ),
     ]
-    model: Annotated[str, Meta(description="The model's name. Empty selects the served model.")]
-    prompt: Prompt
-    params: Params
+    request: Request
     credits: Annotated[
         int, Meta(ge=0, description="Number of deltas that the server may send before you grant more; see Credits.")
     ]
@@ -58,40 +57,6 @@ class Generate(WireMessage, frozen=True, tag="generate"):
             description="The client's name for the request, for the server's log and `POST /abort_requests`: 1 to 256 "
             "printable ASCII characters without spaces."
         ),
-    ] = None
-    timings: Annotated[bool, Meta(description="Whether `finished` has the request's timings.")] = False
-    priority: Annotated[
-        int,
-        Meta(
-            description="Signed, 32 bits. With the policy `priority`, requests with lower values run first. Other "
-            "policies accept only 0."
-        ),
-    ] = 0
-    cache_salt: Annotated[
-        str | None,
-        Meta(
-            description="1 to 1,024 characters. Only prompts with the same salt and the same API key share blocks in "
-            "the prefix cache."
-        ),
-    ] = None
-    timeout_s: Annotated[
-        float | None,
-        Meta(
-            description="Above 0, up to 1,000,000: the maximum time from the request's arrival to its end; see "
-            "Deadlines. Null uses the server's setting."
-        ),
-    ] = None
-    pooling: Annotated[
-        str | None,
-        Meta(
-            description="One of `poolings` in `welcome`: compute an embedding instead of output. `finished` has it, "
-            "and there is no delta. Not for chats. Of `params`, only truncate_prompt_tokens "
-            "and truncation_side have an effect."
-        ),
-    ] = None
-    dimensions: Annotated[
-        int | None,
-        Meta(description="With `pooling`: length to which the embedding is cut; null keeps the model's hidden size."),
     ] = None
 
 

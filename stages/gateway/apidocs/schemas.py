@@ -7,6 +7,7 @@ it.
 import ast
 import functools
 import inspect as source
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +31,11 @@ Schema = dict[str, Any]
 class Schemas:
     """Collects components. `of` returns the schema of a type, by reference if it is a struct."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = PREFIX, public_names: Mapping[str, str] = PUBLIC_NAMES) -> None:
+        """`prefix` is that of references."""
         self.components: dict[str, Schema] = {}
+        self._prefix = prefix
+        self._public_names = public_names
         self._names: dict[type, str] = {}
 
     def of(self, kind: Any) -> Schema:
@@ -43,7 +47,7 @@ class Schemas:
         """The component's name: its public name, or the struct's; with a number if it is not unique."""
         if struct not in self._names:
             taken = set(self._names.values())
-            public = name = PUBLIC_NAMES.get(struct.__name__, struct.__name__)
+            public = name = self._public_names.get(struct.__name__, struct.__name__)
             number = 2
             while name in taken:
                 name, number = f"{public}{number}", number + 1
@@ -74,6 +78,8 @@ class Schemas:
                 return {"type": "integer" if isinstance(info, types.IntType) else "number"} | numbers
             case types.BoolType():
                 return {"type": "boolean"}
+            case types.BytesType():
+                return {"type": "string", "contentEncoding": "base64"}
             case types.NoneType():
                 return {"type": "null"}
             case types.AnyType() | types.RawType():
@@ -102,7 +108,7 @@ class Schemas:
             schema["properties"] = tag | fields
             if required := [*tag, *(one.encode_name for one in info.fields if one.required)]:
                 schema["required"] = required
-        return {"$ref": PREFIX + name}
+        return {"$ref": self._prefix + name}
 
     def _field(self, field: types.Field, doc: str) -> Schema:
         schema = self._of(field.type)

@@ -6,33 +6,23 @@ Null means a field's default everywhere.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
-from pipeline.client.protocol.generation import GenerationFields
-from pipeline.client.protocol.sampling import Id
-from pipeline.runtime.messages import MAX_SHOWN_IDS
-from pipeline.stages.gateway.parsing.conversation import (
+from pipeline.client.protocol.conversation import (
     Documents,
     Kwargs,
+    MessageParam,
     Messages,
     ReasoningEffort,
     ToolChoice,
     Tools,
 )
-from pipeline.stages.gateway.parsing.message_params import MessageParam
-
-MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
-BestOf = Annotated[int, Meta(ge=1, description="Number of sequences to generate; the n best are returned.")]
-
-
-TruncationSide = Annotated[
-    Literal["left", "right"],
-    Meta(description="Where truncate_prompt_tokens removes tokens: left (the default) keeps the prompt's last ones."),
-]
+from pipeline.client.protocol.request import BestOf, MaxTokens, NumLogprobs, RequestFields
+from pipeline.client.protocol.sampling import Id
+from pipeline.runtime.messages import MAX_SHOWN_IDS
 
 
 class StreamOptions(msgspec.Struct):
@@ -42,35 +32,9 @@ class StreamOptions(msgspec.Struct):
     )
 
 
-class PredictionPart(msgspec.Struct):
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(msgspec.Struct):
-    """OpenAI's predicted output."""
-
-    type: Literal["content"]
-    content: Annotated[str | list[PredictionPart], Meta(description="The text that most of the output may equal.")]
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class Body(GenerationFields, kw_only=True):
+class Body(RequestFields, kw_only=True):
     """Fields of both endpoints."""
 
-    prediction: (
-        Annotated[
-            Prediction,
-            Meta(description="Speculative decoding with speculative.method = ngram proposes tokens of it, too."),
-        ]
-        | None
-    ) = None
-
-    model: Annotated[str, Meta(description="The model's name in /v1/models; default the served model.")] | None = None
-    max_tokens: Annotated[MaxTokens, Meta(description="Maximum number of tokens to generate.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: (
@@ -79,27 +43,8 @@ class Body(GenerationFields, kw_only=True):
     return_tokens_as_token_ids: (
         Annotated[bool, Meta(description='true: tokens in log probabilities are named "token_id:123".')] | None
     ) = None
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Meta(ge=-1, lt=2**31, description="Keep this many tokens of the prompt; -1 keeps as many as fit."),
-        ]
-        | None
-    ) = None
-    truncation_side: TruncationSide | None = None
-    add_special_tokens: (
-        Annotated[bool, Meta(description="Whether the tokenizer adds special tokens to the prompt.")] | None
-    ) = None
     request_id: str | None = None
     """An id chosen by the client; the header X-Request-Id takes precedence."""
-    timings: bool | None = None
-    """Pipeline's: adds timings to the reply."""
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    """vLLM's: lower goes first"""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    """vLLM's"""
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    """Pipeline's: from its arrival to its end"""
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -146,16 +91,7 @@ class CompletionBody(Body, kw_only=True):
         Annotated[str, Meta(description="Text after the output. The model must have fill-in-the-middle tokens.")] | None
     ) = None
     echo: bool | None = None
-    logprobs: (
-        Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")] | None
-    ) = None
-
-
-class ParamsBody(Body, kw_only=True):
-    """A request over ZeroMQ"""
-
-    best_of: BestOf | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: NumLogprobs | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

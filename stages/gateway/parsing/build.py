@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from pipeline.client.protocol.request import Request
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.dialect import Dialect
@@ -80,7 +81,9 @@ def chat_num_top(chat: ChatBody, limits: RequestLimits) -> int | None:
     return check_num_top("top_logprobs", chat.top_logprobs or 0, limits.caps)
 
 
-def details_of(body: Body, num_top: int | None, limits: RequestLimits, *, echo: bool = False) -> TokenDetailOptions:
+def details_of(
+    body: Body | Request, num_top: int | None, limits: RequestLimits, *, echo: bool = False
+) -> TokenDetailOptions:
     """Which token details the reply has. Raises ApiError."""
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "'prompt_logprobs' is not allowed together with stream = true")
@@ -113,7 +116,7 @@ def lookup(
 
 
 def parsed_request_of(
-    body: Body,
+    body: Body | Request,
     num: int,
     prompts: Callable[[], list[m.Prompt]],
     max_tokens: int | None,
@@ -243,7 +246,7 @@ def unknown_model(shown_name: str, limits: RequestLimits) -> ApiError:
     return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
-def _stream_options(body: Body) -> StreamOptions:
+def _stream_options(body: Body | Request) -> StreamOptions:
     if body.stream_options is None:
         return StreamOptions()
     if not body.stream:

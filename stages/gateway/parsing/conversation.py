@@ -9,21 +9,31 @@ template, as in vLLM. Ingest checks the schemas of functions when it compiles th
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
+from pipeline.client.protocol.conversation import (
+    ROLE,
+    ROLES,
+    ContentPart,
+    Conversation,
+    MessageParam,
+    ReasoningEffort,
+    ToolCallParam,
+)
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, unsupported
 from pipeline.stages.gateway.parsing.chat_tools import chat_tools, checked
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of
-from pipeline.stages.gateway.parsing.message_params import ROLE, ROLES, ContentPart, MessageParam, ToolCallParam
 from pipeline.stages.gateway.parsing.tool_call_ids import with_ids
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.tool_format import ToolSpec
 
+_NOT_GIVEN = (b"", b"null", b"\xc0")
+"""The last is null in MessagePack."""
 CONTENT = {"text": "text", "refusal": "refusal"}
 """Types of text parts, and the field with the text."""
 
@@ -34,62 +44,6 @@ class _Documents(msgspec.Struct):
 
 class _Kwargs(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Messages = Annotated[list[MessageParam], Meta(min_length=1)]
-OBJECTS: dict[str, Any] = {"type": ["array", "null"], "items": {"type": "object"}}
-_NAMED: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-
-
-def _choice_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {"type": {"enum": [kind]}, kind: value}, "required": ["type", kind]}
-
-
-NAMED_CHOICES = [_choice_schema(kind, _NAMED) for kind in ("function", "custom")]
-_ALLOWED: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "items": {"anyOf": NAMED_CHOICES}},
-    },
-    "required": ["mode", "tools"],
-}
-Tools = Annotated[
-    Raw, Meta(description="Functions and custom tools that the model may call.", extra_json_schema=OBJECTS)
-]
-ToolChoice = Annotated[
-    Raw,
-    Meta(
-        description="An object with a tool's name requires a call of that tool; allowed_tools restricts the tools.",
-        extra_json_schema={
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                *NAMED_CHOICES,
-                _choice_schema("allowed_tools", _ALLOWED),
-            ]
-        },
-    ),
-]
-Documents = Annotated[Raw, Meta(description="Objects for the chat template.", extra_json_schema=OBJECTS)]
-Kwargs = Annotated[
-    Raw,
-    Meta(description="Further variables for the chat template.", extra_json_schema={"type": ["object", "null"]}),
-]
-
-
-class Conversation(Protocol):
-    """A body with a chat."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    tools: Raw
-    tool_choice: Raw
-    parallel_tool_calls: bool | None
-    documents: Raw
-    chat_template_kwargs: Raw
-    reasoning_effort: ReasoningEffort | None
-    chat_template: Raw
 
 
 class ReplyForm(msgspec.Struct, frozen=True):
@@ -141,7 +95,7 @@ def given_of_chat(body: Conversation) -> str | None:
 
 def is_given(raw: Raw) -> bool:
     """Whether a field that is not decoded is there and not null."""
-    return bytes(raw) not in (b"", b"null")
+    return bytes(raw) not in _NOT_GIVEN
 
 
 def num_parts(messages: Sequence[MessageParam]) -> int:

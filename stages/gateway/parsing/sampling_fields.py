@@ -35,9 +35,9 @@ _OPTIONS = frozenset(m.GenerationOptions.__struct_fields__) - {"seed"}
 COPIED = tuple(name for name in SamplingFields.__struct_fields__ if name in _OPTIONS)
 """Fields that become the options of the same name. None is the option's default."""
 DEFAULTED = tuple(name for name in GenerationDefaults.__struct_fields__ if name in COPIED)
-"""Options whose default the model may change."""
+"""Options that a model may have other defaults of."""
+NEUTRAL = GenerationDefaults()
 _copied_of = attrgetter(*COPIED)
-_defaults_of = attrgetter(*DEFAULTED)
 
 
 def check_counts(fields: SamplingFields, caps: Caps) -> None:
@@ -62,18 +62,23 @@ def check_num_allowed(options: m.GenerationOptions, num_sequences: int) -> None:
 
 def generation_options(fields: GenerationFields, max_tokens: int | None, limits: RequestLimits) -> m.GenerationOptions:
     """The options that all routes share. Call `check_counts` first. Raises ApiError."""
-    options: dict[str, Any] = dict(zip(DEFAULTED, _defaults_of(limits.defaults), strict=True))
-    options |= {name: value for name, value in zip(COPIED, _copied_of(fields), strict=True) if value is not None}
+    values = zip(COPIED, _copied_of(fields), strict=True)
+    options: dict[str, Any] = {name: value for name, value in values if value is not None}
+    if limits.defaults != NEUTRAL:
+        for name in DEFAULTED:
+            options.setdefault(name, getattr(limits.defaults, name))
     for name in ("stop_token_ids", "logprob_token_ids"):
-        _check_ids(options.get(name, ()), name, limits.vocab_size)
+        if name in options:
+            _check_ids(options[name], name, limits.vocab_size)
     if fields.logit_bias:
         bias = _bias(fields.logit_bias, limits.vocab_size)
         options |= {"bias_ids": list(bias), "bias_values": list(bias.values())}
     if fields.allowed_token_ids is not None:
         options["allowed_ids"] = _allowed(fields.allowed_token_ids, limits.vocab_size)
-    if fields.stop is not None:
+    if isinstance(fields.stop, str):
         options["stop"] = _stop(fields.stop)
-    options["top_k"] = max(0, options["top_k"])
+    if fields.top_k == -1:
+        options["top_k"] = 0
     _check_min_tokens(fields.min_tokens, max_tokens)
     return m.GenerationOptions(**options, max_tokens=max_tokens, grammar=grammar_of(fields, limits.caps))
 
@@ -142,9 +147,7 @@ def _check_min_tokens(min_tokens: int | None, max_tokens: int | None) -> None:
         raise invalid("min_tokens", message, "invalid_value")
 
 
-def _stop(stop: str | list[str]) -> list[str]:
-    if isinstance(stop, str):
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise invalid("stop", f"'stop' must be a string of 1 to {MAX_STOP_CHARS} characters", "invalid_value")
-        return [stop]
-    return stop
+def _stop(stop: str) -> list[str]:
+    if not 1 <= len(stop) <= MAX_STOP_CHARS:
+        raise invalid("stop", f"'stop' must be a string of 1 to {MAX_STOP_CHARS} characters", "invalid_value")
+    return [stop]

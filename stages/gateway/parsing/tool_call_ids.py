@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from pipeline.client.protocol.conversation import MessageParam, ToolCallParam
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.message_params import MessageParam, ToolCallParam
 
 
 def with_ids(messages: Sequence[MessageParam]) -> Sequence[MessageParam]:

@@ -8,6 +8,7 @@ import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.version import VERSION
 
 _INDEX = re.compile(r"\[(\d+|\.\.\.)\]")
 _TAGS = {member.__struct_config__.tag: member for member in get_args(p.ClientMessage)}
@@ -27,6 +28,18 @@ def on_the_wire(error: ApiError) -> p.Failure:
 def of_peer(message: str, code: str) -> ApiError:
     """A protocol error, which ends the client's connection."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, code=code)
+
+
+def of_version(hello: p.Hello) -> ApiError:
+    """The error for a client that does not speak this server's version of the protocol."""
+    low, high = hello.min_version, hello.max_version
+    versions = f"version {low}" if low == high else f"versions {low} to {high}"
+    older = "client" if high < p.PROTOCOL_VERSION else "server"
+    message = (
+        f"this server (Pipeline {VERSION}) speaks version {p.PROTOCOL_VERSION} of the ZeroMQ protocol, and the client "
+        f"{versions}: update the {older}, or use the HTTP API"
+    )
+    return of_peer(message, "unsupported_version")
 
 
 def of_malformed(data: bytes | bytearray, error: Exception) -> ApiError:

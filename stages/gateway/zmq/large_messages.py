@@ -11,45 +11,32 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
-import msgspec
-
-from pipeline.client import protocol as p
 from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.large_body_lock import LargeBodyLock
 from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.parsing.decode import without_gc
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 
 Data = bytes | bytearray
-
-
-class GenerateHead(p.WireMessage, frozen=True, tag="generate"):
-    """A `p.Generate` of which only the id and the name are decoded."""
-
-    request_id: int
-    model: msgspec.Raw
-    prompt: msgspec.Raw
-    params: msgspec.Raw
-    credits: int
-    received: msgspec.Raw = msgspec.Raw()
-    name: str | None = None
 
 
 class LargeMessage(NamedTuple):
     """What `LargeMessages.read` returns."""
 
-    message: "p.ClientMessage | GenerateHead"
+    message: ReceivedMessage
     request: ParsedRequest | ApiError | None = None
     """That `message` asks for, or why there is none; None if it does not ask for one."""
+    is_refused: bool = False
+    """The request was not parsed, because none is admitted now."""
 
 
 class LargeMessages:
     """Belongs to one loop."""
 
-    def __init__(self, decode: Callable[[Data], p.ClientMessage]) -> None:
+    def __init__(self, decode: Callable[[Data], ReceivedMessage]) -> None:
         """`decode` raises ApiError if a message is malformed. It is called in a thread."""
         self._decode = decode
         self._lock = LargeBodyLock()
@@ -78,21 +65,13 @@ class LargeMessages:
             return await self._thread.run_to_end(turn.run, lambda: self._read(data, bounds, why_not))
 
     def _read(self, data: Data, limits: RequestLimits, refusal: ApiError | None) -> LargeMessage:
-        if refusal is not None and (head := head_of(data)) is not None:
-            return LargeMessage(head, refusal)
-        with without_gc():
-            message = self._decode(data)
-        if not isinstance(message, p.Generate):
+        message = self._decode(data)
+        if not isinstance(message, ReceivedGenerate):
             return LargeMessage(message)
+        if refusal is not None:
+            return LargeMessage(message, refusal, is_refused=True)
         try:
-            return LargeMessage(message, measured(parse_generate(message, limits)))
+            with without_gc():
+                return LargeMessage(message, measured(parse_generate(message, limits)))
         except ApiError as error:
             return LargeMessage(message, error.with_traceback(None))  # else it would keep the message
-
-
-def head_of(data: Data) -> GenerateHead | None:
-    """What is decoded of a message to refuse it; None if it is another message, or malformed."""
-    try:
-        return msgspec.msgpack.decode(data, type=GenerateHead)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None

@@ -10,6 +10,7 @@ client that violates the protocol gets one error and loses its connection; other
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -25,19 +26,19 @@ from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.access_details import details_of
+from pipeline.stages.gateway.admin.server_info import recommended
 from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
 from pipeline.stages.gateway.errors import ApiError, overloaded
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import ZMQ, Received
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
-from pipeline.stages.gateway.zmq.large_messages import Data, GenerateHead, LargeMessages, head_of
+from pipeline.stages.gateway.zmq.large_messages import Data, LargeMessages
 from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
+from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
 from pipeline.version import VERSION
 
@@ -152,7 +153,7 @@ class ZmqServer:
         self._access_log = access_log
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
-        self._decoder: MessageDecoder[p.ClientMessage] = MessageDecoder(p.ClientMessage)
+        self._decoder: MessageDecoder[ReceivedMessage] = MessageDecoder(ReceivedMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, ClientPeer] = {}
         self._is_closed = False
@@ -207,19 +208,20 @@ class ZmqServer:
             )
             if self._peers.get(peer.connection) is peer:
                 match found.message:
-                    case GenerateHead() as head:
+                    case ReceivedGenerate() as message if found.is_refused:
                         assert isinstance(found.request, ApiError)
-                        self._require_new(peer, head.request_id)
-                        self._refused(peer, head, self._loop.time(), found.request)
-                    case p.Generate() as message:
+                        self._require_new(peer, message.request_id)
+                        self._refused(peer, message, self._loop.time(), found.request)
+                    case ReceivedGenerate() as message:
                         self._generate(peer, message, data, lambda: found.request)
                     case message:
                         self._handle(peer, message, data)
         except asyncio.CancelledError:
             if peer.failure is None or self._peers.get(peer.connection) is not peer:
                 raise
-            if (begin := head_of(data)) is not None:
-                self._refused(peer, begin, self._loop.time(), peer.failure)
+            with contextlib.suppress(ApiError):
+                if isinstance(message := self._decode(data), ReceivedGenerate):
+                    self._refused(peer, message, self._loop.time(), peer.failure)
         except ApiError as error:
             self._drop(peer, error)
         except Exception:  # noqa: BLE001 - a fault of ours ends this connection, as in the loop, and not the gateway
@@ -244,7 +246,7 @@ class ZmqServer:
             return error.with_traceback(None)  # else it would keep this frame
         return None
 
-    def _decode(self, data: bytes | bytearray) -> p.ClientMessage:
+    def _decode(self, data: bytes | bytearray) -> ReceivedMessage:
         try:
             return self._decoder.decode(data)
         except msgspec.DecodeError as error:
@@ -261,14 +263,14 @@ class ZmqServer:
         else:
             self._disconnect(peer)
 
-    def _handle(self, peer: ClientPeer, message: p.ClientMessage, data: Data) -> None:
+    def _handle(self, peer: ClientPeer, message: ReceivedMessage, data: Data) -> None:
         """`data` is the message before decoding. Raises ApiError if the client violates the protocol."""
         if not peer.is_welcome and not isinstance(message, p.Hello):
             raise errors.of_peer("the first message of a connection must be hello", "no_hello")
         match message:
             case p.Hello():
                 self._welcome(peer, message)
-            case p.Generate():
+            case ReceivedGenerate():
                 self._generate(peer, message, data, lambda: parse_generate(message, self._limits_of(peer)))
             case p.Credit(request_id, num_deltas):
                 if request_id in peer.streams:
@@ -288,11 +290,7 @@ class ZmqServer:
         if peer.is_welcome:
             raise errors.of_peer("hello was already sent on this connection", "malformed")
         if not hello.min_version <= p.PROTOCOL_VERSION <= hello.max_version:
-            raise errors.of_peer(
-                f"this server speaks version {p.PROTOCOL_VERSION} of the protocol, the client versions "
-                f"{hello.min_version} to {hello.max_version}",
-                "unsupported_version",
-            )
+            raise errors.of_version(hello)
         if self._keys is not None:
             scope = self._keys.scope_of(hello.api_key)
             if scope is None and self._needs_key:
@@ -316,7 +314,7 @@ class ZmqServer:
                 max_credits=p.MAX_CREDITS,
                 heartbeat_s=HEARTBEAT_S,
                 silence_s=SILENCE_S,
-                defaults=_defaults(self._limits.defaults),
+                defaults=recommended(self._limits.defaults),
                 addresses=self.addresses,
                 gateway=self._gateway,
                 poolings=list(POOLING),
@@ -326,7 +324,7 @@ class ZmqServer:
     def _generate(
         self,
         peer: ClientPeer,
-        message: p.Generate,
+        message: ReceivedGenerate,
         data: Data,
         parse: Callable[[], ParsedRequest | ApiError | None],
     ) -> None:
@@ -359,7 +357,7 @@ class ZmqServer:
         if request_id in peer.streams:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
 
-    def _refused(self, peer: ClientPeer, message: p.Generate | GenerateHead, begin_s: float, error: ApiError) -> None:
+    def _refused(self, peer: ClientPeer, message: ReceivedGenerate, begin_s: float, error: ApiError) -> None:
         if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
             account.refused(error.status)
         self.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))
@@ -589,14 +587,3 @@ class ZmqServer:
     async def wait_closed(self) -> None:
         """Wait until buffered output is sent or LINGER_S has passed."""
         await self._socket.wait_closed()
-
-
-def _defaults(defaults: GenerationDefaults) -> p.SamplingDefaults:
-    return p.SamplingDefaults(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        max_tokens=defaults.max_new_tokens,
-    )

@@ -37,7 +37,7 @@ def test_all_vectors_are_decoded_and_encoded(node_client: Path) -> None:
 def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server: Server) -> None:
     lines = [json.loads(line) for line in run(["node", "example.mjs", server.zmq], node_client, RUN_S).splitlines()]
     results: dict[str, Any] = dict(lines)
-    assert results["info"]["version"] == 1
+    assert results["info"]["version"] == 2
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=2**64 - 59, max_tokens=24, ignore_eos=True)
     with Client(server.zmq) as client:
         stream = client.generate([{"role": "user", "content": "Name three colours, with an emoji each."}], params)

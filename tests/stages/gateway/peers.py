@@ -19,7 +19,7 @@ from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 
-HELLO = p.Hello(1, 1, "a test")
+HELLO = p.Hello(2, 2, "a test")
 
 
 class RawPeer:
@@ -45,8 +45,7 @@ class RawPeer:
         self.socket.send_multipart(data)
 
     def generate(self, request_id: int = 1, prompt: str = "Hi", num_credits: int = 100, **params: Any) -> None:
-        message = p.Generate(request_id, "", p.TextPrompt(prompt), p.Params(**params), num_credits)
-        self.send(message)
+        self.send(p.Generate(request_id, p.Request(prompt=prompt, **params), num_credits))
 
     def receive(self, what: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         """The next message, which must be of type `what`."""

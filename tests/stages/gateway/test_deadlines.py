@@ -21,6 +21,7 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import counts_of
+from tests.zmq_requests import generate
 
 SOON = {"timeout_s": 0.05}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -301,7 +302,7 @@ class TestOverZmq:
     def test_a_resumed_request_without_new_tokens_fails(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             received = [bytes(4)]
-            peer.send(p.Generate(1, "", p.TextPrompt("x"), p.Params(), 10, received, timeout_s=0.05))
+            peer.send(generate(1, "x", timeout_s=0.05, credits=10, received=received))
             submit = gate.begin()
             assert peer.receive(p.Accepted)
             assert peer.receive(p.Failed).failure.code == "timeout"
@@ -312,7 +313,7 @@ class TestOverZmq:
     def test_an_invalid_deadline_is_named(self, gate: Gate) -> None:
         with RawPeer(gate) as peer:
             for number, timeout_s in enumerate((0.0, -1.0, float("nan"), float("inf"), 2e6)):
-                peer.send(p.Generate(number, "", p.TextPrompt("x"), p.Params(), 1, timeout_s=timeout_s))
+                peer.send(generate(number, "x", timeout_s=timeout_s, credits=1))
                 failure = peer.receive(p.Failed).failure
                 assert (failure.status, failure.param) == (400, "timeout_s")
             assert peer.is_still_served()

@@ -18,6 +18,7 @@ from pipeline.runtime.messages import Finish
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of, read_until
 from tests.stages.gateway.peers import RawPeer
+from tests.zmq_requests import generate
 
 _nonces = itertools.count(1000)
 TIMED = {"timings": True}
@@ -71,8 +72,8 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
 def test_ids_received_before_a_resume_are_not_counted_again(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         received = [np.arange(num, dtype="<i4").tobytes() for num in (5, 9)]
-        params = p.Params(n=2, max_tokens=20)
-        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), params, 100, received))
+        params = {"n": 2, "max_tokens": 20}
+        peer.send(generate(1, "Hi", params, 100, received))
         submit = gate.begin()
         for index, num in enumerate((5, 9)):
             gate.continue_at(submit, 3, num, index)

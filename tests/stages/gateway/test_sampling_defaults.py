@@ -13,6 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate
 from tests.stages.gateway.peers import RawPeer, address_of
+from tests.zmq_requests import generate
 
 RECOMMENDED: dict[str, Any] = {
     "temperature": 0.5,
@@ -102,12 +103,11 @@ def test_what_a_request_gives_takes_precedence(gate: Gate, path: str) -> None:
 
 def test_null_is_the_models_default_over_zmq(gate: Gate) -> None:
     with RawPeer(address_of(gate)) as peer:
-        assert peer.welcome.defaults == p.SamplingDefaults(0.5, 0.75, 20, 0.25, 1.5, 7)
-        nulls = p.Params(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
-        for request_id, (params, expected) in enumerate(
-            [(nulls, {name: RECOMMENDED[name] for name in SAMPLED}), (p.Params(), {**OWN, "temperature": 1.0})]
-        ):
-            peer.send(p.Generate(request_id, "", p.TextPrompt("Hi"), params, 1))
+        assert peer.welcome.defaults == {**{name: RECOMMENDED[name] for name in SAMPLED}, "max_tokens": 7}
+        recommended = {name: RECOMMENDED[name] for name in SAMPLED}
+        given: list[dict[str, Any]] = [{}, dict.fromkeys(SAMPLED), OWN]
+        for request_id, (params, expected) in enumerate(zip(given, [recommended, recommended, OWN], strict=True)):
+            peer.send(generate(request_id, "Hi", params, 1))
             submit = gate.submit()
             assert sampled(submit.options) == expected
             assert submit.options.max_tokens is None

@@ -18,6 +18,7 @@ from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.replays import entries, replays_alike
+from tests.zmq_requests import generate
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -86,7 +87,7 @@ class TestPrefixCache:
             of_http = {key: salt_of(gate, key) for key in (KEY, SECOND)}
             for key, salt in of_http.items():
                 with RawPeer(address, hello=False) as peer:
-                    peer.send(p.Hello(1, 1, "a test", key))
+                    peer.send(p.Hello(2, 2, "a test", key))
                     peer.receive(p.Welcome)
                     peer.generate()
                     assert gate.serve().options.cache_salt == salt
@@ -96,7 +97,7 @@ class TestPrefixCache:
             own = salt_of(gate, KEY)
             for shown, salt in ((None, ""), (KEY, own), (f"{KEY}x", "")):
                 with RawPeer(gate, hello=False) as peer:
-                    peer.send(p.Hello(1, 1, "a test", shown))
+                    peer.send(p.Hello(2, 2, "a test", shown))
                     peer.receive(p.Welcome)
                     peer.generate()
                     assert gate.serve().options.cache_salt == salt
@@ -129,9 +130,9 @@ class TestAborts:
     def test_aborts_reach_a_keys_requests_over_zeromq(self, tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
         with locked(tmp_path, zmq=address) as gate, RawPeer(address, hello=False) as peer:
-            peer.send(p.Hello(1, 1, "a test", KEY))
+            peer.send(p.Hello(2, 2, "a test", KEY))
             peer.receive(p.Welcome)
-            peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, name="mine"))
+            peer.send(generate(1, "Hi", name="mine", credits=100))
             submit = gate.begin()
             assert abort(gate, SECOND, "mine") == counts(0, 1)
             assert gate.rig.nothing("schedule", 0)

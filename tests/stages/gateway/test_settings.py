@@ -13,6 +13,7 @@ from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, Gate
 from tests.stages.gateway.peers import RawPeer
+from tests.zmq_requests import chat, generate
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("find", "now", "add")]
 SEEN = m.Failure(418, "seen")
@@ -110,8 +111,8 @@ def test_max_json_depth_bounds_zeromq_messages(tmp_path: Path, max_json_depth: i
     with Gate(tmp_path, limits=limits) as gate, RawPeer(gate) as peer:
         for number, depth in enumerate((max_json_depth, max_json_depth + 1)):
             kwargs = '{"x": ' + nested(depth - 1) + "}"
-            prompt = p.ChatPrompt([p.ChatMessage("user", "hi")], chat_template_kwargs=kwargs)
-            peer.send(p.Generate(number, "", prompt, p.Params(), 1))
+            prompt = chat([p.MessageParam("user", "hi")], chat_template_kwargs=kwargs)
+            peer.send(generate(number, prompt, credits=1))
         submit = gate.submit()
         failed = peer.receive(p.Failed)
         assert (failed.request_id, failed.failure.status) == (1, 400)

@@ -5,13 +5,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.request import (
+    CacheSalt,
+    Dimensions,
+    Pooling,
+    Priority,
+    Timeout,
+    Truncate,
+    TruncationSide,
+)
 from pipeline.client.protocol.sampling import Id
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
 from pipeline.stages.gateway.errors import invalid
-from pipeline.stages.gateway.parsing.bodies import TruncationSide, with_unsupported
+from pipeline.stages.gateway.parsing.bodies import with_unsupported
 from pipeline.stages.gateway.parsing.build import check_model, priority_of
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
@@ -34,28 +42,18 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     encoding_format: (
         Annotated[Literal["float", "base64"], Meta(description="base64 is of float32, little-endian.")] | None
     ) = None
-    dimensions: (
-        Annotated[int, Meta(ge=1, description="Length that vectors are truncated to; default the model's.")] | None
-    ) = None
-    pooling: (
-        Annotated[Literal["last", "mean"], Meta(description="Which tokens' hidden states are used; default last.")]
-        | None
-    ) = None
+    dimensions: Dimensions | None = None
+    pooling: Pooling | None = None
     """Ours"""
-    truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, lt=2**31, description="Keep this many tokens of an input; -1 keeps as many as fit.")]
-        | None
-    ) = None
+    truncate_prompt_tokens: Truncate | None = None
     truncation_side: TruncationSide | None = None
     add_special_tokens: (
         Annotated[bool, Meta(description="Whether the tokenizer adds special tokens; default true for texts.")] | None
     ) = None
     request_id: Annotated[str, Meta(description="The client's own id of the request.")] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    timeout_s: (
-        Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Maximum time from the arrival to the end.")] | None
-    ) = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    timeout_s: Timeout | None = None
 
 
 EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {

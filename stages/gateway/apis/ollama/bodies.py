@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
+from pipeline.client.protocol.conversation import MAX_ID_CHARS, Tools
 from pipeline.client.protocol.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Penalty, ShortText
-from pipeline.stages.gateway.parsing.conversation import Tools
-from pipeline.stages.gateway.parsing.message_params import MAX_ID_CHARS
 
 ROLES = ("system", "user", "assistant", "tool")
 OBJECT = {"type": "object"}

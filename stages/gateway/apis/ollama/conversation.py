@@ -8,10 +8,10 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
+from pipeline.client.protocol.conversation import FunctionCall, MessageParam, ToolCallParam
 from pipeline.stages.gateway.apis.anthropic.tools import object_text
 from pipeline.stages.gateway.apis.ollama import bodies as b
 from pipeline.stages.gateway.errors import invalid, unsupported
-from pipeline.stages.gateway.parsing.message_params import FunctionCall, MessageParam, ToolCallParam
 
 
 def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pipeline.client.protocol.conversation import MessageParam
 from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.parsing import EmbeddingsBody, embeddings_request_of
@@ -31,7 +32,6 @@ from pipeline.stages.gateway.parsing.build import (
 )
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
-from pipeline.stages.gateway.parsing.message_params import MessageParam
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 
 TAG = ":latest"

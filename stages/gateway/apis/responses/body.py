@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
+from pipeline.client.protocol.conversation import Kwargs, ReasoningEffort
 from pipeline.client.protocol.generation import OBJECT, GenerationFields, JsonSchemaFormat
+from pipeline.client.protocol.request import CacheSalt, MaxTokens, Priority, Timeout
 from pipeline.stages.gateway.apis.responses.items import InputItem
-from pipeline.stages.gateway.parsing.bodies import NEUTRAL, MaxTokens
-from pipeline.stages.gateway.parsing.conversation import Kwargs, ReasoningEffort
+from pipeline.stages.gateway.parsing.bodies import NEUTRAL
 
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
@@ -144,12 +144,12 @@ class ResponsesBody(GenerationFields, kw_only=True):
     chat_template_kwargs: Kwargs = Raw()
     request_id: str | None = None
     """Accepted by /abort_requests; the header X-Request-Id takes precedence."""
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    """vLLM's: lower goes first"""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Priority | None = None
     """vLLM's"""
-    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    """Pipeline's: from its arrival to its end"""
+    cache_salt: CacheSalt | None = None
+    """vLLM's"""
+    timeout_s: Timeout | None = None
+    """Pipeline's"""
 
 
 OWN_FIELDS = frozenset(ResponsesBody.__struct_fields__)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pipeline.client.protocol.conversation import MAX_ID_CHARS
 from pipeline.stages.gateway.errors import invalid, shown, unsupported
-from pipeline.stages.gateway.parsing.message_params import MAX_ID_CHARS
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 
 ROLES = ("user", "assistant", "system", "developer")

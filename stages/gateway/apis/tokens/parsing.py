@@ -5,13 +5,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol import MAX_SALT_CHARS, MAX_TIMEOUT_S
 from pipeline.client.protocol.generation import GenerationFields
+from pipeline.client.protocol.request import CacheSalt, MaxTokens, NumLogprobs, Priority, Timeout
 from pipeline.client.protocol.sampling import Id
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.tokens.reply import TOKENS
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
-from pipeline.stages.gateway.parsing.bodies import Body, MaxTokens, StreamOptions, is_neutral, with_unsupported
+from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions, is_neutral, with_unsupported
 from pipeline.stages.gateway.parsing.build import default_completion_tokens, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -23,9 +23,7 @@ class GenerateSamplingParams(GenerationFields, kw_only=True, omit_defaults=True)
     """Sampling parameters."""
 
     max_tokens: Annotated[MaxTokens, Meta(description="By default 16.")] | None = None
-    logprobs: (
-        Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")] | None
-    ) = None
+    logprobs: NumLogprobs | None = None
     detokenize: Annotated[bool, Meta(description="No effect: the reply has no text.")] | None = None
 
 
@@ -40,11 +38,9 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31, description="Lower goes first.")] | None = None
-    timeout_s: (
-        Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Maximum time from the arrival to the end.")] | None
-    ) = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    timeout_s: Timeout | None = None
     """Ours"""
 
 

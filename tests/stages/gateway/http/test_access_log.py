@@ -21,6 +21,7 @@ from tests.stages.gateway.http.test_guard import free_port
 from tests.stages.gateway.http.test_key_limits import ALICE, KeyedGate, keys_of, table
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.gateway.test_metrics import counts_of
+from tests.zmq_requests import generate
 
 PATIENCE_S = 30.0
 
@@ -123,15 +124,15 @@ def test_requests_over_zeromq_have_lines(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     with logged(tmp_path, zmq=address) as (one, path):
         with RawPeer(address, hello=False) as peer:
-            peer.send(p.Hello(1, 1, "a test", ALICE))
+            peer.send(p.Hello(2, 2, "a test", ALICE))
             peer.receive(p.Welcome)
-            peer.send(p.Generate(1, "other", p.TextPrompt("Hi"), p.Params(), 100))
+            peer.send(generate(1, "Hi", credits=100, model="other"))
             peer.receive(p.Failed)
-            peer.send(p.Generate(2, "", p.TextPrompt("Hi"), p.Params(), 100))
+            peer.send(generate(2, "Hi", credits=100))
             one.gate.serve()
             while not isinstance(peer.receive(), p.Finished):
                 pass
-            peer.send(p.Generate(3, "", p.TextPrompt("Hi"), p.Params(), 100, name="mine"))
+            peer.send(generate(3, "Hi", name="mine", credits=100))
             one.gate.begin()
         found = lines_of(path, 3)
         assert [(one["method"], one["client"], one["key"], one["status"]) for one in found] == [

@@ -21,6 +21,7 @@ from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
+from tests.zmq_requests import generate
 
 KEY = "sk-a-key-of-this-server"
 SECOND = "another-key-0123456789"
@@ -211,7 +212,7 @@ def test_recordings_contain_no_key(tmp_path: Path) -> None:
         gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
         assert reply.result().status_code == 200
         with RawPeer(gate, hello=False) as peer:
-            peer.send(p.Hello(1, 1, "a test", KEY))
+            peer.send(p.Hello(2, 2, "a test", KEY))
             peer.receive(p.Welcome)
     data = recording.read_bytes()
     assert len(data) > 500 and KEY.encode() not in data and SECOND.encode() not in data
@@ -267,16 +268,16 @@ def test_zmq_over_tcp_requires_a_key(tmp_path: Path) -> None:
     with locked(tmp_path, zmq=address) as gate:
         for shown, words in ((None, "API key required"), ("", "required"), (f"{KEY}x", "Invalid API key")):
             with RawPeer(address, hello=False) as peer:
-                peer.send(p.Hello(1, 1, "a test", shown))
+                peer.send(p.Hello(2, 2, "a test", shown))
                 failure = peer.receive(p.Error).failure
                 assert (failure.status, failure.code) == (401, "invalid_api_key")
                 assert words in failure.message and KEY not in failure.message
                 assert peer.is_disconnected()
         with RawPeer(address, hello=False) as peer:  # an old client that does not know keys
-            peer.send(msgspec.msgpack.encode(["hello", 1, 1]))
+            peer.send(msgspec.msgpack.encode(["hello", 2, 2]))
             assert peer.receive(p.Error).failure.status == 401
         with RawPeer(address, hello=False) as peer:
-            peer.send(p.Hello(1, 1, "a test", SECOND))
+            peer.send(p.Hello(2, 2, "a test", SECOND))
             peer.receive(p.Welcome)
             peer.generate()
             gate.delta(gate.begin(), "Hi", finish=m.Finish.LENGTH)
@@ -290,7 +291,7 @@ def test_zmq_over_ipc_requires_no_key(gate: Gate) -> None:
 
 
 def test_a_long_message_before_hello_is_not_decoded(gate: Gate) -> None:
-    long = p.Generate(1, "", p.TextPrompt("x" * 100_000), p.Params(), 1)
+    long = generate(1, "x" * 100_000, credits=1)
     with RawPeer(gate, hello=False) as peer:
         peer.send(long)
         assert peer.receive(p.Error).failure.code == "no_hello"

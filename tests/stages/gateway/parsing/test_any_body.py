@@ -26,11 +26,11 @@ from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_comple
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from tests.slices import part_of
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, refused
+from tests.zmq_requests import chat, generate, parsed
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(
@@ -148,10 +148,10 @@ class TestTooManyItems:
         messages = [{"role": "user", "content": ""}]
         for num, is_refused in ((512, False), (513, True), (100_000, True)):
             body = json.dumps({"model": "tiny", "messages": messages * num}).encode()
-            generate = p.Generate(1, "", p.ChatPrompt([p.ChatMessage("user", "")] * num), p.Params(), 1)
+            message = generate(1, chat([p.MessageParam("user", "")] * num))
             parsers: list[tuple[Callable[[Any, RequestLimits], ParsedRequest], Any]] = [
                 (parse_chat, body),
-                (parse_generate, generate),
+                (parsed, message),
             ]
             for parse, what in parsers:
                 if not is_refused:
@@ -164,9 +164,8 @@ class TestTooManyItems:
                 assert f"the chat has {num} messages" in raised.value.message
 
     def test_too_many_ids_over_zeromq_are_rejected(self) -> None:
-        generate = p.Generate(1, "", p.TokensPrompt(bytes(4 * 513)), p.Params(), 1)
         with pytest.raises(ApiError, match="the prompt has 513") as raised:
-            parse_generate(generate, self.LIMITS)
+            parsed(generate(1, bytes(4 * 513)), self.LIMITS)
         assert raised.value.param == "prompt"
 
     def test_too_many_messages_to_tokenize_are_rejected_by_name(self) -> None:

@@ -4,19 +4,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.client import protocol as p
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
+from tests.zmq_requests import generate, parsed
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 3}
 
 
 def test_its_fields_reach_the_options() -> None:
-    for parsed in (chat(**BEAMS), completion(**BEAMS)):
-        options = parsed.options
+    for one in (chat(**BEAMS), completion(**BEAMS)):
+        options = one.options
         assert (options.use_beam_search, options.n) == (True, 3)
         assert (options.length_penalty, options.early_stopping) == (1.0, False)
     options = chat(**BEAMS, length_penalty=0.5, early_stopping="never").options
@@ -76,12 +75,10 @@ def test_best_of_must_be_the_width() -> None:
 
 
 def test_over_zeromq() -> None:
-    params = p.Params(n=2, use_beam_search=True, length_penalty=2.0, early_stopping="never")
-    options = parse_generate(p.Generate(1, "", p.TextPrompt("x"), params, 1), LIMITS).options
+    params = {"n": 2, "use_beam_search": True, "length_penalty": 2.0, "early_stopping": "never"}
+    options = parsed(generate(1, "x", params, 1), LIMITS).options
     assert (options.use_beam_search, options.length_penalty, options.early_stopping) == (True, 2.0, "never")
     with pytest.raises(ApiError, match="early_stopping"):
-        parse_generate(
-            p.Generate(1, "", p.TextPrompt("x"), p.Params(use_beam_search=True, early_stopping="x"), 1), LIMITS
-        )
+        parsed(generate(1, "x", {"use_beam_search": True, "early_stopping": "x"}), LIMITS)
     with pytest.raises(ApiError, match="received"):
-        parse_generate(p.Generate(1, "", p.TextPrompt("x"), params, 1, [b"\0\0\0\0", b""]), LIMITS)
+        parsed(generate(1, "x", params, 1, [b"\0\0\0\0", b""]), LIMITS)

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from pipeline.client.protocol import parts as p
+from pipeline.client import protocol as p
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.ollama.parsing import parse_chat as parse_ollama_chat
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.parsing.zmq_fields import chat_of
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.parsing.test_conversation import FIND, HERMES, NOW, USER, parsed, prompt, refused
+from tests.zmq_requests import chat, generate
+from tests.zmq_requests import parsed as over_zmq
 
 INPUT = '*** Begin Patch\n+ "é"\n*** End Patch'
 PATCH = {
@@ -75,10 +76,12 @@ def test_an_escaped_type_is_the_same_type() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 def test_over_zeromq_they_are_functions_too(choice: str) -> None:
-    messages = [p.ChatMessage("user", "Patch it")]
+    messages = [p.MessageParam("user", "Patch it")]
     tools = json.dumps([FIND, PATCH])
-    found = chat_of(p.ChatPrompt(messages, tools=tools, tool_choice=choice, tool_name="apply_patch"), LIMITS.caps)
-    expected = prompt(tools=[FIND, PATCH], tool_choice=CUSTOM if choice == "named" else choice)
+    given: Any = CUSTOM if choice == "named" else choice
+    (found,) = over_zmq(generate(1, chat(messages, tools=tools, tool_choice=given)), LIMITS).prompts
+    expected = prompt(tools=[FIND, PATCH], tool_choice=given)
+    assert isinstance(found, m.ChatPrompt)
     assert (found.tools, found.tool_choice) == (expected.tools, expected.tool_choice)
     assert found.tool_name == expected.tool_name
 

@@ -20,8 +20,9 @@ from pipeline.stages.gateway.apis.responses import parsing as responses_api
 from pipeline.stages.gateway.apis.responses.parsing import StoredSize
 from pipeline.stages.gateway.apis.tokens import parsing as tokens_only
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.zmq.parsing import ReceivedMessage, parse_generate
+from tests.zmq_requests import generate
 
 LIMITS = RequestLimits("tiny", 8, max_prompt_tokens=512, vocab_size=1000, hidden_size=8, has_priorities=True)
 EXTREME = [
@@ -119,24 +120,22 @@ WIRE = [
 
 
 def test_a_field_of_the_protocol_is_refused_or_bounded() -> None:
-    message = p.Generate(1, "", p.TextPrompt("x"), p.Params(), 1)
-    decoder = msgspec.msgpack.Decoder(p.ClientMessage)
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
-    place = next(i for i, field in enumerate(p.Generate.__struct_fields__, 1) if field == "params")
+    decoder = msgspec.msgpack.Decoder(ReceivedMessage)
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(generate(1, "x", credits=1)))
+    place = next(i for i, field in enumerate(p.Generate.__struct_fields__, 1) if field == "request")
     num_parsed = 0
     for value in WIRE:
         changed = [[*wire[:i], value, *wire[i + 1 :]] for i in range(1, len(wire))]
-        params = wire[place]
         changed += [
-            [*wire[:place], [*params[:i], value, *params[i + 1 :]], *wire[place + 1 :]] for i in range(len(params))
+            [*wire[:place], {**wire[place], name: value}, *wire[place + 1 :]] for name in p.Request.__struct_fields__
         ]
         for one in changed:
             try:
-                generate = decoder.decode(msgspec.msgpack.encode(one))
+                message = decoder.decode(msgspec.msgpack.encode(one))
             except (msgspec.ValidationError, OverflowError):
                 continue  # the listener answers it
             try:
-                parsed = parse_generate(generate, LIMITS)
+                parsed = parse_generate(message, LIMITS)
             except ApiError as error:
                 assert error.status < 500, (one, error.message)
             else:

@@ -11,10 +11,10 @@ from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.parsing.bodies import NEUTRAL, Body, ChatBody, CompletionBody
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
+from tests.zmq_requests import generate, parsed
 
 
 class TestDefaults:
@@ -153,7 +153,7 @@ class TestPrompts:
         assert completion(prompt=[[1], [2, 3]]).prompts == [ids(1), ids(2, 3)]
 
 
-def test_a_prediction_over_zeromq_is_a_text() -> None:
-    generate = p.Generate(1, "", p.TextPrompt("x"), p.Params(prediction="the same"), 1)
-    assert parse_generate(generate, LIMITS).options.prediction == "the same"
-    assert parse_generate(p.Generate(1, "", p.TextPrompt("x"), p.Params(), 1), LIMITS).options.prediction == ""
+def test_a_prediction_over_zeromq() -> None:
+    prediction = p.Prediction("content", [p.PredictionPart("text", "the "), p.PredictionPart("text", "same")])
+    assert parsed(generate(1, "x", prediction=prediction), LIMITS).options.prediction == "the same"
+    assert parsed(generate(1, "x"), LIMITS).options.prediction == ""

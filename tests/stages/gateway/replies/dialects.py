@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from pipeline.client import protocol as p
@@ -21,7 +20,6 @@ from pipeline.stages.gateway.apis.responses import handlers
 from pipeline.stages.gateway.apis.responses.parsing import parse_response
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem
 from pipeline.stages.gateway.apis.responses.store import ResponseStore, StoredResponse
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.zmq.stream import ZmqStream
@@ -29,6 +27,8 @@ from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.apis.responses.test_parsing import Stored
 from tests.stages.gateway.gate import MODEL, events_of
 from tests.stages.gateway.replies import test_messages
+from tests.zmq_requests import generate
+from tests.zmq_requests import parsed as over_zmq
 
 Messages = list[dict[str, Any]]
 SCHEMA = {
@@ -178,15 +178,14 @@ PREVIOUS = _Previous()
 
 # --------------------------------------------------------------------------------------------------------------- ZeroMQ
 
-INFO = ServerInfo(MODEL, 10**4, 64, 10**4, 1, 100, "pipeline", 10**7)
+INFO = ServerInfo(MODEL, 10**4, 64, 10**4, 2, 100, "pipeline", 10**7)
 
 
 def _parse_zmq(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """As `LLM.chat` sends it."""
     given = json.loads(body)
     prompt = chat_of(given["messages"], "messages", chat_options_of(True, False, given["tools"], None), INFO).prompt
-    sent = msgspec.msgpack.encode(p.Generate(1, "", prompt, p.Params(), 9))
-    return parse_generate(msgspec.msgpack.decode(sent, type=p.Generate), limits)
+    return over_zmq(generate(1, prompt), limits)
 
 
 def _parse_chat_or_zmq(body: bytes, limits: RequestLimits) -> ParsedRequest:

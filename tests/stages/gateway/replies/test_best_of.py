@@ -13,13 +13,13 @@ from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.replies.best_of import best
 from pipeline.stages.gateway.request import SequenceOutput
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
 from tests.stages.gateway.parsing.bodies import LIMITS, completion, refused
 from tests.stages.gateway.peers import RawPeer
+from tests.zmq_requests import chat, generate, parsed
 
 SCORES = {0: [-1.0, -1.0], 1: [-0.25, -0.5, -3.0], 2: [-0.5], 3: [-0.75, -0.75, -0.75]}
 """Log probabilities of each sequence's ids. By the mean their order is 2, 3, 0, 1."""
@@ -91,13 +91,12 @@ class TestParse:
         assert refused(CHAT | {"best_of": 2}).param == "best_of"
 
     def test_zmq_supports_best_of_for_chats_but_not_for_resumed_requests(self) -> None:
-        chat = p.ChatPrompt([p.ChatMessage("user", "Hi")])
-        parsed = parse_generate(p.Generate(1, "", chat, p.Params(n=2, best_of=5), 1), LIMITS)
-        assert (parsed.n, parsed.num_sequences) == (2, 5)
+        two_of_five = parsed(generate(1, chat([p.MessageParam("user", "Hi")]), {"n": 2, "best_of": 5}), LIMITS)
+        assert (two_of_five.n, two_of_five.num_sequences) == (2, 5)
         with pytest.raises(ApiError) as error:
-            parse_generate(p.Generate(1, "", p.TextPrompt("a"), p.Params(n=2, best_of=5), 1, [b"", b""]), LIMITS)
+            parsed(generate(1, "a", {"n": 2, "best_of": 5}, 1, [b"", b""]), LIMITS)
         assert (error.value.status, error.value.param) == (400, "received")
-        same = parse_generate(p.Generate(1, "", p.TextPrompt("a"), p.Params(n=2, best_of=2), 1, [b"", b""]), LIMITS)
+        same = parsed(generate(1, "a", {"n": 2, "best_of": 2}, 1, [b"", b""]), LIMITS)
         assert same.num_sequences == 2
 
 

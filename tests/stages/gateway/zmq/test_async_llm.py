@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pipeline import AsyncLLM, RequestOutput, SamplingParams
-from pipeline.client import protocol as p
 from pipeline.client.inputs.prompts import CheckedPrompt
 from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.errors import UserError
@@ -60,7 +59,7 @@ async def test_an_invalid_request_id_is_reported_before_sending(llm: AsyncLLM, n
 
 async def test_the_complete_output_includes_text_without_ids(gate: Gate, llm: AsyncLLM) -> None:
     news: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-    ready = CheckedPrompt(p.TextPrompt("Hi"), "Hi")
+    ready = CheckedPrompt({"prompt": "Hi"}, "Hi")
     complete = llm.complete(ready, SamplingParams(), lambda *numbers: news.put_nowait(numbers), RequestOptions())
     whole = asyncio.create_task(complete)
     submit = await do(gate.begin)

@@ -20,6 +20,7 @@ from pipeline.stages.gateway.zmq import stream as zmq_stream
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, is_served
+from tests.zmq_requests import generate
 
 
 def open_bytes(gate: Gate) -> int:
@@ -190,7 +191,7 @@ class TestSlowClients:
         else:
             monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 20)
         with Gate(tmp_path) as gate, RawPeer(gate, receive_bound=1) as peer:
-            bad = p.Generate(1, "x" * 150, p.TextPrompt("Hi"), p.Params(), 1)
+            bad = generate(1, "Hi", credits=1, model="x" * 150)
             data, end = msgspec.msgpack.encode(bad), time.monotonic() + PATIENCE_S
             num_sent = num_answers = 0
             while num_sent < 6_000 and peer.socket.poll(500, zmq.POLLOUT):  # otherwise the server has stopped reading

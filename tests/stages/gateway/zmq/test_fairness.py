@@ -16,9 +16,10 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import GREETING, READY, RawPeer, free_port, until
+from tests.zmq_requests import generate
 
 MIB = 1024**2
-LARGE = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
+LARGE = zmtp.message(msgspec.msgpack.encode(generate(1, "Hi", credits=1, model="x" * MIB)))
 """Answered with "model_not_found"."""
 
 
@@ -38,7 +39,7 @@ def connect(address: str, key: str | None = KEY) -> socket.socket:
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
     connection.sendall(GREETING + READY)
     if key is not None:
-        connection.sendall(zmtp.message(msgspec.msgpack.encode(p.Hello(1, 1, "a test", key))))
+        connection.sendall(zmtp.message(msgspec.msgpack.encode(p.Hello(2, 2, "a test", key))))
         read_until(connection, b"welcome")
     else:
         read_until(connection, b"READY")
@@ -61,7 +62,7 @@ def is_answered(connection: socket.socket) -> bool:
 
 def peer(address: str, key: str = SECOND) -> RawPeer:
     one = RawPeer(address, hello=False)
-    one.send(p.Hello(1, 1, "a test", key))
+    one.send(p.Hello(2, 2, "a test", key))
     one.welcome = one.receive(p.Welcome)
     return one
 
@@ -187,7 +188,7 @@ class TestPlaces:
                 submits.append(gate.begin())
                 one.receive(p.Accepted)
             with RawPeer(address, hello=False) as refused:
-                refused.send(p.Hello(1, 1, "a test"))
+                refused.send(p.Hello(2, 2, "a test"))
                 assert refused.is_disconnected()
             for one, submit in zip(busy, submits, strict=True):
                 gate.finish(submit, " there")

@@ -22,6 +22,7 @@ from tests.stages.gateway.peers import (
     all_of,
     do,
 )
+from tests.zmq_requests import call, chat, generate, named
 
 
 @pytest.mark.parametrize(
@@ -218,91 +219,115 @@ def test_numbers_that_are_not_finite_are_rejected_by_name(gate: Gate, value: flo
 
 
 @pytest.mark.parametrize(
-    ("kind", "source", "param"),
+    ("given", "param"),
     [
-        ("json", "", "structured_outputs.json"),
-        ("json", "[]", "structured_outputs.json"),
-        ("json", '{"x":"' + "x" * 2**17 + '"}', "structured_outputs.json"),
-        ("regex", "", "structured_outputs.regex"),
-        ("choice", "[]", "structured_outputs.choice"),
-        ("choice", '["a', "structured_outputs.choice"),
-        ("choice", "[1]", "structured_outputs.choice"),
-        ("choice", "[" * 10**5, "structured_outputs.choice"),
-        ("grammar", "", "structured_outputs.grammar"),
-        ("structural_tag", "5", "structured_outputs.structural_tag"),
-        ("json_schema", "{}", "structured_outputs.kind"),
-        ("", "", "structured_outputs.kind"),
+        ({"json": ""}, "structured_outputs.json"),
+        ({"json": "[]"}, "structured_outputs.json"),
+        ({"json": "5"}, "structured_outputs.json"),
+        ({"json": '{"x":'}, "structured_outputs.json"),
+        ({"json": '{"x":' * 10**5}, "structured_outputs.json"),
+        ({"json": {}}, "structured_outputs.json"),
+        ({"json": '{"x":"' + "x" * 2**17 + '"}'}, "structured_outputs.json"),
+        ({"regex": ""}, "structured_outputs.regex"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": "a"}, "structured_outputs.choice"),
+        ({"choice": [1]}, "structured_outputs.choice[0]"),
+        ({"grammar": ""}, "structured_outputs.grammar"),
+        ({"structural_tag": "5"}, "structured_outputs.structural_tag"),
+        ({"json_schema": "{}"}, "structured_outputs"),
+        ({"regex": "a", "grammar": "b"}, "structured_outputs"),
+        ("{}", "structured_outputs"),
     ],
 )
-def test_invalid_structured_outputs_are_named(gate: Gate, kind: str, source: str, param: str) -> None:
+def test_invalid_structured_outputs_are_named(gate: Gate, given: Any, param: str) -> None:
     with RawPeer(gate) as peer:
-        peer.generate(1, structured_outputs=p.StructuredOutputs(kind, source))
+        peer.generate(1, structured_outputs=given)
         failure = peer.receive(p.Failed).failure
         assert (failure.status, failure.param) == (400, param)
         assert len(failure.message) < 300
         assert peer.is_still_served()
+
+
+def test_a_schema_may_have_the_places_of_http(gate: Gate) -> None:
+    """`response_format` and the older names, too."""
+    schema = ' {"type":"object"}\n'
+    for given in (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"guided_json": schema},
+        {"structured_outputs": {"json": schema}},
+    ):
+        with RawPeer(gate) as peer:
+            peer.generate(1, **given)
+            grammar = gate.serve().options.grammar
+            assert grammar is not None and grammar.source == schema.strip()
 
 
 TOOL = '{"type":"function","function":{"name":"weather"}}'
 
 
-USER = p.ChatMessage("user", "Hi")
+USER = p.MessageParam("user", "Hi")
 
 
 @pytest.mark.parametrize(
-    ("chat", "param"),
+    ("prompt", "param"),
     [
-        (p.ChatPrompt([USER], True, True), "continue_final_message"),
-        (p.ChatPrompt([USER], tools="{}"), "tools"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL}"), "tools"),
-        (p.ChatPrompt([USER], tools=f'[{TOOL}],"x":[1]'), "tools"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL}]}}"), "tools"),
-        (p.ChatPrompt([USER], tools=""), "tools"),
-        (p.ChatPrompt([USER], tools="[" * 10**5), "tools"),
-        (p.ChatPrompt([USER], tools="[" * 10**5 + "]" * 10**5), "tools"),
-        (p.ChatPrompt([USER], tools='[{"type":"function"}]'), "tools[0].function"),
-        (p.ChatPrompt([USER], tools='[{"type":"code","function":{"name":"weather"}}]'), "tools[0].type"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL},{TOOL}]"), "tools[1].function.name"),
-        (p.ChatPrompt([USER], tools=f"[{','.join([TOOL] * 129)}]"), "tools"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="any"), "tool_choice"),
-        (p.ChatPrompt([USER], tool_choice="required"), "tool_choice"),
-        (p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice="named", tool_name="x"), "tool_choice"),
-        (p.ChatPrompt([USER], documents="{}"), "documents"),
-        (p.ChatPrompt([USER], documents="[1]"), "documents[0]"),
-        (p.ChatPrompt([USER], chat_template_kwargs="[]"), "chat_template_kwargs"),
-        (p.ChatPrompt([USER], chat_template_kwargs='{"a":' * 10**5), "chat_template_kwargs"),
-        (p.ChatPrompt([USER, p.ChatMessage("a cook", "x")]), "messages[1].role"),
-        (p.ChatPrompt([USER, p.ChatMessage("function", "x")]), "messages[1].role"),
-        (p.ChatPrompt([p.ChatMessage("user", None)]), "messages[0].content"),
-        (p.ChatPrompt([p.ChatMessage("tool", None, None, [], "c1")]), "messages[0].content"),
-        (p.ChatPrompt([p.ChatMessage("user", "x", None, [p.ToolCall("c1", "f", "{}")])]), "messages[0].tool_calls"),
-        (p.ChatPrompt([p.ChatMessage("tool", "x")]), "messages[0].tool_call_id"),
-        (p.ChatPrompt([USER] * 513), "messages"),
-        (p.ChatPrompt([p.ChatMessage("assistant", "x", None, [p.ToolCall("c", "f", "{}")] * 512)]), "messages"),
+        (chat([USER], add_generation_prompt=True, continue_final_message=True), "continue_final_message"),
+        (chat([USER], tools="{}"), "tools"),
+        (chat([USER], tools=f"[{TOOL}"), "tools"),
+        (chat([USER], tools=f'[{TOOL}],"x":[1]'), "tools"),
+        (chat([USER], tools=f"[{TOOL}]}}"), "tools"),
+        (chat([USER], tools=""), "tools"),
+        (chat([USER], tools="[" * 10**5), "tools"),
+        (chat([USER], tools="[" * 10**5 + "]" * 10**5), "tools"),
+        (chat([USER], tools='[{"type":"function"}]'), "tools[0].function"),
+        (chat([USER], tools='[{"type":"code","function":{"name":"weather"}}]'), "tools[0].type"),
+        (chat([USER], tools=f"[{TOOL},{TOOL}]"), "tools[1].function.name"),
+        (chat([USER], tools=f"[{','.join([TOOL] * 129)}]"), "tools"),
+        (chat([USER], tools=f"[{TOOL}]", tool_choice="any"), "tool_choice"),
+        (chat([USER], tool_choice="required"), "tool_choice"),
+        (chat([USER], tools=f"[{TOOL}]", tool_choice=named("x")), "tool_choice"),
+        (chat([USER], documents="{}"), "documents"),
+        (chat([USER], documents="[1]"), "documents[0]"),
+        (chat([USER], chat_template_kwargs="[]"), "chat_template_kwargs"),
+        (chat([USER], chat_template_kwargs='{"a":' * 10**5), "chat_template_kwargs"),
+        (chat([USER, p.MessageParam("a cook", "x")]), "messages[1].role"),
+        (chat([USER, p.MessageParam("function", "x")]), "messages[1].role"),
+        (chat([p.MessageParam("user", None)]), "messages[0].content"),
+        (chat([p.MessageParam("tool", None, None, [], "c1")]), "messages[0].content"),
+        (chat([p.MessageParam("user", "x", None, [call("c1", "f", "{}")])]), "messages[0].tool_calls"),
+        (chat([p.MessageParam("tool", "x")]), "messages[0].tool_call_id"),
+        (chat([USER] * 513), "messages"),
+        (chat([]), "messages"),
+        (chat([USER], prompt="Hi"), "messages"),
+        ({}, "prompt"),
+        ({"prompt": "Hi", "prompt_token_ids": bytes(4)}, "prompt"),
+        ({"prompt_token_ids": bytes(5)}, "prompt"),
+        ({"prompt_token_ids": "Hi"}, "prompt_token_ids"),
+        ({"prompt": "Hi", "tools": chat([], tools="[]")["tools"]}, "tools"),
+        ({"messages": [USER], "tools": [{}]}, "tools"),
+        (chat([p.MessageParam("assistant", "x", None, [call("c", "f", "{}")] * 512)]), "messages"),
     ],
 )
-def test_an_invalid_field_of_a_chat_is_named(gate: Gate, chat: p.ChatPrompt, param: str) -> None:
+def test_an_invalid_field_of_a_chat_is_named(gate: Gate, prompt: Any, param: str) -> None:
     with RawPeer(gate) as peer:
-        peer.send(p.Generate(1, "", chat, p.Params(), 1))
+        peer.send(generate(1, prompt))
         failure = peer.receive(p.Failed).failure
         assert (failure.status, failure.param) == (400, param)
         assert len(failure.message) < 300
         assert peer.is_still_served()
 
 
-@pytest.mark.parametrize(("choice", "name"), [("required", ""), ("named", "weather")])
-def test_a_required_call_has_the_same_grammar_as_over_http(gate: Gate, choice: str, name: str) -> None:
+@pytest.mark.parametrize("choice", ["required", named("weather")])
+def test_a_required_call_has_the_same_grammar_as_over_http(gate: Gate, choice: Any) -> None:
     with RawPeer(gate) as peer:
-        chat = p.ChatPrompt([USER], tools=f"[{TOOL}]", tool_choice=choice, tool_name=name)
-        peer.send(p.Generate(1, "", chat, p.Params(), 9))
+        prompt = chat([USER], tools=f"[{TOOL}]", tool_choice=choice)
+        peer.send(generate(1, prompt))
         submit = gate.serve()
-        over_http: Any = {"type": "function", "function": {"name": name}} if name else choice
-        response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": over_http})
+        response = gate.post(CHAT | {"tools": [json.loads(TOOL)], "tool_choice": choice})
         assert submit.options.grammar is not None
         assert submit.options.grammar == gate.serve().options.grammar
         response.result()
-        structured_outputs = p.StructuredOutputs("regex", "a+")
-        peer.send(p.Generate(2, "", chat, p.Params(structured_outputs=structured_outputs), 9))
+        peer.send(generate(2, prompt, {"structured_outputs": p.StructuredOutputsParam(regex="a+")}))
         while not isinstance(message := peer.receive(), p.Failed):
             pass
         assert message.failure.param == "structured_outputs.regex"
@@ -310,17 +335,17 @@ def test_a_required_call_has_the_same_grammar_as_over_http(gate: Gate, choice: s
 
 def test_a_truncated_prompt_may_exceed_the_models_maximum(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        ids = p.TokensPrompt(bytes(4 * 600))
-        peer.send(p.Generate(1, "", ids, p.Params(), 1))
+        ids = bytes(4 * 600)
+        peer.send(generate(1, ids, credits=1))
         assert peer.receive(p.Failed).failure.code == "context_length_exceeded"
-        peer.send(p.Generate(2, "", ids, p.Params(truncate_prompt_tokens=-1), 1))
+        peer.send(generate(2, ids, {"truncate_prompt_tokens": -1}, 1))
         assert gate.serve().prompt_options.truncate == -1
 
 
 def test_an_assistant_s_message_may_have_no_content(gate: Gate) -> None:
     """A reply of ours that was cut before its content is accepted as history."""
     with RawPeer(gate) as peer:
-        peer.send(p.Generate(1, "", p.ChatPrompt([USER, p.ChatMessage("assistant", None), USER]), p.Params(), 1))
+        peer.send(generate(1, chat([USER, p.MessageParam("assistant", None), USER]), credits=1))
         prompt = gate.serve().prompt
         assert isinstance(prompt, m.ChatPrompt)
         assert [one.content for one in prompt.messages][1] == ""

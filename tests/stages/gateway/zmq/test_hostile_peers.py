@@ -20,11 +20,12 @@ from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.peers import GREETING, HELLO, READY, RawPeer, is_open, is_served, named_dealer, until
+from tests.zmq_requests import chat, generate
 
 CLIENT_MESSAGES = [
-    p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10),
-    p.Generate(2, MODEL, p.TokensPrompt(bytes(8)), p.Params(n=2, seed=5, stop=["a"]), 0, [bytes(4), b""]),
-    p.Generate(3, "", p.ChatPrompt([p.ChatMessage("user", "Hi")]), p.Params(), 10),
+    generate(1, "Hi", credits=10),
+    generate(2, bytes(8), {"n": 2, "seed": 5, "stop": ["a"]}, 0, [bytes(4), b""], model=MODEL),
+    generate(3, chat([p.MessageParam("user", "Hi")]), credits=10),
     p.Abort(1),
     p.Credit(1, 5),
     p.Ping(9),
@@ -45,8 +46,8 @@ class TestHostilePeers:
             (msgspec.msgpack.encode(["hello", 1]), "malformed"),
             (b"\x94\xa5hello\x01\x01\xa2\xff\xfe", "malformed"),
             (msgspec.msgpack.encode(p.Ping(1)), "must be hello"),
-            (msgspec.msgpack.encode(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 1)), "must be hello"),
-            (msgspec.msgpack.encode(p.Hello(2, 9)), "speaks version 1"),
+            (msgspec.msgpack.encode(generate(1, "Hi", credits=1)), "must be hello"),
+            (msgspec.msgpack.encode(p.Hello(3, 9)), "speaks version 2"),
         ],
     )
     def test_an_invalid_first_message_gets_an_error_and_a_disconnect(self, gate: Gate, data: bytes, words: str) -> None:
@@ -64,12 +65,10 @@ class TestHostilePeers:
             ((b"garbage",), "malformed"),
             ((HELLO,), "hello was already sent"),
             ((b"", b"\x92\xa4ping\x01"), "use a DEALER"),
-            ((msgspec.msgpack.encode(["generate", 1, "", ["text", 5], [], 1]),), "generate.prompt"),
-            ((msgspec.msgpack.encode(["generate", -1, "", ["text", ""], [], 1]),), "generate.request_id"),
-            (
-                (msgspec.msgpack.encode(["generate", 1, "", ["text", ""], [1, "hot"], 1]),),
-                "generate.params.temperature",
-            ),
+            ((msgspec.msgpack.encode(["generate", 1, {"prompt": ""}, "1"]),), "generate.credits"),
+            ((msgspec.msgpack.encode(["generate", 1, {"prompt": ""}, -1]),), "generate.credits"),
+            ((msgspec.msgpack.encode(["generate", -1, {"prompt": ""}, 1]),), "generate.request_id"),
+            ((msgspec.msgpack.encode(["generate", 1, {"prompt": ""}])[:-1],), "malformed"),
             ((msgspec.msgpack.encode(["credit", 1, -5]),), "credit.num_deltas"),
         ],
     )

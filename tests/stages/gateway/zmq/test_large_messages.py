@@ -13,11 +13,12 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.parsing.parse_zmq import parse_generate
 from pipeline.stages.gateway.zmq import large_messages
+from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer
+from tests.zmq_requests import generate
 
 TEXT = "a" * (LARGE_BYTES + 1)
 
@@ -30,8 +31,8 @@ class Parser:
         self.num_begun = 0
         self._parse = parse_generate
 
-    def __call__(self, message: p.Generate, *args: Any) -> Any:
-        if isinstance(message.prompt, p.TextPrompt) and len(message.prompt.text) > LARGE_BYTES:
+    def __call__(self, message: ReceivedGenerate, *args: Any) -> Any:
+        if len(message.request) > LARGE_BYTES:
             self.num_begun += 1
             assert self.may_go_on.wait(PATIENCE_S)
         return self._parse(message, *args)
@@ -95,7 +96,7 @@ def test_one_is_parsed_at_a_time_and_those_of_clients_that_left_are_dropped(tmp_
 
 def test_what_can_t_be_read_ends_the_connection_and_what_is_wrong_fails_alone(tmp_path: Path) -> None:
     with Gate(tmp_path) as gate, RawPeer(gate) as wrong, RawPeer(gate) as broken:
-        wrong.send(p.Generate(3, TEXT, p.TextPrompt("Hi"), p.Params(), 1))
+        wrong.send(generate(3, "Hi", credits=1, model=TEXT))
         assert wrong.receive(p.Failed).failure.code == "model_not_found"
         wrong.send(p.Ping(1))
         assert wrong.receive(p.Pong)

@@ -15,6 +15,7 @@ from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
+from tests.zmq_requests import generate
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_repeated_ids_are_sent_once(gate: Gate) -> None:
 def test_a_resumed_request_has_records_of_new_ids_only(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         received = b"".join(i.to_bytes(4, "little") for i in range(2))
-        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(logprobs=1, prompt_logprobs=0, seed=5), 9, [received]))
+        peer.send(generate(1, "Hi", {"logprobs": 1, "prompt_logprobs": 0, "seed": 5}, 9, [received]))
         submit = gate.submit()
         assert submit.outputs == [received]
         gate.accept(submit, pieces=[b"a", b"b"])

@@ -20,6 +20,7 @@ from tests.slices import part_of
 from tests.stages.gateway.crowd import ProcessRig
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import HELLO, RawPeer, free_port
+from tests.zmq_requests import generate
 
 MIB = 1024**2
 MAX_MESSAGE_BYTES = 4 * MIB
@@ -128,7 +129,7 @@ def test_incomplete_messages_are_bounded_in_total(zmq_server: ZmqGateway, hello:
 def test_a_large_message_waits_for_memory_and_is_then_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "NUM_LARGE", 1)
     monkeypatch.setattr(frame_budget, "GRACE_S", PATIENCE_S)  # no message is slow
-    message = zmtp.message(msgspec.msgpack.encode(p.Generate(1, "x" * MIB, p.TextPrompt("Hi"), p.Params(), 1)))
+    message = zmtp.message(msgspec.msgpack.encode(generate(1, "Hi", credits=1, model="x" * MIB)))
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}", max_body_bytes=MIB + 1000):
         address = f"tcp://127.0.0.1:{port}"
@@ -181,14 +182,14 @@ def test_a_message_that_is_incomplete_for_too_long_ends_its_connection(
 @pytest.mark.parametrize("num_clients", [1, part_of(12, 6)])
 def test_sixteen_pipelined_messages_of_the_maximum_size_are_answered(zmq_server: ZmqGateway, num_clients: int) -> None:
     """The clients obey the protocol: they use libzmq, with only the kernel's buffers in between."""
-    empty = len(msgspec.msgpack.encode(p.Generate(1, "x" * 70_000, p.TextPrompt("Hi"), p.Params(), 1))) - 70_000
+    empty = len(msgspec.msgpack.encode(generate(1, "Hi", credits=1, model="x" * 70_000))) - 70_000
 
     def client() -> None:
         with RawPeer(zmq_server.address) as peer:
             peer.socket.setsockopt(zmq.SNDHWM, 0)
             size = peer.welcome.max_message_bytes - empty
             for number in range(16):
-                data = msgspec.msgpack.encode(p.Generate(number, "x" * size, p.TextPrompt("Hi"), p.Params(), 1))
+                data = msgspec.msgpack.encode(generate(number, "Hi", credits=1, model="x" * size))
                 assert len(data) == peer.welcome.max_message_bytes
                 peer.send(data)
             failed = [peer.receive(p.Failed) for _ in range(16)]

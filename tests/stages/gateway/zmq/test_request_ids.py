@@ -17,6 +17,7 @@ from tests.stages.gateway.admin.test_abort_requests import abort, counts, play_a
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
 from tests.stages.gateway.test_metrics import find
+from tests.zmq_requests import generate
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ async def test_timings_are_sent_at_the_end_if_requested(gate: Gate, client: Asyn
 
 def test_a_request_that_the_client_aborts_has_no_timings(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 100, timings=True))
+        peer.send(generate(1, "Hi", timings=True, credits=100))
         submit = gate.begin()
         assert peer.receive(p.Accepted).id.startswith("cmpl-")
         peer.send(p.Abort(1))
@@ -125,11 +126,9 @@ def test_a_request_that_the_client_aborts_has_no_timings(gate: Gate) -> None:
         gate.finish(submit, finish=m.Finish.ABORT)
 
 
-def test_messages_of_older_clients_are_accepted(gate: Gate) -> None:
-    """The published version 1, without name and timings."""
+def test_the_shortest_message_is_accepted(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        old = ["generate", 1, "", ["text", "Hi"], [], 10, []]
-        peer.send(old)
+        peer.send(["generate", 1, {"prompt": "Hi"}, 10])
         gate.serve()
         peer.receive(p.Accepted)
         peer.receive(p.Delta)

@@ -8,6 +8,7 @@ from pipeline.client.client import AsyncClient
 from pipeline.client.inputs.sampling_params import SamplingParams
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, all_of, do
+from tests.zmq_requests import generate
 
 
 class TestResuming:
@@ -42,7 +43,7 @@ class TestResuming:
     @pytest.mark.parametrize(("received", "n"), [([b"abcd"], 2), ([b"abcd", b""], 1), ([b"abc"], 1)])
     def test_invalid_received_ids_are_rejected(self, gate: Gate, received: list[bytes], n: int) -> None:
         with RawPeer(gate) as peer:
-            peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(n=n), 10, received))
+            peer.send(generate(1, "Hi", {"n": n}, 10, received))
             failure = peer.receive(p.Failed).failure
             assert failure.status == 400
             assert (failure.param or "").startswith("received")

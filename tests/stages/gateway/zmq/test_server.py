@@ -5,6 +5,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.client import protocol as p
@@ -13,6 +14,7 @@ from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
+from pipeline.version import VERSION
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.peers import (
@@ -24,6 +26,7 @@ from tests.stages.gateway.peers import (
     do,
     free_port,
 )
+from tests.zmq_requests import chat, generate, named
 
 
 async def test_a_stream_has_prompt_ids_seed_text_ids_and_one_finish(gate: Gate, client: AsyncClient) -> None:
@@ -45,7 +48,23 @@ async def test_a_stream_has_prompt_ids_seed_text_ids_and_one_finish(gate: Gate, 
 
 async def test_the_server_info_describes_the_model(gate: Gate, client: AsyncClient) -> None:
     info = client.info
-    assert (info.model, info.max_model_len, info.vocab_size, info.protocol_version) == (MODEL, 512, 1000, 1)
+    assert (info.model, info.max_model_len, info.vocab_size, info.protocol_version) == (MODEL, 512, 1000, 2)
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (b"\x95\xa5hello\x01\x01\xa3old\xc0", "the client version 1: update the client, or use the HTTP API"),
+        (b"\x95\xa5hello\x03\x04\xa3new\xc0", "the client versions 3 to 4: update the server, or use the HTTP API"),
+    ],
+)
+def test_a_client_of_another_version_is_told_the_server_s_and_what_to_do(gate: Gate, hello: bytes, words: str) -> None:
+    with RawPeer(gate, hello=False) as peer:
+        peer.send(hello)
+        kind, failure = msgspec.msgpack.decode(peer.socket.recv())
+        assert (kind, failure[0], failure[3]) == ("error", 400, "unsupported_version")
+        assert failure[1] == f"this server (Pipeline {VERSION}) speaks version 2 of the ZeroMQ protocol, and {words}"
+        assert peer.is_disconnected()
 
 
 async def test_chats_and_token_ids_are_accepted_as_prompts(gate: Gate, client: AsyncClient) -> None:
@@ -79,18 +98,17 @@ async def test_a_chat_with_tools_reaches_the_stages(gate: Gate, client: AsyncCli
     )
     await all_of(stream)
     tools = '[{"type":"function","function":{"name":"weather","parameters":{"type":"object"}}}]'
-    chat = p.ChatPrompt(
-        [p.ChatMessage("user", "Hi"), p.ChatMessage("assistant", "It")],
-        False,
-        True,
-        tools,
-        "named",
-        "weather",
-        False,
-        '[{"text":"x"}]',
-        '{"enable_thinking":false}',
+    given = chat(
+        [p.MessageParam("user", "Hi"), p.MessageParam("assistant", "It")],
+        add_generation_prompt=False,
+        continue_final_message=True,
+        tools=tools,
+        tool_choice=named("weather"),
+        parallel_tool_calls=False,
+        documents='[{"text":"x"}]',
+        chat_template_kwargs='{"enable_thinking":false}',
     )
-    stream = client.generate(chat)
+    stream = client.generate(given)
     submit = await do(gate.serve)
     assert submit.prompt == m.ChatPrompt(
         [m.ChatMessage("user", "Hi"), m.ChatMessage("assistant", "It")],
@@ -108,7 +126,7 @@ async def test_a_chat_with_tools_reaches_the_stages(gate: Gate, client: AsyncCli
 
 def test_an_unknown_model_is_404(gate: Gate) -> None:
     with RawPeer(gate) as peer:
-        peer.send(p.Generate(2**64 - 1, "gpt-5", p.TextPrompt("Hi"), p.Params(), 1))
+        peer.send(generate(2**64 - 1, "Hi", credits=1, model="gpt-5"))
         failed = peer.receive(p.Failed)
         assert (failed.request_id, failed.failure.status, failed.failure.code) == (2**64 - 1, 404, "model_not_found")
 
@@ -216,7 +234,7 @@ class TestDisconnectedClients:
             address = gate.rig.settings.gateway.zmq
             with TcpPeer(address) as peer:
                 peer.send(HELLO)
-                peer.send(p.Generate(1, "", p.TextPrompt("Hi"), p.Params(), 10))
+                peer.send(generate(1, "Hi", credits=10))
                 submit = gate.begin()
                 peer.reset()
                 assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
