@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,11 @@ class Rig:
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             self._error = error
 
+    def suspect(self, *request_ids: int) -> None:
+        """A process of the stage before this one has crashed with these requests in work. Call it before they come,
+        and if the rig records, before it is entered."""
+        self.launch.crash_counts.update(dict.fromkeys(request_ids, 1))
+
     def __enter__(self) -> "Rig":
         self._thread.start()
         return self
@@ -181,7 +186,7 @@ class Rig:
         self.send(m.Start(facts))
         return ready
 
-    def restart(self, name: str, suspect: int | None = None, suspects: Iterable[int] = ()) -> None:
+    def restart(self, name: str, crash_counts: dict[int, int] | None = None) -> None:
         """Replace a neighbour's process, such as `schedule.0`: tell the stage, and wait until it has answered. What was
         sent to the dead process is lost."""
         epoch = next(_numbers)
@@ -194,7 +199,7 @@ class Rig:
             self._queues[key].clear()
         bound = topology.bound_of(self.settings)
         peer = m.PeerInbox(name, address, bound)
-        self.send(m.PeerRestarted(epoch, peer, incarnation, [], suspect=suspect, suspects=list(suspects)))
+        self.send(m.PeerRestarted(epoch, peer, incarnation, [], crash_counts=crash_counts or {}))
         reconnected = self.receive("supervisor", m.Reconnected)
         assert reconnected == m.Reconnected(epoch)
 

@@ -51,7 +51,7 @@ class Bench:
         """The ids after each prompt, computed together, and the seconds from the first id to the last."""
         runner, scheduler = self._runner, self._scheduler
         runner.drop_all()
-        scheduler.executor_lost(ExecutorLoss(2, keeps_swap=False, has_crashed=False))  # it has no rows to drop
+        scheduler.executor_lost(ExecutorLoss(2, keeps_swap=False))  # it has no rows to drop
         texts: dict[int, list[int]] = {}
         for place, prompt in enumerate(prompts):
             options = m.GenerationOptions(max_tokens=num_tokens, temperature=temperature, seed=place)

@@ -36,7 +36,7 @@ from pipeline.runtime.messages import ExecuteFacts
 from pipeline.version import VERSION
 
 MAGIC = b"PLRECORD"
-FORMAT = 3
+FORMAT = 4
 """Raised when a message changes otherwise than by a new last field: recordings of another format are refused."""
 MAX_FRAME_BYTES = 2**30
 """Upper limit of an entry's size. A larger length means that the file is damaged."""
@@ -89,6 +89,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     """Of the peers' processes when it started."""
     excluded: ExcludedTokens = ExcludedTokens()
     """The tokens that the folder of `generation` excludes."""
+    crash_counts: dict[int, int] = {}
+    """Those that it was started with."""
 
     @property
     def name(self) -> str:

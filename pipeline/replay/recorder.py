@@ -287,6 +287,7 @@ def header_of(launch: m.Launch, order: m.Record, *, from_start: bool) -> f.Heade
         launch_facts=launch.facts,
         incarnations=launch.incarnations,
         excluded=excluded,
+        crash_counts=launch.crash_counts,
     )
 
 

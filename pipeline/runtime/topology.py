@@ -85,11 +85,6 @@ KV_INDEX_BYTES = 16 * 1024**2
 """For about a million blocks; memory that is not used is not allocated. Later blocks have no entry."""
 OFFLOAD_INDEX = "offload-index"
 """The segment for the keys of the blocks in swap space. The supervisor creates it; only schedule uses it."""
-STRIKES = "strikes"
-"""The segment for the numbers of the executor's deaths while it computed each suspect. The supervisor creates it; only
-schedule uses it."""
-STRIKES_BYTES = 64 * 1024
-"""For 4,096 requests; memory that is not used is not allocated."""
 SWAP_BYTES_PER_INDEX_BYTE = 32
 """A KV block of a real model has far more bytes of swap space than the index has for it; memory that is not used is not
 allocated."""
@@ -231,9 +226,7 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
         return {SWAP: swap_bytes * settings.execute.num_ranks}
     if name == "schedule":
         index_bytes = -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)
-        return {KV_INDEX: KV_INDEX_BYTES, STRIKES: STRIKES_BYTES} | (
-            {OFFLOAD_INDEX: index_bytes} if index_bytes else {}
-        )
+        return {KV_INDEX: KV_INDEX_BYTES} | ({OFFLOAD_INDEX: index_bytes} if index_bytes else {})
     return {}
 
 

@@ -7,9 +7,10 @@ written.
 """
 
 import os
+from collections.abc import Mapping
 
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box
+from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
 
 
@@ -52,15 +53,21 @@ class BlackBoxes:
             os.pwrite(box.memory_fd, memory[: black_box.NUM_BYTES], 0)
 
     def at_work(self, name: str, incarnation: int) -> list[int]:
-        """The ids of the requests that the threads of a process are working on, or were when it died."""
+        """The ids of the requests that the threads of a process were working on when it died."""
         box = self._boxes.get((name, incarnation))
         found = [] if box is None else black_box.breadcrumbs_of(box)
         return list(dict.fromkeys(one.request_id for one in found))
 
-    def suspects_of(self, name: str, incarnation: int) -> list[int]:
-        """The ids of the requests that a process is working on together, or was when it died."""
-        box = self._boxes.get((name, incarnation))
-        return [] if box is None else black_box.suspects_of(box)
+    def suspects(self, name: str, incarnations: Mapping[str, int]) -> list[int]:
+        """The ids of the requests of which each may be the reason why this process has crashed: those that its threads
+        were working on, or else all that schedule has listed, if it or a rank of the executor has crashed.
+        `incarnations` are those of the processes, by name."""
+        if at_work := self.at_work(name, incarnations[name]):
+            return at_work
+        box = self._boxes.get((topology.SCHEDULE, incarnations[topology.SCHEDULE]))
+        if box is None or topology.stage_of(name) not in ("schedule", "execute"):
+            return []
+        return black_box.suspects_of(box)
 
     def keep_only(self, name: str, incarnation: int) -> None:
         """Free the black boxes of all other processes of this name."""

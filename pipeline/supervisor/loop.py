@@ -268,6 +268,8 @@ class SupervisorLoop:
                 self._scaling.answered(sender, epoch)
             case m.Compiling(is_running):
                 self.table.children[sender].is_compiling = is_running
+            case m.Cleared(request_ids):
+                self._resources.crash_counts.cleared(request_ids)
             case m.StageFailed(reason):
                 self.state.reasons[sender] = reason
             case m.Prepared():

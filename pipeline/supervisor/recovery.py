@@ -38,9 +38,8 @@ class RestartBudget:
     """How often each stage may be restarted.
 
     A death does not count if a request may be the reason, however many such requests there are. This shows in the
-    suspects: one of them was in few deaths before. It will fail soon, or it is cleared (stages/gateway/recovery.py,
-    stages/schedule/quarantine.py). If all suspects were in many deaths, they have been cleared again and again, so the
-    reason is another one.
+    suspects: one of them was in few deaths before. It will fail soon, or it is cleared (crash_counts.py). If all
+    suspects were in many deaths, they have been cleared again and again, so the reason is another one.
 
     A gateway takes with it what is known of its requests, so any of its deaths may be due to one. They never end the
     server, but its successors start later and later.
@@ -56,11 +55,11 @@ class RestartBudget:
         """A process has died. `suspects` are the requests that may be the reason. Returns the delay before its
         successor starts, or the reason to give up."""
         recent = [death for death in self._deaths.get(name, []) if now_s - death.at_s < WINDOW_S]
-        aboard = frozenset(suspects if was_ready else ())
-        num_earlier = Counter(one for death in recent for one in death.suspects & aboard)
-        counts = all(num_earlier[one] >= DEATHS_OF_A_REQUEST for one in aboard)
+        suspected = frozenset(suspects)
+        num_earlier = Counter(one for death in recent for one in death.suspects & suspected)
+        counts = all(num_earlier[one] >= DEATHS_OF_A_REQUEST for one in suspected)
         num_counted = sum(death.counts for death in recent)
-        self._deaths[name] = [*recent, _Death(now_s, aboard, counts)]
+        self._deaths[name] = [*recent, _Death(now_s, suspected, counts)]
         self._num_failed_starts[name] = 0 if was_ready else self._num_failed_starts.get(name, 0) + 1
         may_be_request = was_ready and stage_of(name) == "gateway"
         if not self.max_restarts:
@@ -82,9 +81,7 @@ class Round(msgspec.Struct, eq=False):
     """Stages that have not answered."""
     gateways: set[str]
     """Gateways that have not answered."""
-    suspects: list[int] = []
-    """Requests that may be the reason: also those of earlier deaths of which the gateways have not learned."""
-    are_gateways_told: bool = False
+    gateways_notified: bool = False
 
 
 class Recovery:
@@ -102,19 +99,15 @@ class Recovery:
         self._epoch += 1
         return self._epoch
 
-    def died(self, name: str, stages: Iterable[str], gateways: Iterable[str], suspects: Iterable[int] = ()) -> int:
-        """A process has died: these learn of its successor, the stages at once. `suspects` are the requests that may
-        be the reason. Returns the epoch of the round."""
+    def died(self, name: str, stages: Iterable[str], gateways: Iterable[str]) -> int:
+        """A process has died: these learn of its successor, the stages at once. Returns the epoch of the round."""
         self._epoch += 1
-        untold: list[int] = []
         for one in self._rounds:
             one.stages.discard(name)
             one.gateways.discard(name)
-            if one.name == name and not one.are_gateways_told:
+            if one.name == name and not one.gateways_notified:
                 one.gateways.clear()  # they are informed of the newest successor only
-                untold = one.suspects  # which include those of rounds before it
-        aboard = list(dict.fromkeys((*untold, *suspects)))
-        self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}, aboard))
+        self._rounds.append(Round(self._epoch, name, set(stages) - {name}, set(gateways) - {name}))
         return self._epoch
 
     def is_known(self, name: str) -> bool:
@@ -137,10 +130,10 @@ class Recovery:
         """The rounds of which the gateways are to be informed now, in order. Each is returned once."""
         due: list[Round] = []
         for one in self._rounds:
-            if one.stages and not one.are_gateways_told:
+            if one.stages and not one.gateways_notified:
                 break
-            if not one.are_gateways_told:
-                one.are_gateways_told = True
+            if not one.gateways_notified:
+                one.gateways_notified = True
                 due.append(one)
         self._rounds = [one for one in self._rounds if one.stages or one.gateways]
         return [one for one in due if one.gateways]

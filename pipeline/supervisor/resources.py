@@ -20,8 +20,8 @@ from pipeline.runtime.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crash_counts import CrashCounts
 from pipeline.supervisor.shared_keys import SharedKeys
-from pipeline.supervisor.suspects import Suspects
 from pipeline.supervisor.tcp_channels import TcpChannels
 
 INCARNATION = 1
@@ -80,7 +80,7 @@ class SharedResources:
         self.keys = SharedKeys(keys, book)
         """Which clients need, and what each of them has used."""
         self.black_boxes = BlackBoxes(settings)
-        self._suspects = Suspects(self.black_boxes)
+        self.crash_counts = CrashCounts()
         self._settings_of: dict[tuple[str, int], Settings] = {}
         """What each process was launched with, by name and incarnation."""
         self._settings_before: dict[str, Settings] = {}
@@ -165,33 +165,21 @@ class SharedResources:
         self._removed[name] = self.incarnations.pop(name)
         # Receivers drop what comes from the next number too (Inbox.removed).
         self._last_incarnations[name] = max(self._last_incarnations.get(name, 0), self._removed[name]) + 1
-        self._suspects.clear(name)
         del self.addresses[name]
         self.black_boxes.free(name)
         self._settings_before.pop(name, None)
         for key in [key for key in self._settings_of if key[0] == name]:
             del self._settings_of[key]
 
-    def suspects_at_death(self, name: str) -> list[int]:
-        """See `Suspects.at_death`. Call it before `renew`."""
-        return self._suspects.at_death(name, self.incarnations[name], self.incarnations[topology.SCHEDULE])
-
-    def suspects_of_crash(self, name: str) -> list[int]:
-        """See `Suspects.together`. Call it after `renew`."""
-        return self._suspects.together(name)
-
-    def renew(self, name: str, *, has_crashed: bool = False) -> None:
-        """Make channels for the successor of this process, which was at work if it `has_crashed`. Nothing of the dead
-        process is used again: the others may still read what it wrote. Raises MemoryError."""
-        died = self.incarnations[name]
+    def renew(self, name: str) -> None:
+        """Make channels for the successor of this process. Nothing of the dead process is used again: the others may
+        still read what it wrote. Raises MemoryError."""
         self.discard(self.replace(name))
-        self._suspects.died(name, died, has_crashed=has_crashed)
 
     def replace(self, name: str) -> Channels:
         """Make channels for the successor of this process. Returns those until now, which the caller gives to `discard`
         or `restore`. Raises MemoryError, or UserError if no port is free."""
         before = self._channels_of(name)
-        self._suspects.clear(name)
         self._settings_before[name] = self._settings_of.get((name, before.incarnation), self.settings)
         if name == topology.EXECUTE and self._rank_fds:
             # The ranks are renewed together, this one last, before any of them starts.
@@ -250,11 +238,9 @@ class SharedResources:
         for fd in fds - kept:
             os.close(fd)
 
-    def restart_of(
-        self, name: str, receiver: str, epoch: int, suspects: Sequence[int] = ()
-    ) -> tuple[m.PeerRestarted, list[int]] | None:
+    def restart_of(self, name: str, receiver: str, epoch: int) -> tuple[m.PeerRestarted, list[int]] | None:
         """What another process must know of the successor of `name`, of a new process, or of one that is gone, and the
-        descriptors that it gets. `suspects` are the requests that may be the reason. None if the two have no edge."""
+        descriptors that it gets. None if the two have no edge."""
         row = topology.row(receiver.partition(".")[0])
         stage = name.partition(".")[0]
         is_remote = topology.is_remote(self.settings, name) or topology.is_remote(self.settings, receiver)
@@ -277,13 +263,14 @@ class SharedResources:
             fds.append(self.segments[name].fd)
         peer = m.PeerInbox(name, self.addresses[name] if sends else "", topology.bound_of(self.settings))
         peer = self.tcp.reached_by(receiver, peer)
-        suspect = self._suspects.alone(name)
-        restarted = m.PeerRestarted(epoch, peer, self.incarnations[name], rings, arena, suspect)
-        return msgspec.structs.replace(
-            restarted,
+        return m.PeerRestarted(
+            epoch,
+            peer,
+            self.incarnations[name],
+            rings,
+            arena,
             has_other_settings=self._has_other_settings(name),
-            has_crashed=self._suspects.has_crashed(name),
-            suspects=list(suspects),
+            crash_counts=self.crash_counts.of(topology.stage_of(receiver)) if stage == "execute" else {},
         ), fds
 
     def _has_other_settings(self, name: str) -> bool:
@@ -336,6 +323,7 @@ class SharedResources:
             tcp=self.tcp.of_process(name),
             library_fd=self._library_fd(name) if stage == "execute" and not is_remote else -1,
             usage_fd=self.keys.usage_fd if stage == "gateway" else -1,
+            crash_counts=self.crash_counts.of(stage),
         )
 
     def _library_fd(self, name: str) -> int:

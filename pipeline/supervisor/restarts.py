@@ -71,14 +71,16 @@ class Restarts:
         if self._table.children[name] is not child:
             return ""  # its successor has started already
         delay_s: float | str = 0.0
-        has_crashed = child.state == "ready" and not child.is_lost and not self.planned.has_killed(name)
+        failing: m.FailRequests | None = None
         if self.planned.has_killed(name):
             self._begin_span(child, "restarts", self.planned.reason_of(name))
             self.planned.noticed(name)
         else:
             self._begin_span(child, "died", reason)
-            suspects = self._resources.suspects_at_death(name) if has_crashed else []
-            delay_s = self.budget.died(name, now_s, was_ready=child.state == "ready", suspects=suspects)
+            suspects = self._suspects(child)
+            was_ready = child.state == "ready" or bool(suspects)
+            delay_s = self.budget.died(name, now_s, was_ready=was_ready, suspects=suspects)
+            failing = self._resources.crash_counts.crashed(child.stage, suspects)
         if isinstance(delay_s, str):
             return delay_s
         together = [self._table.children[one] for one in topology.lives_with(self._resources.settings, name)]
@@ -87,13 +89,27 @@ class Restarts:
                 if one is not child:
                     self._begin_span(one, "restarts", f"{name} has ended")
                     one.kill()
-                self._resources.renew(one.name, has_crashed=has_crashed)
+                self._resources.renew(one.name)
         except (MemoryError, OSError, UserError) as error:  # OSError: no descriptor is left, for example
             return str(error)
+        if failing is not None:  # before they learn of the successor, which must not get them
+            for other in (topology.SCHEDULE, *topology.among(self._table.children, "gateway")):
+                if other != name and self._is_living(self._table.children[other]):
+                    self._send(other, failing)
         for one in together:
             self._due_s[one.name] = now_s + delay_s
             self._lose(one)
         return ""
+
+    def _suspects(self, child: Child) -> list[int]:
+        """The requests of which each may be the reason why this process has died: none if it did no work. One that has
+        named a request did, though its `Ready` may be lost."""
+        if child.is_lost:
+            return []
+        black_boxes, incarnations = self._resources.black_boxes, self._resources.incarnations
+        if child.state == "ready":
+            return black_boxes.suspects(child.name, incarnations)
+        return black_boxes.at_work(child.name, incarnations[child.name])
 
     def _hand_over(self, successor: Child) -> None:
         """A successor that has started, perhaps with the channels in the resources, takes the place of its child."""
@@ -117,7 +133,7 @@ class Restarts:
     def inform(self, name: str) -> None:
         """Inform the others of the newest channels of a process, or that it is gone."""
         stages, gateways = self._neighbours(name)
-        epoch = self.recovery.died(name, stages, gateways, self._resources.suspects_of_crash(name))
+        epoch = self.recovery.died(name, stages, gateways)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
@@ -175,9 +191,12 @@ class Restarts:
         child = self._table.replace(launch_of(name, self._resources, model_dir, facts))
         self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})
 
+    def _is_living(self, child: Child) -> bool:
+        return child.state in LIVING and child.is_alive
+
     def _neighbours(self, name: str) -> tuple[list[str], list[str]]:
         """The living stages that share an edge with a process, and the gateways."""
-        living = [child.name for child in self._table.children.values() if child.state in LIVING and child.is_alive]
+        living = [child.name for child in self._table.children.values() if self._is_living(child)]
         known = [other for other in living if other != name and self._resources.restart_of(name, other, 0) is not None]
         gateways = [other for other in known if other.startswith("gateway.")]
         return [other for other in known if other not in gateways], gateways
@@ -185,15 +204,20 @@ class Restarts:
     def _tell_gateways(self) -> None:
         for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
-                self._tell(gateway, one.name, one.epoch, one.suspects)
+                self._tell(gateway, one.name, one.epoch)
 
-    def _tell(self, other: str, name: str, epoch: int, suspects: Sequence[int] = ()) -> None:
-        found = self._resources.restart_of(name, other, epoch, suspects)
+    def _tell(self, other: str, name: str, epoch: int) -> None:
+        found = self._resources.restart_of(name, other, epoch)
         assert found is not None, f"{other} and {name} share no edge"
-        message, fds = found
+        self._send(other, found[0], epoch, found[1])
+
+    def _send(
+        self, other: str, message: m.PeerRestarted | m.FailRequests, epoch: int = 0, fds: Sequence[int] = ()
+    ) -> None:
+        """Send a message to a process, after its descriptors."""
         child = self._table.children[other]
         try:
-            if (not fds or child.send_descriptors(epoch, fds)) and self._table.outboxes[other].send(message):
+            if (not fds or child.send_descriptors(epoch, list(fds))) and self._table.outboxes[other].send(message):
                 return
         except ConnectionError:
             return  # it has closed its socket and is ending; its successor begins with the newest channels

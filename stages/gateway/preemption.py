@@ -111,7 +111,6 @@ class Preemption:
         parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
         is_kept = keeps_output(parsed)
         if is_kept:
-            suspicions = prompt_request.suspicions
             for sequence, received in zip(
                 prompt_request.sequences, parsed.outputs or [b""] * len(prompt_request.sequences), strict=True
             ):
@@ -120,7 +119,6 @@ class Preemption:
                     _start_again(sequence, received, is_resumed=bool(received) and not parsed.options.repeats_received)
                     if prompt_request.echoed:
                         sequence.pending.append(prompt_request.echoed)
-            prompt_request.keep_suspicions(suspicions)
             if prompt_request.sequences[0].finish == m.Finish.NONE:  # it computes them again
                 prompt_request.prompt_records.clear()
                 prompt_request.prompt_pieces = []

@@ -26,8 +26,6 @@ from pipeline.text import special_spans
 from pipeline.text.formats.chat_formats import ChatFormats
 
 ID_BYTES = 4
-CLEARING_IDS = 4
-"""New output ids for each sequence, after which the last death of schedule was not the request's fault."""
 
 
 class SequenceOutput(msgspec.Struct, eq=False):
@@ -143,12 +141,6 @@ class PromptRequest(msgspec.Struct, eq=False):
     """The tokenized prompt, from `Accepted`."""
     is_confirmed: bool = False
     """Output of the current attempt has arrived, so schedule has it."""
-    num_strikes: int = 0
-    """How often a stage has died while it worked on this request."""
-    num_schedule_deaths: int = 0
-    """How often schedule has crashed while it ran this request, among others; see `suspicions`."""
-    num_ids_at_death: int = 0
-    """Output ids that had arrived at the last of these deaths."""
     echoed: str = ""
     """The prompt's text, if it stands before the output."""
     is_closed: bool = False
@@ -182,24 +174,6 @@ class PromptRequest(msgspec.Struct, eq=False):
     def generates(self) -> bool:
         """Whether schedule runs it. Otherwise only ingest does."""
         return self.submit.options.max_tokens != 0
-
-    @property
-    def suspicions(self) -> int:
-        """Deaths of schedule of which it may be the reason: since the last one, not enough ids have arrived to clear
-        it. Schedule may have settled some more that were lost."""
-        num_new = sum(sequence.num_ids for sequence in self.sequences) - self.num_ids_at_death
-        return self.num_schedule_deaths if num_new < CLEARING_IDS * len(self.sequences) else 0
-
-    def suspect(self) -> None:
-        """Schedule has crashed while it ran this request."""
-        self.num_schedule_deaths = self.suspicions + 1
-        self.num_ids_at_death = sum(sequence.num_ids for sequence in self.sequences)
-
-    def keep_suspicions(self, suspicions: int) -> None:
-        """Some of its ids were dropped, to be generated again: that neither clears it of a death nor adds one.
-        `suspicions` are those before."""
-        self.num_schedule_deaths = suspicions
-        self.num_ids_at_death = sum(sequence.num_ids for sequence in self.sequences)
 
     @property
     def is_with_schedule(self) -> bool:
@@ -277,7 +251,6 @@ def next_attempt(prompt_request: PromptRequest) -> m.Submit:
         submit,
         attempt=submit.attempt + 1,
         outputs=outputs if any(outputs) else list(submit.outputs),
-        num_schedule_deaths=prompt_request.suspicions,
     )
 
 

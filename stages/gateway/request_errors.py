@@ -32,6 +32,8 @@ def sequence_error(prompt_request: PromptRequest, error: str) -> ApiError:
         grammar = prompt_request.request.parsed.options.grammar
         param = None if grammar is None else _client_param(prompt_request, grammar.param)
         return ApiError(HTTPStatus.BAD_REQUEST, error, param, "invalid_grammar")
+    if error.endswith(m.DIED_OF_REQUEST):
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, error, code="stage_died")
     message = "the server could not finish this request" + (f": {error}" if error else "")
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message)
 

@@ -267,8 +267,8 @@ class GatewayStage:
                 self._resetter.handle_reply(message)
             case m.Adapters() | m.AdapterSet():
                 self._adapters.handle(message)
-            case m.PeerRestarted():
-                self._recovery.peer_restarted(message)
+            case m.PeerRestarted() | m.FailRequests():
+                self._recovery.handle(message)
             case m.Rescaled():
                 self._rescaled(message)
             case m.LateStages():

@@ -127,7 +127,7 @@ class IngestStage:
         self._tasks = tasks
         self._packer = msgspec.msgpack.Encoder()
         self._prompt_processor: PromptProcessor | None = None
-        self._waiting = SubmitQueue()
+        self._waiting = SubmitQueue(stage.launch.crash_counts)
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
@@ -230,7 +230,7 @@ class IngestStage:
         """Wait for a turn."""
         if key not in self._waiting:  # else it was submitted twice, as after a restart
             self._waiting.push(key, submit)
-            if submit.is_suspect:
+            if self._waiting.is_suspect(submit):
                 self._hold_others()
 
     def _work_soon(self) -> None:
@@ -337,7 +337,7 @@ class IngestStage:
         threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
         try:
             work = functools.partial(self._prepare_in_thread, submit, ids, cost)
-            if submit.is_suspect:
+            if self._waiting.is_suspect(submit):
                 outcome = await threads.run_alone(work)
             else:
                 outcome = await threads.run(submit.scope_id, cost, work)
@@ -435,7 +435,6 @@ class IngestStage:
             outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
             finishes=finishes,
             gateway_incarnation=submit.gateway_incarnation,
-            num_schedule_deaths=submit.num_schedule_deaths,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

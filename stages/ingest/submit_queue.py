@@ -6,7 +6,7 @@ alone: when nothing else is in work, and until it is done. If it kills ingest ag
 What waits for a thread, or for the check of its grammar in another process, is not in work: no one waits for that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.messages import Submit
@@ -22,7 +22,9 @@ Key = tuple[int, int]
 class SubmitQueue:
     """Owns the waiting prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, crash_counts: Container[int] = ()) -> None:
+        """`crash_counts` has the suspects, by request id."""
+        self._suspect_ids = crash_counts
         self._others: FairQueue[Key, Submit] = FairQueue()
         self._suspects: dict[Key, Submit] = {}
         self._alone: Key | None = None
@@ -56,8 +58,12 @@ class SubmitQueue:
         """Whether a suspect has its turn as soon as nothing else is in work."""
         return bool(self._suspects) and self._alone is None
 
+    def is_suspect(self, submit: Submit) -> bool:
+        """Whether a process of ingest has crashed while it worked on this request."""
+        return submit.request_id in self._suspect_ids
+
     def push(self, key: Key, submit: Submit) -> None:
-        if submit.is_suspect:
+        if self.is_suspect(submit):
             self._suspects[key] = submit
         else:
             self._others.push(key, submit, submit.scope_id, MIN_CHARS + cost_chars(submit))

@@ -30,7 +30,6 @@ from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.scheduler_config import UNLIMITED
 from pipeline.stages.schedule.state import SchedulerState
-from pipeline.stages.schedule.strikes import Strikes
 
 MAX_STALE_SUSPECTS = 64
 """Ended sequences in the list of suspects before it is written anew."""
@@ -46,7 +45,7 @@ class SequenceLifecycle:
         self.swapped = SequenceQueue()
         self.held = SequenceQueue()
         """Sequences that wait until the quarantine lets their request run."""
-        self.quarantine = Quarantine(Strikes(state.context.strikes))
+        self.quarantine = Quarantine(state.context.crash_counts)
         self.adapters = AdapterSlots(config.max_loras, waits=config.waits_for_adapters)
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(state.rows, state.kv_cache_manager, state.preemption_costs)
@@ -128,15 +127,14 @@ class SequenceLifecycle:
         for sequence in self.adapters.loaded(number, adapters):
             self._wait(sequence)
 
-    def suspect(self, request: RequestState, num_deaths: int, num_strikes: int = 0) -> None:
-        """A new request was in work when schedule died, `num_deaths` times in a row, or its attempt before when the
-        executor died, `num_strikes` times: it runs beside few others at first. Call it before its sequences are
-        added."""
+    def suspect(self, request: RequestState) -> None:
+        """A new request, or its attempt before, was in work when a process crashed: it runs beside few others at first.
+        Call it before its sequences are added."""
         was_active = self.quarantine.is_active
         rows = self._rows
         new = rows.order[rows.num_tokens[rows.order] == rows.num_resumed_tokens[rows.order]].tolist()
         uncleared = dict.fromkeys(one.request.request_id for row in new if (one := rows.sequences[row]) is not None)
-        self.quarantine.add(request.request_id, num_deaths, uncleared, request.n, num_strikes)
+        self.quarantine.add(request.request_id, uncleared, request.n)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
             adapted = [one for one in self.swapped if one.request.adapter_id]
@@ -151,10 +149,11 @@ class SequenceLifecycle:
             self._wait(sequence)
 
     def list_suspects(self) -> None:
-        """Write down which requests may be the reason if this process dies: those that run, cleared or not, and those
-        that wait, but not those that are held back. So one that is listed alone was the only one that anything was done
-        for. Call it at the end of each wake, when its output is sent. Until then, those that have ended stay suspects.
-        Without a quarantine, ended ones may stay longer, but not if nothing is left."""
+        """Write down which requests may be the reason if this process or the executor dies: those that run, cleared or
+        not, those that steps in flight compute, and those that wait, but not those that are held back. So one that is
+        listed alone was the only one that anything was done for. Call it at the end of each wake, when its output is
+        sent. Until then, those that have ended stay suspects. Without a quarantine, ended ones may stay longer, but not
+        if nothing is left."""
         is_quarantined = self.quarantine.is_active
         num_open = len(self._rows) + len(self.waiting) + len(self.swapped) + len(self.adapters)
         num_listed = num_open + max(MAX_STALE_SUSPECTS, num_open) if num_open else 0
@@ -165,6 +164,8 @@ class SequenceLifecycle:
         listed = dict.fromkeys(one.request.request_id for one in self._rows.sequences if one is not None)
         for queue in (self.waiting.sequences, self.adapters):
             listed.update(dict.fromkeys(one.request.request_id for one in queue))
+        if steps := self._in_flight.steps:
+            listed.update((request_id, None) for step_id, request_id in self._left if step_id >= steps[0].step_id)
         swapped = (one.request.request_id for one in self.swapped)
         listed.update(dict.fromkeys(one for one in swapped if not self.quarantine.excludes(one)))
         self._suspects.replace(listed)
@@ -261,12 +262,10 @@ class SequenceLifecycle:
                 self.preempt(sequence.row)
         return True
 
-    def executor_lost(self, loss: ExecutorLoss) -> list[RequestState]:
+    def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died, and with it all KV blocks: running sequences wait to be computed again, in their old
-        order. Those whose KV is in swap space stay swapped if its successor keeps that. Returns requests that have
-        killed the executor again and again."""
+        order. Those whose KV is in swap space stay swapped if its successor keeps that."""
         sequences = [sequence for row in self._rows.order.tolist() if (sequence := self._rows.sequences[row])]
-        guilty = self._suspect_aboard(sequences) if loss.has_crashed else []
         for sequence in sequences:
             self._leave(sequence.row, Finish.NONE)
             sequence.num_preemptions += 1
@@ -280,22 +279,12 @@ class SequenceLifecycle:
         self.preemptor.reset()
         sequences += [*self.waiting.sequences, *self.held, *lost]
         self.waiting, self.held = WaitingQueue(self._policy, self._long_prompt_tokens), SequenceQueue()
+        requests = {
+            sequence.request.request_id: sequence.request.n for sequence in (*sequences, *self.swapped, *self.adapters)
+        }
+        self.quarantine.executor_lost(loss.crash_counts, requests)
         for sequence in sequences:
             self._wait(sequence)
-        return guilty
-
-    def _suspect_aboard(self, running: list[Sequence]) -> list[RequestState]:
-        """The executor has died. Returns requests that have to fail."""
-        if not self._in_flight.steps:
-            return []
-        first = self._in_flight.steps[0].step_id
-        aboard = {request_id for step_id, request_id in self._left if step_id >= first}
-        aboard |= {sequence.request.request_id for sequence in running}
-        # A newer attempt may have taken the place of one that is aboard.
-        queued = (*self.waiting.sequences, *self.held, *self.swapped, *self.adapters)
-        present = {one.request.request_id: one.request for one in (*running, *queued)}
-        suspects = {number: present[number].n for number in sorted(aboard) if number in present}
-        return [present[number] for number in self.quarantine.died(suspects, is_alone=len(aboard) == 1)]
 
     def finish(self, sequence: Sequence, finish: Finish, ids: Ids | None = None) -> None:
         """End a sequence in any state. `ids` are the prompt and output of one of a beam search; without, it has only
@@ -324,7 +313,7 @@ class SequenceLifecycle:
         for freed in self.adapters.release(sequence):
             self._wait(freed)
         if self.quarantine.is_active and not request.open_sequences:
-            self.quarantine.ended(request.request_id)
+            self.quarantine.ended(request.request_id, is_complete=finish in (Finish.STOP, Finish.LENGTH))
         self._metrics.observe_finished(sequence, finish, self._state.now_s)
 
     def _remove_queued(self, sequence: Sequence) -> None:

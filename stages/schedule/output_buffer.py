@@ -87,11 +87,11 @@ class OutputBuffer:
         self._prompts[sequence.detokenize].append((sequence.seq, start, records))
 
     def forget(self, replica: int) -> None:
-        """A process of detokenize has died: drop what waits for it. `tell_again` follows for each of its sequences."""
+        """A process of detokenize has died: drop what waits for it. `resend` follows for each of its sequences."""
         self._closings[replica] = []
         self._prompts[replica] = []
 
-    def tell_again(self, sequence: Sequence) -> None:
+    def resend(self, sequence: Sequence) -> None:
         """Make all output of a sequence pending again, from the first id after those that it was given."""
         replica = sequence.detokenize
         if sequence.request.beam_search is not None and not sequence.finish:

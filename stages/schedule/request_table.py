@@ -24,9 +24,6 @@ MAX_TOMBSTONES = 65536
 PROMPT_TAIL = 8
 """How many of the prompt's last ids detokenize gets: more than any character or word boundary spans."""
 
-EXECUTOR_DIED = "The executor died again and again while it computed this request"
-"""Error of a sequence."""
-
 NO_IDS: Ids = np.zeros(0, np.int32)
 
 Opening = tuple[int, m.Open | m.Refuse]
@@ -68,7 +65,6 @@ class RequestStates:
         outputs = [self._take(ids, np.int32) for ids in message.outputs]
         if known >= message.attempt:
             return []
-        num_strikes = self._lifecycle.quarantine.num_strikes(message.request_id)
         if known:
             self._drop(message.request_id)
         options = self._decoder.decode(message.options)
@@ -99,8 +95,8 @@ class RequestStates:
         if options.bad_words_ids:  # only the executor needs them, and as objects they are large
             request.options = msgspec.structs.replace(options, bad_words_ids=[])
         self.by_id[request.request_id] = request
-        if message.num_schedule_deaths or num_strikes:
-            self._lifecycle.suspect(request, message.num_schedule_deaths, num_strikes)
+        if self._lifecycle.quarantine.is_suspect(request.request_id):
+            self._lifecycle.suspect(request)
         openings: list[m.Open | m.Refuse] = [
             self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
             if outputs
@@ -108,7 +104,7 @@ class RequestStates:
             for index in range(options.n)
         ]
         if not request.open_sequences:  # the client has all output already
-            self._lifecycle.quarantine.ended(request.request_id)
+            self._lifecycle.quarantine.ended(request.request_id, is_complete=True)
         return openings
 
     def _attempt_of(self, request_id: int) -> int:
@@ -265,7 +261,6 @@ class RequestStates:
         if request is not None:
             for sequence in list(request.open_sequences.values()):
                 self._lifecycle.finish(sequence, Finish.ABORT)
-        self._lifecycle.quarantine.closed(request_id)
 
     # ------------------------------------------------------------------------------------------ restarts of stages
 
@@ -277,13 +272,19 @@ class RequestStates:
             self._drop(request_id)
 
     def executor_lost(self, loss: ExecutorLoss) -> None:
-        """The executor has died. Requests that have killed it again and again fail."""
-        for request in self._lifecycle.executor_lost(loss):
-            for sequence in list(request.open_sequences.values()):
-                sequence.error = EXECUTOR_DIED
-                self._lifecycle.finish(sequence, Finish.ERROR)
+        """The executor has died."""
+        self._lifecycle.executor_lost(loss)
 
-    def tell_again(self, replica: int, *, is_removed: bool) -> list[Opening]:
+    def fail(self, errors: dict[int, str]) -> None:
+        """Requests kill a stage: no successor of it gets them. The gateways learn of it without this, so what is on its
+        way to detokenize may be lost."""
+        for request_id in errors.keys() & self.by_id.keys():
+            for sequence in list(self.by_id[request_id].open_sequences.values()):
+                sequence.error = errors[request_id]
+                self._lifecycle.finish(sequence, Finish.ERROR)
+            self._drop(request_id)
+
+    def resend(self, replica: int, *, is_removed: bool) -> list[Opening]:
         """A process of detokenize has died. Returns the messages with which its successor begins, as they were sent the
         first time; if it `is_removed`, the other replicas get its sequences. All their output is pending again."""
         self._output_buffer.forget(replica)
@@ -295,7 +296,7 @@ class RequestStates:
                         sequence.detokenize = shard(sequence.seq, self.num_detokenize)
                     opening = self._opening_of(sequence, self._given_outputs(sequence))
                     openings.append((sequence.detokenize, opening))
-                    self._output_buffer.tell_again(sequence)
+                    self._output_buffer.resend(sequence)
         for request_id, (place, refusal) in list(self._refusals.items()):
             if place == replica:
                 to = self.replica_of(refusal) if is_removed else replica

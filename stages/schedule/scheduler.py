@@ -61,6 +61,10 @@ class Scheduler:
         """Drop a request that the gateway has closed, and end its open sequences."""
         self._request_table.close(message)
 
+    def fail(self, errors: dict[int, str]) -> None:
+        """Fail and forget these requests, as far as they are here."""
+        self._request_table.fail(errors)
+
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died: plan again what it had computed. What was settled stays."""
         self._request_table.executor_lost(loss)
@@ -79,10 +83,10 @@ class Scheduler:
         """A gateway has died: drop its requests."""
         self._request_table.gateway_lost(gateway)
 
-    def tell_again(self, replica: int, *, is_removed: bool = False) -> list[Opening]:
+    def resend(self, replica: int, *, is_removed: bool = False) -> list[Opening]:
         """A process of detokenize has died. Returns the first messages for its successor, or for other replicas if it
         `is_removed`; all output of its sequences is pending again."""
-        return self._request_table.tell_again(replica, is_removed=is_removed)
+        return self._request_table.resend(replica, is_removed=is_removed)
 
     def replica_of(self, opening: m.Open | m.Refuse) -> int:
         """The replica of detokenize for a message of `admit`."""

@@ -138,7 +138,7 @@ class ScheduleStage:
                 take=stage.arrays.take,
                 kv_index=self._index(topology.KV_INDEX, "cached"),
                 swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
-                strikes=self._index(topology.STRIKES, "strikes"),
+                crash_counts=stage.launch.crash_counts,
                 breadcrumb=stage.breadcrumb,
                 suspects=stage.suspects,
             ),
@@ -184,6 +184,8 @@ class ScheduleStage:
                 self._stage.supervisor.send(m.Drained())
             if not report_is_due:
                 self._scheduler.lifecycle.list_suspects()
+                if cleared := self._scheduler.lifecycle.quarantine.take_cleared():
+                    self._stage.supervisor.send(m.Cleared(cleared))
                 self._has_released = self._scheduler.lifecycle.release_held()
             self._stage.release()
             if (trace := self._stage.trace).on:
@@ -222,6 +224,8 @@ class ScheduleStage:
                 self._stage.arrays.released(message)
             case m.PeerRestarted() | m.Rescaled():
                 self._peers_changed(message)
+            case m.FailRequests(errors):
+                scheduler.fail(errors)
             case m.HandOver():
                 self._is_handing_over = True
             case m.Ping(nonce):
@@ -245,7 +249,7 @@ class ScheduleStage:
             self._stage.arrays.done_all(message)
 
     def _peers_changed(self, message: m.PeerRestarted | m.Rescaled) -> None:
-        """Tell the successor of a stage again what this one owns, or forget what the dead process owned."""
+        """Send the successor of a stage again what this one owns, or forget what the dead process owned."""
         if isinstance(message, m.Rescaled):
             self._stage.rescaled(message)
             if message.stage == "detokenize":
@@ -259,7 +263,7 @@ class ScheduleStage:
             case "execute":
                 self._has_lost_ranks = False
                 keeps_swap = not message.has_other_settings
-                loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, has_crashed=message.has_crashed)
+                loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, crash_counts=message.crash_counts)
                 self._scheduler.executor_lost(loss)
                 self._were_due.clear()
             case "detokenize":
@@ -287,7 +291,7 @@ class ScheduleStage:
         self._stage.arrays.lost(message.peer.name)
         # An answer to a reset of the prefix cache is lost: the gateway asks again.
         self._openings[replica].clear()
-        for to, opening in self._scheduler.tell_again(replica, is_removed=message.is_removed):
+        for to, opening in self._scheduler.resend(replica, is_removed=message.is_removed):
             self._openings[to].append(opening)
         # Each costs a look in each wake. One that is detached may still have sequences: if several are removed in one
         # wake, all are detached before the first of these messages is handled.

@@ -49,12 +49,12 @@ class SchedulerContext(msgspec.Struct, frozen=True):
     """The keys of what is in the KV cache."""
     swap_index: IndexMemory = NO_MEMORY
     """The keys of what is in swap space."""
-    strikes: IndexMemory = NO_MEMORY
-    """Deaths of the executor, by request."""
+    crash_counts: dict[int, int] = {}
+    """As in `Launch`."""
     breadcrumb: Breadcrumb = msgspec.field(default_factory=lambda: Breadcrumb(memoryview(bytearray(CRUMB_BYTES))))
     """Names the request of a sequence while it starts."""
     suspects: SuspectList = msgspec.field(default_factory=lambda: SuspectList(memoryview(bytearray(NUM_BYTES))))
-    """The requests that may be the reason if this process dies."""
+    """The requests that may be the reason if this process or the executor dies."""
 
 
 class SchedulerState:

@@ -18,6 +18,7 @@ from pipeline.__main__ import main
 from pipeline.runtime import black_box
 from pipeline.runtime.cache_path import CRASHES
 from pipeline.runtime.messages import BlackBox
+from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.supervisor.crash_reports import reports_in
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
@@ -123,7 +124,7 @@ def suspect_in(pid: int) -> black_box.Suspect | None:
         os.close(fd)
 
 
-def test_a_request_that_kills_ingest_twice_gets_500_and_its_neighbours_their_replies(
+def test_a_request_that_kills_ingest_three_times_gets_500_and_its_neighbours_their_replies(
     server: Server, cache: Path
 ) -> None:
     before = len(reports_in(cache / CRASHES))
@@ -133,23 +134,23 @@ def test_a_request_that_kills_ingest_twice_gets_500_and_its_neighbours_their_rep
         server.until(lambda health: health["running"] == 2)
         poison = clients.submit(complete, server, LONG)
         suspects = []
-        for _ in range(2):
+        for _ in range(MAX_CRASHES):
             pid = pid_of(server, "ingest")
             suspects.append(until(lambda pid=pid: suspect_in(pid), "work on the request"))  # type: ignore[misc]
             psutil.Process(pid).kill()
             server.until(lambda health, pid=pid: pid_of(server, "ingest") not in (pid, 0))  # type: ignore[misc]
         status, reply = poison.result()
         assert (status, reply["error"]["code"]) == (500, "stage_died")
-        assert reply["error"]["message"] == "ingest died 2 times while it worked on this request"
-        assert [one.request_id for one in suspects] == [suspects[0].request_id] * 2
-        assert [one.attempt for one in suspects] == [1, 2]
+        assert reply["error"]["message"] == "ingest died 3 times while it worked on this request"
+        assert [one.request_id for one in suspects] == [suspects[0].request_id] * MAX_CRASHES
+        assert [one.attempt for one in suspects] == [1, 2, 3]
         for neighbour, (_, whole) in zip(neighbours, expected, strict=True):
             status, received = neighbour.result()
             assert (status, received["choices"]) == (200, whole["choices"])
     server.until_idle()
     server.look()
-    reports = until(lambda: len(found := reports_in(cache / CRASHES)) == before + 2 and found, "reports")
-    for report in reports[:2]:
+    reports = until(lambda: len(found := reports_in(cache / CRASHES)) == before + MAX_CRASHES and found, "reports")
+    for report in reports[:MAX_CRASHES]:
         contents = json.loads((report / "report.json").read_bytes())
         assert contents["request_id"] == f"{suspects[0].request_id:x}"
     assert complete(server, "still here")[0] == 200

@@ -133,9 +133,6 @@ def test_requests_that_kill_a_stage_fail_alone(server: Server, undisturbed: Any,
     for status, reply in replies:
         error = reply["error"]
         assert status == 500, reply
-        if stage == "execute":
-            assert error["message"].endswith("The executor died again and again while it computed this request")
-            continue
         assert error["code"] == "stage_died", reply
         assert f"{stage} died " in error["message"] and error["message"].endswith(" while it worked on this request")
     assert len(over_http) == len(NEIGHBOURS)

@@ -17,7 +17,8 @@ from pipeline.stages.gateway.apis.openai.reply import COMPLETION
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
-from pipeline.stages.schedule.request_table import EXECUTOR_DIED, PROMPT_TAIL
+from pipeline.stages.schedule.request_table import PROMPT_TAIL
+from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.text.vocabulary import Vocabulary
 from tests import fakes
 from tests.rig import raw
@@ -25,10 +26,6 @@ from tests.rig import raw
 ID_BYTES = 4
 INCOMPLETE = "\ufffd"
 """The text of an incomplete character."""
-ENOUGH_DEATHS = 3
-"""Of the executor or of schedule, for a request to fail; see stages/schedule/quarantine.py."""
-ENOUGH_DEATHS_OF = {"schedule": ENOUGH_DEATHS, "ingest": 2}
-"""Of those stages whose deaths fail requests with the code stage_died; see stages/gateway/recovery.py."""
 
 
 class Outcome(msgspec.Struct):
@@ -133,11 +130,10 @@ class Case(msgspec.Struct, eq=False):
 class Ledger:
     """The requests of one gateway's process."""
 
-    def __init__(self, num_deaths: dict[str, int], num_random_deaths: dict[str, int], *, is_strict: bool) -> None:
-        """`num_deaths` are those of the whole run, by stage; `num_random_deaths` are those that no request caused.
-        `is_strict`: only requests that have killed a stage may fail for its deaths."""
+    def __init__(self, num_random_deaths: dict[str, int], *, is_strict: bool) -> None:
+        """`num_random_deaths` are those of the whole run that no request caused, by stage. `is_strict`: only requests
+        that have killed a stage may fail for its deaths."""
         self._is_strict = is_strict
-        self._num_deaths = num_deaths
         self._num_random_deaths = num_random_deaths
         self.cases: list[Case] = []
         self._by_id: dict[int, Case] = {}
@@ -208,14 +204,13 @@ class Ledger:
         assert request is not None
         where = f"request {case.number}"
         if (failure := request.failure) is not None:
-            is_killer = self._num_deaths.get("execute", 0) >= ENOUGH_DEATHS and EXECUTOR_DIED in failure.message
+            is_killer = False
             if failure.code == "stage_died":
-                # Random kills accuse too, in runs that are not strict.
+                # Random deaths count too, in runs that are not strict.
                 stage = failure.message.partition(" died ")[0]
-                assert failure.status == 500 and stage in ENOUGH_DEATHS_OF, f"{where}: {failure}"
-                is_killer = case.has_killed or self._num_random_deaths.get(stage, 0) >= ENOUGH_DEATHS_OF[stage]
-            if self._is_strict:
-                is_killer = case.has_killed
+                assert failure.status == 500, f"{where}: {failure}"
+                num_random = 0 if self._is_strict else self._num_random_deaths.get(stage, 0)
+                is_killer = case.has_killed or num_random >= MAX_CRASHES
             may_fail = any(outcome.finish == Finish.ERROR for outcome in case.outcomes)
             expected = 400 if case.is_too_long else 500
             assert is_killer or ((case.is_too_long or may_fail) and failure.status == expected), f"{where}: {failure}"

@@ -66,8 +66,7 @@ class Network:
         self._segments_of: dict[tuple[str, int], memoryview] = {}
         """All of them, by name and incarnation."""
         self.indices = {
-            name: memoryview(bytearray(INDEX_BYTES))
-            for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX, topology.STRIKES)
+            name: memoryview(bytearray(INDEX_BYTES)) for name in (topology.KV_INDEX, topology.OFFLOAD_INDEX)
         }
         """The supervisor's; they outlive each scheduler."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -250,8 +249,9 @@ class ModelStage(Stage[Any]):
         model_dir: Path,
         context: ModelContext,
         names: list[str],
+        crash_counts: dict[int, int],
     ) -> None:
-        """`names` are those of all processes."""
+        """`names` are those of all processes; `crash_counts` are as in `Launch`."""
         stage, _, replica = name.partition(".")
         row = topology.row(stage)
         incarnation = network.incarnations[name]
@@ -271,6 +271,7 @@ class ModelStage(Stage[Any]):
             [],
             -1,
             incarnations=incarnations,
+            crash_counts=crash_counts,
         )
         self.name, self.replica, self.settings, self.model_dir = name, int(replica), settings, model_dir
         self.log = logging.getLogger("pipeline.model")

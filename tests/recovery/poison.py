@@ -1,14 +1,17 @@
 """Requests that make a stage die again and again: schedule while it runs their sequences, or, in other runs, each of
-several a stage of its own: execute, ingest, or schedule while they wait in its queue."""
+several a stage of its own: execute, ingest, detokenize, or schedule while they wait in its queue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.runtime import messages as m
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.stage import ScheduleStage
 
 if TYPE_CHECKING:
+    from tests.recovery.network import ModelStage
     from tests.recovery.protocol import Server
 
 MAX_DEATHS = 5
@@ -16,17 +19,17 @@ MAX_DEATHS = 5
 (stages/schedule/quarantine.py) if a request gets enough ids to be cleared before it kills again."""
 KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
 """Of random kills in a run with such a request."""
-MIXED_PLACES = ("execute", "ingest", "queue")
+MIXED_PLACES = ("execute", "ingest", "detokenize", "queue")
 """Places of poisons of different kinds, in one run."""
 MIXED_KILL_WEIGHTS = {"gateway": 1.0}
 """Of random kills in such a run: none that may be taken for the fault of a request."""
-MAX_DEATHS_OF = {"execute": 4, "ingest": 3}
+MAX_DEATHS_OF = {"execute": 4, "ingest": 3, "detokenize": 3}
 """Of these stages, until a request is found (docs/recovery.md)."""
 MAX_WAKES = 100
 
 
 class Poisoned(Exception):
-    """The process of schedule dies of requests."""
+    """A process dies of requests."""
 
     def __init__(self, request_ids: list[int]) -> None:
         self.request_ids = request_ids
@@ -39,7 +42,7 @@ class Poison(NamedTuple):
     """Output ids that its first sequence has then."""
     place: str
     """Where schedule dies: at the next `plan`, `settle` or `report`, or at a `plan` while the request waits in the
-    `queue`; or the stage that dies, `execute` or `ingest`."""
+    `queue`; or the stage that dies, `execute`, `ingest` or `detokenize`."""
 
 
 def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
@@ -60,6 +63,31 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
     loop._report = deadly("report", loop._report)  # type: ignore[method-assign]
 
 
+def poison_detokenize(
+    stage: "ModelStage", processor: OutputProcessor, poisons: dict[int, Poison], failed: Container[int]
+) -> None:
+    """Let a process of detokenize raise Poisoned when it decodes one of these requests, by id. Requests that have
+    `failed` must not come."""
+    really, really_open = processor.settle, processor.open
+
+    def open_one(message: m.Open, *rest: Any) -> Any:
+        assert message.request_id not in failed, "a request that has failed goes to a successor"
+        return really_open(message, *rest)
+
+    def settle(seqs: list[int], starts: list[int], counts: list[int], *rest: Any) -> Any:
+        for seq, start, num_ids in zip(seqs, starts, counts, strict=True):
+            sequence = processor._live[seq]
+            one = poisons.get(sequence.request_id)
+            is_first = sequence.index == 0
+            if one is not None and one.place == "detokenize" and is_first and start + num_ids > one.num_ids:
+                stage.breadcrumb.at(sequence.request_id, sequence.attempt)
+                raise Poisoned([sequence.request_id])
+        return really(seqs, starts, counts, *rest)
+
+    patched: Any = processor
+    patched.open, patched.settle = open_one, settle
+
+
 def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     request = scheduler.requests.get(request_id)
     first = None if request is None else request.open_sequences.get(0)
@@ -72,7 +100,7 @@ def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     return int(scheduler.rows.num_tokens[first.row]) - len(request.prompt) >= poison.num_ids
 
 
-def accuse(server: "Server", request_ids: list[int]) -> None:
+def note_killers(server: "Server", request_ids: list[int]) -> None:
     """Note that a stage dies of these requests."""
     for ledger in server.ledgers:
         for case in ledger.cases:
@@ -97,4 +125,8 @@ def deliver_output(server: "Server", name: str) -> None:
                 if not (edges or server.processes[other].has_work):
                     break
                 server.stages[other].fill([server.network.take(edge) for edge in edges])
-                server.processes[other].wake()
+                try:
+                    server.processes[other].wake()
+                except Poisoned as death:
+                    server.poisoned(other, death.request_ids)
+                    break

@@ -10,7 +10,6 @@ A process that wakes takes some of the messages that wait for it, from any of it
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,6 +30,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.black_box import breadcrumbs_in, suspects_in
 from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.supervisor.crash_counts import CrashCounts
 from pipeline.supervisor.recovery import Recovery, RestartBudget
 from pipeline.supervisor.scaling import Scaling
 from pipeline.text.vocabulary import Vocabulary
@@ -118,10 +118,17 @@ class Server:
         if self._is_mixed:
             self._has_poison, self._num_poisons = True, rng.randint(1, 4)
         self._poisons: dict[int, poison.Poison] = {}
-        self._suspects: dict[str, list[int]] = {}
-        """Requests that a process which has crashed had in work, among others."""
-        self._alone: dict[str, int | None] = {}
-        """The only one that it had in work."""
+        self._crash_counts = CrashCounts()
+        self._failed: set[int] = set()
+        """Requests that have failed for the deaths of a stage."""
+        self._failed_before: dict[str, frozenset[int]] = {}
+        """Those of them that no one may send to the newest process of a name: they failed before it was announced."""
+        self._black_boxes: dict[str, memoryview] = {}
+        """Of the newest process of each name, until the supervisor has noticed its death."""
+        self._at_work: dict[str, bool] = {}
+        """Whether a process was at work when it died, and not replaced on purpose."""
+        self._poisoned_names: list[str] = []
+        """Processes that a request has killed, and whose death was not noticed."""
         self.num_poison_deaths: Counter[str] = Counter()
         """By stage."""
         self._num_opens, self._num_kills = rng.randint(2, 10), rng.choice([0, 2, 3, 4, 6, 9])
@@ -130,7 +137,7 @@ class Server:
         self._num_restarts = rng.choice([0, 0, 1, 2])
         """Of schedule, on purpose."""
         self.num_handed_over = 0
-        self._num_without_strikes: Counter[str] = Counter()
+        self._num_without_suspects: Counter[str] = Counter()
         """Deaths of a stage's processes that were being added or removed."""
         self.num_scaled: Counter[str] = Counter()
         """How often the number of a stage's processes has changed, or failed to."""
@@ -151,12 +158,20 @@ class Server:
     def start(self, name: str) -> None:
         stage_name = name.partition(".")[0]
         stage = ModelStage(
-            self.network, name, UNIONS[stage_name], self.settings, self._model_dir, self._context, self.names
+            self.network,
+            name,
+            UNIONS[stage_name],
+            self.settings,
+            self._model_dir,
+            self._context,
+            self.names,
+            self._crash_counts.of(stage_name),
         )
+        self._black_boxes[name] = stage.black_box
         process: Process
         match stage_name:
             case "gateway":
-                self.ledgers.append(Ledger(self.num_deaths, self.num_random_deaths, is_strict=self._is_mixed))
+                self.ledgers.append(Ledger(self.num_random_deaths, is_strict=self._is_mixed))
                 process = GatewayProcess(stage, self.ledgers[-1])
             case "ingest":
                 process = IngestProcess(stage, self._poisons)
@@ -165,7 +180,7 @@ class Server:
             case "execute":
                 process = ExecuteProcess(stage, self._facts, self._swap, self._poisons)
             case _:
-                process = DetokenizeProcess(stage, self._vocabulary)
+                process = DetokenizeProcess(stage, self._vocabulary, self._poisons, self._failed_before.get(name, ()))
         self.processes[name], self.stages[name] = process, stage
         self._starting.append(name)
 
@@ -175,16 +190,15 @@ class Server:
         if name in self._replicas.joining:
             self._scaling.ready(name)
 
-    def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled | m.HandOver) -> None:
+    def send(self, name: str, message: m.Start | m.PeerRestarted | m.Rescaled | m.HandOver | m.FailRequests) -> None:
         self.network.send((SUPERVISOR, 1, name, self.network.incarnations[name]), message)
 
     def kill(self, name: str, *, is_poisoned: bool = False, is_planned: bool = False) -> None:
         """Let a process die at this moment."""
         process = self.processes.pop(name)
-        is_at_work = name not in self._starting and not is_planned
-        aboard = self._note_suspects(name) if is_at_work else []
-        if not is_at_work:
-            self._suspects[name], self._alone[name] = [], None
+        self._at_work[name] = name not in self._starting
+        if is_planned:
+            self._black_boxes.pop(name)
         del self.stages[name]
         if isinstance(process, ExecuteProcess):
             self._swap = process.swap
@@ -200,26 +214,25 @@ class Server:
         self.num_deaths[stage] = self.num_deaths.get(stage, 0) + 1
         if is_poisoned:
             self.num_poison_deaths[stage] += 1
-            most = self._most_deaths(stage) + self._num_without_strikes[stage]
+            most = self._most_deaths(stage) + self._num_without_suspects[stage]
             assert self.num_poison_deaths[stage] <= most, "a request that kills is not found"
-            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=aboard)
-            assert isinstance(delay_s, float), f"the server has ended: {delay_s}"
+            self._poisoned_names.append(name)
         else:
             self.num_random_deaths[stage] = self.num_random_deaths.get(stage, 0) + 1
 
-    def _note_suspects(self, name: str) -> list[int]:
-        """As SharedResources.renew. Returns what its `suspects_at_death` does."""
-        at_work = list(dict.fromkeys(one.request_id for one in breadcrumbs_in(self.stages[name].black_box)))
-        together = suspects_in(self.stages[name].black_box)
-        self._alone[name] = at_work[0] if len(at_work) == 1 else None
-        self._suspects[name] = [] if len(at_work) == 1 else at_work or together
-        of_schedule = suspects_in(self.stages[SCHEDULE].black_box) if SCHEDULE in self.stages else []
-        return at_work or (of_schedule if name.startswith(("schedule.", "execute.")) else [])
+    def _suspects(self, name: str) -> list[int]:
+        """As Restarts and BlackBoxes."""
+        if name not in self._black_boxes:
+            return []
+        if at_work := list(dict.fromkeys(one.request_id for one in breadcrumbs_in(self._black_boxes[name]))):
+            return at_work
+        is_listed = self._at_work[name] and name.startswith(("schedule.", "execute.")) and SCHEDULE in self._black_boxes
+        return suspects_in(self._black_boxes[SCHEDULE]) if is_listed else []
 
     def _most_deaths(self, stage: str) -> int:
         """Those that the requests may cost that kill this stage."""
         num_of = Counter(
-            "schedule" if one.place not in ("execute", "ingest") else one.place for one in self._poisons.values()
+            one.place if one.place in poison.MAX_DEATHS_OF else "schedule" for one in self._poisons.values()
         )
         match stage:
             case "schedule":
@@ -238,10 +251,23 @@ class Server:
     def _notice(self, name: str) -> None:
         self._unnoticed.remove(name)
         if self._scaling.died(name, "was killed"):
-            self._num_without_strikes[name.partition(".")[0]] += 1  # no request is accused (docs/recovery.md)
+            self._num_without_suspects[name.partition(".")[0]] += 1  # it has no suspects (docs/recovery.md)
             return
+        stage, suspects = name.partition(".")[0], self._suspects(name)
+        if name in self._poisoned_names:
+            self._poisoned_names.remove(name)
+            delay_s = self._budget.died(name, 0.0, was_ready=True, suspects=suspects)
+            assert isinstance(delay_s, float), f"the server has ended: {delay_s}"
+        failing = self._crash_counts.crashed(stage, suspects)
+        self._black_boxes.pop(name, None)
         self.network.renew(name)
         self._due.append(name)
+        if failing is not None:
+            self._failed |= failing.errors.keys()
+            for other in self.processes:
+                if other.startswith(("schedule.", "gateway.")):
+                    self.send(other, failing)
+        self._failed_before[name] = frozenset(self._failed)
         self.inform(name)
 
     def is_ready(self, name: str) -> bool:
@@ -263,24 +289,24 @@ class Server:
         known = [other for other in self.processes if _share_edge(name, other)]
         gateways = [other for other in known if other.startswith("gateway.")]
         stages = [other for other in known if other not in gateways]
-        epoch = self.recovery.died(name, stages, gateways, self._suspects.get(name, []))
+        epoch = self.recovery.died(name, stages, gateways)
         self.rng.shuffle(stages)
         for other in stages:
             self._tell(other, name, epoch)
         self._tell_gateways()
 
-    def _tell(self, other: str, name: str, epoch: int, suspects: Sequence[int] = ()) -> None:
+    def _tell(self, other: str, name: str, epoch: int) -> None:
         peer, network = m.PeerInbox(name, "", 0), self.network
         if name in network.incarnations:
-            restarted = m.PeerRestarted(epoch, peer, network.incarnations[name], [], suspects=list(suspects))
-            self.send(other, msgspec.structs.replace(restarted, suspect=self._alone.get(name)))
+            counts = self._crash_counts.of(topology.stage_of(other)) if topology.stage_of(name) == "execute" else {}
+            self.send(other, m.PeerRestarted(epoch, peer, network.incarnations[name], [], crash_counts=counts))
         else:
             self.send(other, m.PeerRestarted(epoch, peer, network.last_of_removed[name], [], is_removed=True))
 
     def _tell_gateways(self) -> None:
         for one in self.recovery.rounds_for_gateways():
             for gateway in sorted(one.gateways):
-                self._tell(gateway, one.name, one.epoch, one.suspects)
+                self._tell(gateway, one.name, one.epoch)
 
     def _answered(self) -> None:
         """The supervisor reads one message."""
@@ -291,6 +317,9 @@ class Server:
                 self.num_handed_over += 1
                 poison.let_end(self, self._poisons)
                 self.kill(arrival.sender, is_planned=True)
+            return
+        if isinstance(message, m.Cleared):
+            self._crash_counts.cleared(message.request_ids)
             return
         assert isinstance(message, m.Reconnected)
         self.recovery.answered(arrival.sender, message.epoch)
@@ -454,14 +483,14 @@ class Server:
         try:
             process.wake()
         except poison.Poisoned as death:
-            self._poisoned(name, death.request_ids)
+            self.poisoned(name, death.request_ids)
             return
         if isinstance(process, ScheduleProcess) and self.rng.random() < 0.02:
             process.check()
 
-    def _poisoned(self, name: str, request_ids: list[int]) -> None:
+    def poisoned(self, name: str, request_ids: list[int]) -> None:
         """A process dies of these requests."""
-        poison.accuse(self, request_ids)
+        poison.note_killers(self, request_ids)
         if name == SCHEDULE:
             poison.deliver_output(self, name)
         self.kill(name, is_poisoned=True)

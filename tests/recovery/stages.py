@@ -1,6 +1,7 @@
 """The stages of the model: the code of schedule, detokenize and the gateways' requests is the real one; ingest and
 execute are fakes without tokenizer and model. Each has `wake`, one turn of its loop."""
 
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import FakeExecutor
 from tests.recovery.ledger import Ledger
 from tests.recovery.network import ModelStage, WakeOver
-from tests.recovery.poison import Poison, Poisoned, poison
+from tests.recovery.poison import Poison, Poisoned, poison, poison_detokenize
 from tests.rig import raw
 
 SCHEDULE = "schedule.0"
@@ -91,9 +92,13 @@ class ScheduleProcess:
 class DetokenizeProcess:
     """The real loop of detokenize."""
 
-    def __init__(self, stage: ModelStage, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, stage: ModelStage, vocabulary: Vocabulary, poisons: dict[int, Poison], failed: Container[int]
+    ) -> None:
+        """`poisons` are the requests that kill it, by id; those that have `failed` before it started never come."""
         self._stage = stage
         self._detokenize = DetokenizeStage(stage, vocabulary)
+        poison_detokenize(stage, self._detokenize._output_processor, poisons, failed)
 
     def wake(self) -> None:
         self._detokenize.turn()
@@ -174,7 +179,7 @@ class IngestProcess:
     def __init__(self, stage: ModelStage, poisons: dict[int, Poison]) -> None:
         self._stage = stage
         self._poisons = poisons
-        self._waiting = SubmitQueue()
+        self._waiting = SubmitQueue(stage.launch.crash_counts)
         self._crumbs = [Breadcrumb(stage.black_box, 1 + thread) for thread in range(MAX_THREADS)]
         self._encoding: dict[Key, tuple[m.Submit, Breadcrumb]] = {}
         self._has_started = False
@@ -264,7 +269,6 @@ class IngestProcess:
             outputs=outputs,
             finishes=bytes(finishes),
             gateway_incarnation=submit.gateway_incarnation,
-            num_schedule_deaths=submit.num_schedule_deaths,
         )
         assert self._stage.outbox("schedule").send(admit)
 
@@ -297,8 +301,8 @@ class GatewayProcess:
                 case m.PrefixCacheReset():
                     self.resetter.handle_reply(message)
                     self.unanswered_resets.discard(message.nonce)
-                case m.PeerRestarted():
-                    self._recovery.peer_restarted(message)
+                case m.PeerRestarted() | m.FailRequests():
+                    self._recovery.handle(message)
                 case m.Rescaled():
                     self._stage.rescaled(message)
                     self.table.rescaled()

@@ -314,19 +314,13 @@ SAMPLES: dict[str, msgspec.Struct] = {
         2,
         [m.Ring("ingest.0", True, 0, 1, 2, 4096)],
         m.Segment("ingest.0", 3, 65536, False),
-        REQUEST_ID,
     ),
-    "peer restarted after it was at work on several requests": m.PeerRestarted(
-        3, m.PeerInbox("schedule.0", "ipc://@pipeline/x/schedule.0.2", 64), 2, [], suspects=[REQUEST_ID, 5]
+    "peer restarted after a crash": m.PeerRestarted(
+        3, m.PeerInbox("execute.0", "ipc://@pipeline/x/execute.0.2", 64), 2, [], crash_counts={REQUEST_ID: 1, 5: 2}
     ),
-    "submit after deaths of schedule": m.Submit(
-        REQUEST_ID, 3, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS], num_schedule_deaths=2
-    ),
-    "submit of a suspect": m.Submit(REQUEST_ID, 2, 0, 1.5, m.TextPrompt("hi"), OPTIONS, is_suspect=True),
+    "fail_requests": m.FailRequests({REQUEST_ID: f"execute died 3{m.DIED_OF_REQUEST}"}),
+    "cleared": m.Cleared([REQUEST_ID, 5]),
     "submit of a continued stream": m.Submit(REQUEST_ID, 1, 0, 1.5, m.IdsPrompt(REF), OPTIONS, [IDS], template_s=0.5),
-    "admit after deaths of schedule": m.Admit(
-        REQUEST_ID, 3, 0, 1.5, REF, packed(OPTIONS), [IDS], b"\x00", num_schedule_deaths=2
-    ),
     "peer removed": m.PeerRestarted(3, m.PeerInbox("ingest.1", "", 64), 2, [], is_removed=True),
     "rescaled": m.Rescaled(4, "ingest", 2),
     "hand_over": m.HandOver(),

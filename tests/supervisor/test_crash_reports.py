@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from pipeline import own_files
-from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.config.settings import Settings
 from pipeline.runtime import black_box
-from pipeline.runtime import messages as m
 from pipeline.supervisor import crash_reports
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.crash_reports import CrashReports
@@ -165,78 +164,6 @@ def test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_
 ) -> None:
     fields = died(settings_of(tmp_path, **supervisor), boxes, child)
     assert bool(fields) == (tmp_path / "crashes").exists() == expected
-
-
-def test_the_gateways_learn_of_the_suspect_with_the_restart(resources: SharedResources) -> None:
-    resources.launch("ingest", "", [])
-    for died_at_work, suspect in ((True, 0x1F3A), (False, None)):
-        box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
-        assert box is not None
-        if died_at_work:
-            black_box.Breadcrumb(black_box.attach(box)).at(0x1F3A, 1)
-        resources.renew("ingest.0")
-        found = resources.restart_of("ingest.0", "gateway.0", 1)
-        assert found is not None and isinstance(found[0], m.PeerRestarted)
-        assert found[0].suspect == suspect
-        launch = resources.launch("ingest", "", [])
-        assert launch.black_box is not None and launch.black_box.recording_fd >= 0
-
-
-def test_the_gateways_learn_which_requests_a_stage_had_in_work_together(resources: SharedResources) -> None:
-    """If it has crashed, and none of them was in work alone."""
-    resources.launch("schedule", "", [])
-    for has_crashed, is_alone, expected in ((True, False, [5, 7]), (False, False, []), (True, True, [])):
-        box = resources.black_boxes.get("schedule.0", resources.incarnations["schedule.0"])
-        assert box is not None
-        memory = black_box.attach(box)
-        black_box.SuspectList(memory).replace([5, 7])
-        if is_alone:
-            black_box.Breadcrumb(memory).at(5, 1)
-        resources.renew("schedule.0", has_crashed=has_crashed)
-        suspects = resources.suspects_of_crash("schedule.0")
-        assert sorted(suspects) == expected
-        found = resources.restart_of("schedule.0", "gateway.0", 1, suspects)
-        assert found is not None and found[0].suspects == suspects
-        resources.launch("schedule", "", [])
-
-
-def test_each_request_that_a_thread_had_in_work_is_a_suspect(resources: SharedResources) -> None:
-    """Not only the one that was begun last."""
-    resources.launch("ingest", "", [])
-    box = resources.black_boxes.get("ingest.0", resources.incarnations["ingest.0"])
-    assert box is not None
-    memory = black_box.attach(box)
-    for thread, request_id in enumerate((5, 7)):
-        black_box.Breadcrumb(memory, thread).at(request_id, 1)
-    assert sorted(resources.suspects_at_death("ingest.0")) == [5, 7]
-    resources.renew("ingest.0", has_crashed=True)
-    suspects = resources.suspects_of_crash("ingest.0")
-    assert sorted(suspects) == [5, 7]
-    found = resources.restart_of("ingest.0", "gateway.0", 1, suspects)
-    assert found is not None and isinstance(found[0], m.PeerRestarted)
-    assert (found[0].suspect, sorted(found[0].suspects)) == (None, [5, 7])
-
-
-def test_a_death_has_the_suspects_that_its_stage_has_named() -> None:
-    """One by one, or those that schedule has listed, also for a rank of the executor."""
-    resources = SharedResources(Settings(execute=ExecuteSettings(tensor_parallel=2)), [], [], None)
-    try:
-        resources.create_arenas()
-        resources.create_rings()
-        memories = {}
-        for name in ("ingest.0", "schedule.0", "execute.0", "execute.1", "detokenize.0"):
-            resources.launch(name.partition(".")[0], "", [], int(name[-1]))
-            box = resources.black_boxes.get(name, resources.incarnations[name])
-            assert box is not None
-            memories[name] = black_box.attach(box)
-        black_box.SuspectList(memories["schedule.0"]).replace([5, 7])
-        for name, expected in (("ingest.0", []), ("schedule.0", [5, 7]), ("execute.0", [5, 7]), ("execute.1", [5, 7])):
-            assert sorted(resources.suspects_at_death(name)) == expected
-        for name in ("ingest.0", "detokenize.0", "schedule.0"):
-            black_box.Breadcrumb(memories[name]).at(9, 1)
-            assert resources.suspects_at_death(name) == [9]
-    finally:
-        resources.close()
 
 
 def test_only_this_user_may_read_a_report(tmp_path: Path, boxes: BlackBoxes) -> None:

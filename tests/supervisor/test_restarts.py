@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
+from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.supervisor.planned_restarts import launch_of
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.restarts import Restarts
@@ -74,6 +76,10 @@ class Bench:
     def die(self, name: str) -> None:
         child: Any = self.children[name]
         assert self.restarts.died(child, "was killed by SIGKILL") == ""
+
+    def black_box(self, name: str) -> memoryview:
+        """The memory in which a process of this name leaves what explains its death."""
+        return black_box.attach(self.resources.launch(topology.stage_of(name), "", []).black_box)
 
     def told(self, name: str) -> list[str]:
         return [message.peer.name for message in self.outboxes[name].sent if isinstance(message, m.PeerRestarted)]
@@ -153,16 +159,47 @@ def test_a_start_does_not_count_the_time_in_which_the_supervisor_was_suspended(b
 def test_only_a_process_that_was_at_work_has_crashed(bench: Bench) -> None:
     """Otherwise schedule would suspect requests that the executor has never computed."""
     executor: Any = bench.children["execute.0"]
+    black_box.SuspectList(bench.black_box("schedule.0")).replace([5])
     bench.die("execute.0")
-    assert bench.last_told("schedule.0").has_crashed
+    assert bench.last_told("schedule.0").crash_counts == {5: 1}
     bench.die("execute.0")  # its successor, while it starts
-    assert not bench.last_told("schedule.0").has_crashed
+    assert bench.last_told("schedule.0").crash_counts == {5: 1}
     executor.state, executor.is_alive = "ready", True
     bench.die("execute.0")
-    assert bench.last_told("schedule.0").has_crashed
+    assert bench.last_told("schedule.0").crash_counts == {5: 2}
     bench.resources.discard(bench.resources.replace("execute.0"))  # by a restart on purpose
     bench.restarts.inform("execute.0")
-    assert not bench.last_told("schedule.0").has_crashed
+    assert bench.last_told("schedule.0").crash_counts == {5: 2}
+    executor.state, executor.is_alive, executor.is_lost = "ready", True, True
+    bench.die("execute.0")
+    assert bench.last_told("schedule.0").crash_counts == {5: 2}, "with its host"
+
+
+def test_schedule_fails_a_request_before_it_learns_of_a_successor_that_would_get_it(bench: Bench) -> None:
+    """The gateways learn of it too, without waiting for the stages' answers."""
+    detokenize: Any = bench.children["detokenize.0"]
+    for num in range(1, MAX_CRASHES + 1):
+        bench.outboxes["schedule.0"].sent.clear()
+        detokenize.is_alive = True  # its state is not `ready`: the message may be lost if it dies at once
+        black_box.Breadcrumb(bench.black_box("detokenize.0")).at(5, 1)
+        bench.die("detokenize.0")
+        sent = [type(message) for message in bench.outboxes["schedule.0"].sent]
+        assert sent == [m.PeerRestarted] if num < MAX_CRASHES else [m.FailRequests, m.PeerRestarted]
+    failing = m.FailRequests({5: f"detokenize died {MAX_CRASHES}{m.DIED_OF_REQUEST}"})
+    assert bench.outboxes["schedule.0"].sent[0] == bench.outboxes["gateway.0"].sent[-1] == failing
+    assert bench.outboxes["ingest.0"].sent == []
+
+
+def test_a_scheduler_that_starts_after_the_crash_knows_it_from_its_launch(bench: Bench) -> None:
+    for num in range(1, MAX_CRASHES + 1):
+        child: Any = bench.children["schedule.0"]
+        child.state, child.is_alive = "ready", True
+        black_box.SuspectList(bench.black_box("schedule.0")).replace([5])
+        bench.die("schedule.0")
+        assert bench.resources.launch("schedule", "", []).crash_counts == {5: num}
+    failing = [one for one in bench.outboxes["gateway.0"].sent if isinstance(one, m.FailRequests)]
+    assert [list(one.errors) for one in failing] == [[5]]
+    assert not any(isinstance(one, m.FailRequests) for one in bench.outboxes["schedule.0"].sent)
 
 
 class TestRanks:
@@ -178,11 +215,12 @@ class TestRanks:
     def test_if_one_dies_all_are_replaced_and_the_first_is_announced_last(self, ranks: Bench, name: str) -> None:
         before = ranks.resources.launch("execute", "", []).ranks_fd
         inode = os.fstat(before).st_ino
+        black_box.SuspectList(ranks.black_box("schedule.0")).replace([5])
         ranks.die(name)
         other = ranks.children["execute.1" if name == "execute.0" else "execute.0"]
         assert other.was_killed and not ranks.children[name].was_killed
         assert ranks.told("schedule.0") == ["execute.1", "execute.0"]
-        assert ranks.last_told("schedule.0").has_crashed
+        assert ranks.last_told("schedule.0").crash_counts == {5: 1}
         assert [ranks.resources.incarnations[f"execute.{rank}"] for rank in range(2)] == [2, 2]
         launches = [ranks.resources.launch("execute", "", [], rank) for rank in range(2)]
         assert len({launch.ranks_fd for launch in launches}) == 1
@@ -237,7 +275,7 @@ class TestLostHost:
     def test_schedule_is_told_at_once_and_again_when_there_is_another_host(self, lost: Bench) -> None:
         assert lost.told("schedule.0") == ["execute.1", "execute.0"]
         first = lost.last_told("schedule.0")
-        assert first.peer.address == "tcp://10.0.0.1:2" and not first.has_crashed
+        assert first.peer.address == "tcp://10.0.0.1:2"
         assert not lost.restarts.deadlines, "they wait for a host, without a deadline of their own"
         for rank in range(2):
             lost.resources.place(f"execute.{rank}", f"tcp://10.0.0.9:{rank}")

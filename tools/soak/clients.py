@@ -130,8 +130,8 @@ async def _patiently(answered: Callable[[], Awaitable[Outcome]], ask: RandomRequ
         return Outcome("wrong", f"an answer that can't be read: {error!r}")
 
 
-SUSPECTED = "The executor died again and again"
-"""In the error of a request that was computed each time that the executor died."""
+SUSPECTED = " times while it worked on this request"
+"""In the error of a request that was in work each time that a stage died."""
 
 
 def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:

@@ -94,6 +94,7 @@ def _run(header: f.Header, settings: Settings, path: Path, out: Path, paced: boo
             replay=m.Replay(str(path.absolute()), str(out.absolute()), paced),
             facts=header.launch_facts,
             incarnations=header.incarnations,
+            crash_counts=header.crash_counts,
         )
         begun = time.monotonic()
         if inline:

@@ -13,6 +13,7 @@ its incarnation); `index` is the sequence's index among the request's n; `row` i
 from pipeline.metrics.stats import ScheduleLoad
 from pipeline.runtime.messages.common import (
     ADAPTER_FAILED,
+    DIED_OF_REQUEST,
     GRAMMAR_FAILED,
     NAN_LOGITS,
     NOTHING_LEFT,
@@ -105,7 +106,7 @@ from pipeline.runtime.messages.requests import (
     TextPrompt,
     ToolCall,
 )
-from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
+from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.runtime.messages.schedule import (
     AdaptersLoaded,
     Admit,
@@ -122,6 +123,7 @@ from pipeline.runtime.messages.supervisor import (
     ChildEnded,
     ChildStarted,
     ChildUsage,
+    Cleared,
     Compiling,
     Drained,
     ExecuteLoad,
@@ -146,6 +148,7 @@ from pipeline.shm.arrays import Array
 __all__ = [
     "ADAPTER_FAILED",
     "BEGIN",
+    "DIED_OF_REQUEST",
     "GRAMMAR_FAILED",
     "MAX_SHOWN_IDS",
     "NAN_LOGITS",
@@ -169,6 +172,7 @@ __all__ = [
     "ChildEnded",
     "ChildStarted",
     "ChildUsage",
+    "Cleared",
     "Closed",
     "Compiling",
     "Control",
@@ -186,6 +190,7 @@ __all__ = [
     "ExecuteFacts",
     "ExecuteInbox",
     "ExecuteLoad",
+    "FailRequests",
     "Failure",
     "FindRequest",
     "Finish",

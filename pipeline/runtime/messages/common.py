@@ -36,6 +36,10 @@ NOTHING_LEFT = "No token can be sampled"
 """Prefix of a sequence's error if the fields of its request contradict each other."""
 
 
+DIED_OF_REQUEST = " times while it worked on this request"
+"""End of a request's error if it kills a stage again and again."""
+
+
 NAN_LOGITS = "The model produced NaN logits"
 """A sequence's error if no token has a logit that is a number."""
 

@@ -4,7 +4,7 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleLoad, ServerStats
 from pipeline.runtime.messages.common import Adapters, DraftCounts, Failure, FirstTimes, Message, Ping, Start, Stop
-from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
+from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
 
@@ -206,6 +206,7 @@ GatewayInbox = (
     | Adapters
     | AdapterSet
     | PeerRestarted
+    | FailRequests
     | Rescaled
     | Start
     | Ping

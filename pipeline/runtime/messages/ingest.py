@@ -21,16 +21,11 @@ class Submit(Message, frozen=True, tag="submit"):
     """int32; output ids that the client has already, one array for each sequence; empty for a new request"""
     prompt_options: PromptOptions = PromptOptions()
     gateway_incarnation: int = 1
-    num_schedule_deaths: int = 0
-    """How often schedule has crashed while it ran this request, with few new output ids in between."""
     template_s: float = 0.0
     """Unix time for a chat template that writes it; 0: `arrival_s`. A client that continues a stream has chosen it."""
     scope_id: str = ""
     """Whose request it is (`api_keys.scope_id`): ingest divides its time fairly among scopes. Empty without API
     keys."""
-    is_suspect: bool = False
-    """Whether a process of ingest has crashed while it worked on this request: it is prepared alone (submit_queue.py).
-    """
 
 
 IngestInbox = Submit | Abort | Release | PeerRestarted | Start | Ping | Stop

@@ -173,6 +173,9 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     usage_fd: int = -1
     """For a gateway: memory in which it counts what each API key uses; see pipeline.runtime.key_usage. -1: the server
     has no keys."""
+    crash_counts: dict[int, int] = {}
+    """For ingest and schedule: how often processes have crashed of which each of these requests may be the reason, by
+    request id. Ingest prepares them alone, schedule computes them beside few others."""
 
     @property
     def name(self) -> str:

@@ -26,18 +26,20 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     the receiver's `Launch.control_fd` with this epoch; likewise the next."""
     segment: Segment | None = None
     """The successor's arena, if the receiver reads it."""
-    suspect: int | None = None
-    """The id of the request that the dead process was working on, if it was working on one only."""
     has_other_settings: bool = False
     """Whether settings of its stage have changed since the dead process started."""
     is_removed: bool = False
     """The process is gone for good. `incarnation` is its own then, and nothing can be sent to it."""
-    has_crashed: bool = True
-    """Whether the process was at work when it died. False if it was restarted on purpose, or died before it was ready:
-    then no request can be the reason."""
-    suspects: list[int] = []
-    """The ids of the requests that the dead process was working on together or in several threads, if it has crashed
-    and there is no `suspect`. Only gateways get it."""
+    crash_counts: dict[int, int] = {}
+    """As in `Launch`. Schedule gets it if the executor has died."""
+
+
+class FailRequests(Message, frozen=True, tag="fail_requests"):
+    """From the supervisor: these requests have killed a stage again and again. Schedule forgets them, before it learns
+    of the successor (`PeerRestarted` follows), and gateways fail those that are theirs."""
+
+    errors: dict[int, str]
+    """The reason for the client, by request id; it ends with `DIED_OF_REQUEST`."""
 
 
 class Rescaled(Message, frozen=True, tag="rescaled"):

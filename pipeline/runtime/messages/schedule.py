@@ -3,7 +3,7 @@
 from msgspec import Raw
 
 from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
-from pipeline.runtime.messages.restarts import PeerRestarted, Rescaled
+from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
 
@@ -25,8 +25,6 @@ class Admit(Message, frozen=True, tag="admit"):
     """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
     gateway_incarnation: int = 1
     """Of the process that has opened the request. If that has died, no one closes it."""
-    num_schedule_deaths: int = 0
-    """As in `Submit`. If there are any, the request is computed beside few others at first (quarantine.py)."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
@@ -108,6 +106,7 @@ ScheduleInbox = (
     | ResetPrefixCache
     | Release
     | PeerRestarted
+    | FailRequests
     | Rescaled
     | HandOver
     | Start

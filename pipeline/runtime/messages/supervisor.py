@@ -87,6 +87,12 @@ class Reconnected(Message, frozen=True, tag="reconnected"):
     epoch: int
 
 
+class Cleared(Message, frozen=True, tag="cleared"):
+    """From schedule: these requests got ids since the last crash of which they might have been the reason."""
+
+    request_ids: list[int]
+
+
 class Answer(Message, frozen=True, tag="answer"):
     """The reply to a `ControlRequest`."""
 
@@ -172,6 +178,7 @@ StageReport = (
     | Answer
     | AskServerStats
     | Reconnected
+    | Cleared
     | SetAdapter
     | Compiling
 )

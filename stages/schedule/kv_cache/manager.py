@@ -76,8 +76,8 @@ class ExecutorLoss(msgspec.Struct, frozen=True):
     """The incarnation of its successor."""
     keeps_swap: bool = True
     """Whether the successor can use what is in swap space."""
-    has_crashed: bool = True
-    """Whether it was at work: only then, the requests that it was computing are suspected."""
+    crash_counts: dict[int, int] = {}
+    """As in `Launch`, the newest."""
 
 
 class KVCacheManager:

@@ -173,35 +173,6 @@ def test_the_prompt_stands_before_output_that_is_generated_again(gate: Gate) -> 
     assert second.result().json()["choices"][0]["text"] == "Once upon!"
 
 
-def test_a_preemption_clears_no_suspect(gate: Gate) -> None:
-    """Ids of a complete sequence stay, and are not new after the death before."""
-    first = gate.complete(WHOLE)
-    oldest = gate.begin()
-    second = gate.complete(WHOLE | {"n": 2, "max_tokens": 80})
-    victim = gate.begin()
-    records = np.zeros(STEP, logprob_dtype(NUM_TOP)).tobytes()
-    for finish in (m.Finish.NONE,) * 8 + (m.Finish.LENGTH,):
-        gate.delta(victim, "t" * STEP, STEP, index=1, records=records, pieces=PIECES * STEP, finish=finish)
-    gate.rig.load()
-    gate.rig.restart("schedule.0", suspects=[victim.request_id])
-    oldest, victim = sorted((gate.submit(), gate.submit()), key=lambda one: one.num_schedule_deaths)
-    assert victim.num_schedule_deaths == 1
-    for submit in (oldest, victim):
-        gate.accept(submit)
-    gate.delta(victim, "t", 1, records=np.zeros(1, logprob_dtype(NUM_TOP)).tobytes(), pieces=PIECES)
-    while gate.rig.nothing("schedule", 0.0):
-        grow(gate, oldest, 1)
-        gate.rig.load()
-    assert gate.closed()[0] == victim.request_id
-    end(gate, oldest)
-    assert first.result().status_code == 200
-    again = gate.submit()
-    assert (again.request_id, again.num_schedule_deaths) == (victim.request_id, 1)
-    gate.continue_at(again, 0, 0)
-    end(gate, again)
-    assert second.result().status_code == 200
-
-
 def test_room_of_a_reply_that_ends_in_the_same_wake_is_used(gate: Gate) -> None:
     """Its client takes it at once: the oldest request need not give way to it."""
     first = gate.complete(WHOLE)

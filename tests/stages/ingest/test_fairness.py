@@ -30,11 +30,9 @@ SHORT = "x" * (ingest_stage.LONG_CHARS - 2000)
 FACTS = tiny.facts(max_model_len=1_000_000)
 
 
-def send(
-    rig: Rig, request_id: int, prompt: str | m.Prompt, scope_id: str, *, is_suspect: bool = False, **options: Any
-) -> None:
+def send(rig: Rig, request_id: int, prompt: str | m.Prompt, scope_id: str, **options: Any) -> None:
     submit = tiny.submit(prompt, request_id=request_id, **options)
-    rig.send(msgspec.structs.replace(submit, scope_id=scope_id, is_suspect=is_suspect), "gateway.0")
+    rig.send(msgspec.structs.replace(submit, scope_id=scope_id), "gateway.0")
 
 
 def admitted(rig: Rig, num: int) -> list[int]:
@@ -199,16 +197,19 @@ def test_fair_turns_are_replayed(tmp_path: Path, has_suspects: bool) -> None:
     (folder := tmp_path / "model").mkdir()
     settings = Settings(limits=LimitSettings(template_timeout_s=1.0))
     slow = "{% for i in range(3000) %}{% for j in range(30) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
-    with Rig("ingest", settings, tiny.folder(folder, slow), record=recording) as rig:
+    rig = Rig("ingest", settings, tiny.folder(folder, slow), record=recording)
+    if has_suspects:
+        even = range(0, 2 * 3 * 4 * 5, 2)
+        rig.suspect(*(one for one in even if one % 14 in (0, 4, 10)), *(one + 1 for one in even if one % 16 == 6))
+    with rig:
         number = 0
         for wave in range(part_of(3, 2)):  # before the start and after it
             for scope in ("a", "a", "b", ""):
                 schema = m.Grammar("json_schema", json.dumps({"const": f"{wave} {scope}"}))
                 for prompt in ("hi", SHORT, LONG, VERY_LONG, tiny.chat("slow")):
                     grammar = m.Grammar("json_object") if number % 3 else schema
-                    send(rig, number, prompt, scope, is_suspect=has_suspects and number % 14 in (0, 4, 10))
-                    is_suspect = has_suspects and number % 16 == 6
-                    send(rig, number + 1, prompt, scope, grammar=grammar, is_suspect=is_suspect)
+                    send(rig, number, prompt, scope)
+                    send(rig, number + 1, prompt, scope, grammar=grammar)
                     if number % 7 == 0:
                         rig.send(m.Abort(number, 0), "gateway.0")
                     number += 2

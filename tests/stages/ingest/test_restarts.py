@@ -45,7 +45,8 @@ def submit_of(gateway: int, request_id: int, text: str = "hi") -> m.Submit:
 def test_a_suspect_is_prepared_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the long prompt that is in a thread, and all others wait for it, whose prompt is long too."""
     encoding = Encoding(monkeypatch, len(LONG))
-    suspects = [msgspec.structs.replace(submit_of(0, number, LONG), is_suspect=True) for number in (2, 4)]
+    rig.suspect(2, 4)
+    suspects = [submit_of(0, number, LONG) for number in (2, 4)]
     rig.send(submit_of(0, 1, LONG), "gateway.0")
     encoding.until_running(1)
     for one in (suspects[0], submit_of(0, 3), suspects[1], submit_of(0, 5)):
@@ -80,7 +81,8 @@ def test_no_one_waits_for_prompts_that_wait_themselves_before_a_suspect(
     options = msgspec.structs.replace(with_grammar.options, grammar=m.Grammar("regex", "a+", "guided_regex"))
     rig.send(msgspec.structs.replace(with_grammar, options=options), "gateway.0")
     rig.until(lambda load: load.num_open == 7)
-    suspect = msgspec.structs.replace(submit_of(0, 8, LONG + "x"), is_suspect=True)
+    rig.suspect(8)
+    suspect = submit_of(0, 8, LONG + "x")
     for one in (suspect, submit_of(0, 9)):
         rig.send(one, "gateway.0")
     rig.until(lambda load: load.num_open == 9)
@@ -100,7 +102,8 @@ def test_no_one_waits_for_prompts_that_wait_themselves_before_a_suspect(
 def test_a_suspect_that_is_aborted_holds_up_no_one(rig: Rig, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     """Nor does one that waits for a prompt that is aborted, whose thread goes on for a while."""
     encoding = Encoding(monkeypatch, len(LONG))
-    suspect = msgspec.structs.replace(submit_of(0, 1, LONG), is_suspect=True)
+    rig.suspect(1)
+    suspect = submit_of(0, 1, LONG)
     first, others = (suspect, [submit_of(0, 2, LONG)]) if whose == "the suspect's" else (submit_of(0, 2, LONG), [])
     rig.send(first, "gateway.0")
     encoding.until_running(1)
@@ -130,7 +133,8 @@ def test_a_suspect_that_waits_for_a_check_is_prepared_alone_behind_it(
         return "a"
 
     monkeypatch.setattr(GrammarChecker, "check", check)
-    suspect = msgspec.structs.replace(submit_of(0, 1, LONG), is_suspect=True)
+    rig.suspect(1)
+    suspect = submit_of(0, 1, LONG)
     options = msgspec.structs.replace(suspect.options, grammar=m.Grammar("regex", "a+", "guided_regex"))
     rig.send(msgspec.structs.replace(suspect, options=options), "gateway.0")
     rig.until(lambda _: begun.is_set())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
@@ -16,6 +17,7 @@ from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
+from pipeline.supervisor.crash_counts import CrashCounts
 from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages
@@ -31,6 +33,8 @@ class Bench:
         width = KEY_BYTES + (len(config.kv_groups) > 1)
         self.indices = [bytearray(HEADER_BYTES + width * num) for num in (config.num_blocks, config.num_swap_blocks)]
         """Of the KV cache and of swap space; they outlive the scheduler."""
+        self.crash_counts = CrashCounts()
+        self.black_box = memoryview(bytearray(NUM_BYTES))
         self.num_executors = 1
         self.scheduler = self._scheduler(config)
         self.executor = self._executor(copy_s)
@@ -78,6 +82,8 @@ class Bench:
                 kv_index=kv_index,
                 swap_index=swap_index,
                 executor=self.num_executors,
+                crash_counts=self.crash_counts.of("schedule"),
+                suspects=SuspectList(self.black_box),
             ),
         )
 
@@ -101,7 +107,7 @@ class Bench:
         num_prompt_logprobs: int = -1,
         failing: Iterable[int] = (),
         predicted_ids: bytes = b"",
-        num_schedule_deaths: int = 0,
+        num_crashes: int = 0,
         outputs: Iterable[int] = (),
         attempt: int = 1,
         **others: Any,
@@ -121,7 +127,7 @@ class Bench:
             predicted_ids=predicted_ids,
             **others,
         )
-        return self.admit_options(prompt, options, request_id, arrival_s, num_schedule_deaths, outputs, attempt)
+        return self.admit_options(prompt, options, request_id, arrival_s, num_crashes, outputs, attempt)
 
     def admit_options(
         self,
@@ -129,12 +135,14 @@ class Bench:
         options: m.GenerationOptions,
         request_id: int | None = None,
         arrival_s: float | None = None,
-        num_schedule_deaths: int = 0,
+        num_crashes: int = 0,
         outputs: Iterable[int] = (),
         attempt: int = 1,
     ) -> int:
-        """Admit a request that has these options. Returns its id."""
+        """Admit a request that has these options, a suspect of `num_crashes` of schedule. Returns its id."""
         number = next(self._ids)
+        if num_crashes:
+            self.scheduler.lifecycle.quarantine._crash_counts[request_id or number] = num_crashes
         message = m.Admit(
             request_id=request_id or number,
             attempt=attempt,
@@ -144,7 +152,6 @@ class Bench:
             options=raw(options),
             outputs=[np.array(list(outputs), np.int32).tobytes()] if outputs else [],
             finishes=bytes(1) if outputs else b"",
-            num_schedule_deaths=num_schedule_deaths,
         )
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Refuse):
@@ -239,7 +246,14 @@ class Bench:
         self.executor.kv[self.executor.num_blocks :] = swap
         self.num_executors += 1
         self.last_use = None
-        self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, has_crashed))
+        if has_crashed and (failing := self.crash_counts.crashed("execute", self.suspects)) is not None:
+            self.scheduler.fail(failing.errors)
+        self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, self.crash_counts.of("schedule")))
+
+    @property
+    def suspects(self) -> list[int]:
+        """The requests that the scheduler has listed."""
+        return suspects_in(self.black_box)
 
     def successor(self, *, has_executor: bool = True) -> "Bench":
         """A scheduler that takes the place of this one, which has died, with the same executor, or with a new one."""
@@ -270,6 +284,7 @@ class Bench:
             self.report_to(replica, sent)
         if sent:  # the stage's wake is over
             self.scheduler.lifecycle.list_suspects()
+            self.crash_counts.cleared(self.scheduler.lifecycle.quarantine.take_cleared())
             self.scheduler.lifecycle.release_held()
 
     def report_to(self, replica: int, sent: bool) -> None:

@@ -322,12 +322,12 @@ def test_a_successor_of_detokenize_gets_all_output_of_a_search_again() -> None:
     for _ in range(2):
         bench.answer()
         bench.fill()
-    bench.scheduler.tell_again(0)
+    bench.scheduler.resend(0)
     bench.report()
     assert not any(bench.received.values()), "beams have no output before the search is over"
     bench.run()
     received, records = dict(bench.received), dict(bench.records)
-    bench.scheduler.tell_again(0)
+    bench.scheduler.resend(0)
     bench.received = {seq: [] for seq in received}
     bench.records = dict.fromkeys(received, b"")
     bench.finished, bench.begun = {}, set()

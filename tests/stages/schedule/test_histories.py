@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "mine"]),
         tops=st.sampled_from([(-1, -1), (-1, -1), (0, -1), (2, -1), (-1, 0), (1, 2)]),
         failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
-        num_schedule_deaths=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
+        num_crashes=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
         adapter_id=st.sampled_from(["", "", "a", "b", "c", "d"]),
     )
     def admit(
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
         salt: str,
         tops: tuple[int, int],
         failing: Iterable[int],
-        num_schedule_deaths: int,
+        num_crashes: int,
         adapter_id: str,
     ) -> None:
         number = self.bench.admit(
@@ -153,7 +153,7 @@ class Histories(RuleBasedStateMachine):
             num_logprobs=tops[0],
             num_prompt_logprobs=tops[1],
             failing=failing,
-            num_schedule_deaths=num_schedule_deaths,
+            num_crashes=num_crashes,
             adapter_id=adapter_id,
         )
         self.known.append(number)

@@ -228,8 +228,8 @@ UNSTEADY: dict[str, tuple[dict[str, Any], Callable[[Bench], object]]] = {
         {"max_loras": 1, "waits_for_adapters": True},
         lambda bench: bench.admit(range(9), adapter_id="adapter"),
     ),
-    "a request is suspected": ({}, lambda bench: bench.admit(range(9), num_schedule_deaths=1)),
-    "a request is held back": ({}, lambda bench: [bench.admit(range(9), num_schedule_deaths=2) for _ in range(9)]),
+    "a request is suspected": ({}, lambda bench: bench.admit(range(9), num_crashes=1)),
+    "a request is held back": ({}, lambda bench: [bench.admit(range(9), num_crashes=2) for _ in range(9)]),
     "few blocks are free": ({"num_blocks": 6}, lambda bench: None),
 }
 

@@ -1,8 +1,6 @@
 """A request that kills every executor, or every scheduler, is found, and only requests that were computed are
 suspected."""
 
-import gc
-import weakref
 from random import Random
 
 import numpy as np
@@ -11,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.messages import Finish
-from pipeline.runtime.topology import STRIKES_BYTES
-from pipeline.stages.gateway.recovery import MAX_SCHEDULE_DEATHS
-from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
-from pipeline.stages.schedule.quarantine import GROUP_SIZES, MAX_STRIKES, NUM_CLEARING_IDS, Quarantine
-from pipeline.stages.schedule.strikes import Strikes
+from pipeline.stages.schedule.quarantine import GROUP_SIZES, Quarantine
+from pipeline.supervisor.crash_counts import MAX_CRASHES, CrashCounts
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
 
@@ -56,34 +50,34 @@ def test_a_request_that_kills_each_executor_fails_alone(num_requests: int) -> No
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**32))
 def test_of_several_that_kill_each_executor_no_other_fails(
-    num_guilty: int, num_others: int, depth: int, seed: int
+    num_poisons: int, num_others: int, depth: int, seed: int
 ) -> None:
     """They kill at some id, or with the first step that computes them, whatever was settled before."""
     rng = Random(seed)
     bench = Bench(config(max_num_seqs=rng.choice([4, 64]), num_blocks=200), depth)
-    guilty: dict[int, int] = {}
-    for number in rng.sample(range(num_guilty + num_others), num_guilty + num_others):
+    killers: dict[int, int] = {}
+    for number in rng.sample(range(num_poisons + num_others), num_poisons + num_others):
         bench.admit(range(number, number + 10), max_tokens=8)
-        if number < num_guilty:
-            guilty[max(bench.opened)] = rng.choice([0, 0, 3, 5])
+        if number < num_poisons:
+            killers[max(bench.opened)] = rng.choice([0, 0, 3, 5])
     num_deaths = 0
     bench.fill()
     while bench.steps:
         sequences = bench.scheduler.rows.sequences
         known = {one.seq: int(bench.scheduler.rows.num_tokens[one.row]) - 10 for one in sequences if one is not None}
-        if any(is_next(bench, seq) and known.get(seq, 8) >= num_ids for seq, num_ids in guilty.items()):
+        if any(is_next(bench, seq) and known.get(seq, 8) >= num_ids for seq, num_ids in killers.items()):
             bench.lose_executor(0)
             num_deaths += 1
-            assert num_deaths <= MAX_DEATHS * num_guilty
+            assert num_deaths <= MAX_DEATHS * num_poisons
         else:
             bench.answer()
         bench.fill()
         bench.report()
-    finishes = {seq: bench.finished.pop(seq) for seq in guilty}
+    finishes = {seq: bench.finished.pop(seq) for seq in killers}
     assert set(finishes.values()) == {Finish.ERROR}, "each that kills fails"
     bench.check_outputs()
     assert len(bench.finished) == num_others and Finish.ERROR not in bench.finished.values()
-    assert all(len(ids) == 8 for seq, ids in bench.received.items() if seq not in guilty)
+    assert all(len(ids) == 8 for seq, ids in bench.received.items() if seq not in killers)
 
 
 @pytest.mark.parametrize("num_requests", [1, 8])
@@ -106,14 +100,14 @@ def test_one_that_gets_no_id_does_not_fail_for_one_that_kills_behind_its_ids() -
     bench.admit(range(200), max_tokens=8)
     for number in range(8):
         bench.admit(range(number, number + 4), max_tokens=40)
-    guilty = sorted(bench.opened)[1]
+    killer = sorted(bench.opened)[1]
     num_at_start = num_known = 4
     num_deaths = 0
     bench.fill()
     while bench.steps:
         sequences = [one for one in bench.scheduler.rows.sequences if one is not None]
-        num_known = next((int(bench.scheduler.rows.num_tokens[one.row]) for one in sequences if one.seq == guilty), 0)
-        if is_next(bench, guilty) and num_known - num_at_start >= 5:
+        num_known = next((int(bench.scheduler.rows.num_tokens[one.row]) for one in sequences if one.seq == killer), 0)
+        if is_next(bench, killer) and num_known - num_at_start >= 5:
             bench.lose_executor(0)
             num_deaths, num_at_start = num_deaths + 1, num_known
         else:
@@ -148,45 +142,44 @@ def test_a_request_that_has_left_its_row_is_still_aboard() -> None:
 def test_a_request_that_waits_is_a_suspect_of_the_death_of_schedule() -> None:
     """The one that runs is not listed alone."""
     bench = Bench(config(max_num_seqs=1), 1)
-    memory = memoryview(bytearray(NUM_BYTES))
-    bench.scheduler.lifecycle._suspects = SuspectList(memory)
     requests = [bench.admit(range(number, number + 10), max_tokens=50) for number in range(3)]
     bench.fill()
     assert bench.scheduler.num_running == 1
-    assert set(suspects_in(memory)) == set(requests)
-    suspect = bench.admit(range(5, 10), max_tokens=50, num_schedule_deaths=3)
+    assert set(bench.suspects) == set(requests)
+    suspect = bench.admit(range(5, 10), max_tokens=50, num_crashes=3)
     for _ in range(2):
         bench.answer()
         bench.report()
         bench.fill()
     bench.report()
-    assert set(suspects_in(memory)) == {suspect}, "those that are held back are not touched"
+    assert set(bench.suspects) == {suspect}, "those that are held back are not touched"
     bench.run()
-    assert suspects_in(memory) == []
+    assert bench.suspects == []
 
 
 class Lives:
-    """Requests of a gateway that runs them in one scheduler after the other."""
+    """Requests that run in one scheduler after the other."""
 
-    def __init__(self, num_requests: int, guilty: set[int], rng: Random) -> None:
-        self.num_deaths = dict.fromkeys(range(num_requests), 0)
-        """Of the open requests."""
+    def __init__(self, num_requests: int, poison: int, rng: Random) -> None:
+        self.open = set(range(num_requests))
         self.failed: list[int] = []
-        self._guilty = guilty
+        self._crash_counts = CrashCounts()
+        self._poison = poison
         self._rng = rng
 
     def live(self) -> bool:
         """Run a scheduler until it dies, or until every request has run. Returns whether it has died."""
-        quarantine, running, cleared = Quarantine(), set[int](), set[int]()
-        coming = list(self.num_deaths)
+        known = self._crash_counts.of("schedule")
+        quarantine, running, cleared = Quarantine(known), set[int](), set[int]()
+        coming = list(self.open)
         self._rng.shuffle(coming)
         waiting: set[int] = set()
         while coming or waiting or running - cleared:
             for _ in range(self._rng.choice([0, 1, 3, 100])):
                 if coming:
                     waiting.add(request_id := coming.pop())
-                    if num_deaths := self.num_deaths[request_id]:
-                        quarantine.add(request_id, num_deaths, running - cleared)
+                    if quarantine.is_suspect(request_id):
+                        quarantine.add(request_id, running - cleared)
             quarantine.next_group()
             free = [one for one in waiting if not quarantine.excludes(one)]
             assert free or coming or running - cleared, "nothing may run"
@@ -195,67 +188,62 @@ class Lives:
             waiting -= started
             if quarantine.is_active:
                 group = {one for one in running if not quarantine.excludes(one)}
-                assert sum(map(bool, map(self.num_deaths.get, group))) <= GROUP_SIZES[0]
+                assert len(group & known.keys()) <= GROUP_SIZES[0]
             if quarantine.is_alone:  # as SequenceLifecycle does it
                 held = {one for one in running if quarantine.excludes(one)}
                 waiting |= held
                 running -= held
-            if running & self._guilty:
-                self._die(running, cleared)
+            if self._poison in running & self.open:
+                self._die(sorted(running))
                 return True
             for one in running - cleared:
                 if self._rng.random() < 0.7:
                     cleared.add(one)
-                    quarantine.ended(one)
+                    quarantine.ended(one, is_complete=True)
+            self._crash_counts.cleared(quarantine.take_cleared())
         return False
 
-    def _die(self, suspects: set[int], cleared: set[int]) -> None:
-        for one in suspects:
-            self.num_deaths[one] = self.num_deaths[one] * (one not in cleared) + 1
-            if self.num_deaths[one] >= MAX_SCHEDULE_DEATHS and len(suspects) == 1:
-                self.failed.append(one)
-                del self.num_deaths[one]
+    def _die(self, suspects: list[int]) -> None:
+        if (failing := self._crash_counts.crashed("schedule", suspects)) is not None:
+            self.failed += failing.errors
+            self.open -= failing.errors.keys()
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 100), st.integers(0, 2**32))
 def test_a_request_that_kills_each_scheduler_fails_alone(num_requests: int, seed: int) -> None:
     rng = Random(seed)
-    guilty = rng.randrange(num_requests)
-    lives = Lives(num_requests, {guilty}, rng)
+    poison = rng.randrange(num_requests)
+    lives = Lives(num_requests, poison, rng)
     num_deaths = 0
     while lives.live():
         num_deaths += 1
-        assert num_deaths <= MAX_SCHEDULE_DEATHS + 1
-        if lives.failed:
-            lives._guilty.clear()
-    assert lives.failed == [guilty]
+        assert num_deaths <= MAX_CRASHES + 1
+    assert lives.failed == [poison]
 
 
 def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
     """Its memory names all that run, also those that are cleared: one that is named alone has run alone. New requests
     wait until all suspects are cleared."""
     bench = Bench(config(max_num_seqs=64, num_blocks=200), 1)
-    memory = memoryview(bytearray(NUM_BYTES))
-    bench.scheduler.lifecycle._suspects = SuspectList(memory)
     first = bench.admit(range(10), max_tokens=50)
     bench.fill()
-    assert suspects_in(memory) == [first]
-    suspects = [bench.admit(range(n, n + 10), max_tokens=50, num_schedule_deaths=2) for n in range(1, 11)]
+    assert bench.suspects == [first]
+    suspects = [bench.admit(range(n, n + 10), max_tokens=50, num_crashes=2) for n in range(1, 11)]
     new = bench.admit(range(20, 30), max_tokens=50)
     groups = [{first}]
     while bench.scheduler.lifecycle.quarantine.is_active:
         bench.answer()
         bench.fill()
         running = {one.request.request_id for one in bench.scheduler.rows.sequences if one is not None}
-        listed = set(suspects_in(memory))
+        listed = set(bench.suspects)
         assert listed >= running, "each that runs may be the reason"
         if bench.scheduler.lifecycle.quarantine.is_alone and running and running != groups[-1]:
             groups.append(running)
         bench.report()
     size = GROUP_SIZES[1]
     assert groups == [{first}, *(set(suspects[begin : begin + size]) for begin in range(0, 10, size))]
-    while set(suspects_in(memory)) != {first, *suspects, new}:  # all are cleared and run
+    while set(bench.suspects) != {first, *suspects, new}:  # all are cleared and run
         assert not bench.finished
         bench.answer()
         bench.fill()
@@ -268,10 +256,8 @@ def test_a_successor_runs_suspects_in_groups_and_lists_them() -> None:
 def test_a_suspect_is_not_listed_alone_beside_one_that_is_cleared() -> None:
     """Of a group of two, one is cleared first: if it kills behind that, the other one is not the only suspect."""
     bench = Bench(config(max_num_seqs=4, max_num_batched_tokens=16), 1)
-    memory = memoryview(bytearray(NUM_BYTES))
-    bench.scheduler.lifecycle._suspects = SuspectList(memory)
-    fast = bench.admit(range(2), max_tokens=50, num_schedule_deaths=2)
-    slow = bench.admit(range(100, 200), max_tokens=50, num_schedule_deaths=2)
+    fast = bench.admit(range(2), max_tokens=50, num_crashes=2)
+    slow = bench.admit(range(100, 200), max_tokens=50, num_crashes=2)
     group = bench.scheduler.lifecycle.quarantine._groups[0].request_ids
     num_beside = 0
     while bench.scheduler.lifecycle.quarantine.is_active:
@@ -280,14 +266,13 @@ def test_a_suspect_is_not_listed_alone_beside_one_that_is_cleared() -> None:
         bench.report()
         if group.keys() == {slow}:
             num_beside += 1
-            assert set(suspects_in(memory)) == {fast, slow}
+            assert set(bench.suspects) == {fast, slow}
     assert num_beside > 0
 
 
 def test_ended_requests_do_not_fill_the_list() -> None:
     bench = Bench(config(max_num_seqs=4, max_model_len=600), 1)
-    memory = memoryview(bytearray(NUM_BYTES))
-    suspects = bench.scheduler.lifecycle._suspects = SuspectList(memory)
+    suspects = bench.scheduler.lifecycle._suspects
     for _ in range(2):
         running = bench.admit(range(5), max_tokens=500)
         for _ in range(100):
@@ -296,90 +281,71 @@ def test_ended_requests_do_not_fill_the_list() -> None:
                 bench.fill()
                 bench.answer()
                 bench.report()
-            assert running in suspects_in(memory)
+            assert running in bench.suspects
             assert len(suspects) < 70
         bench.run()
-        assert suspects_in(memory) == [], "nothing runs, so a death has another reason"
+        assert bench.suspects == [], "nothing runs, so a death has another reason"
 
 
 def test_a_suspect_whose_output_is_complete_holds_up_no_one() -> None:
     bench = Bench(config(), 1)
-    done = bench.admit(range(5), max_tokens=2, num_schedule_deaths=1, outputs=[1, 2])
-    other = bench.admit(range(5), max_tokens=2, num_schedule_deaths=3)
+    done = bench.admit(range(5), max_tokens=2, num_crashes=1, outputs=[1, 2])
+    other = bench.admit(range(5), max_tokens=2, num_crashes=3)
     bench.run()
     assert bench.scheduler.requests.keys() >= {done, other}
     assert not bench.scheduler.lifecycle.quarantine.is_active
     assert len(bench.finished) == 2
 
 
-def successor(memory: memoryview) -> Quarantine:
-    """That of a process of schedule which begins with this memory."""
-    return Quarantine(Strikes(IndexMemory(memory)))
-
-
-def test_the_successor_of_schedule_goes_on_counting_the_executor_s_deaths() -> None:
-    memory = memoryview(bytearray(STRIKES_BYTES))
-    for life in range(MAX_STRIKES - 1):
-        quarantine = successor(memory)
-        assert quarantine.num_strikes(1) == quarantine.num_strikes(2) == life
-        assert quarantine.died({1: 1, 2: 1, 3: 1}, is_alone=False) == []
-        for _ in range(NUM_CLEARING_IDS):
-            quarantine.settled(3)
-    quarantine = successor(memory)
-    assert quarantine.num_strikes(3) == 0, "it was cleared"
-    assert quarantine.died({1: 1}, is_alone=True) == [1]
-    quarantine.ended(1)
-    quarantine.ended(2)
-    assert successor(memory).num_strikes(2) == 0, "it has ended by itself"
-    quarantine = successor(memory)
-    assert quarantine.died({1: 1}, is_alone=True) == [1], "it comes again before its gateway learns that it has failed"
-    quarantine.closed(1)
-    assert successor(memory).num_strikes(1) == 0 and not any(memory)
-
-
-def test_nothing_runs_before_the_failure_of_a_request_is_sent() -> None:
-    """Another request that kills schedule as soon as it waits would take the failure with it, again and again."""
-    quarantine = Quarantine()
-    quarantine.add(2, num_deaths=1, uncleared=[])
-    assert [quarantine.died({1: 1}, is_alone=True) for _ in range(MAX_STRIKES)] == [[], [], [1]]
-    assert quarantine.is_cleared and all(map(quarantine.excludes, (1, 2, 3)))
-    assert quarantine.next_group() and not quarantine.excludes(2) and quarantine.excludes(3)
-
-
-def test_a_process_that_is_replaced_counts_until_its_successor_gets_a_request() -> None:
-    memory = memoryview(bytearray(STRIKES_BYTES))
-    after = successor(memory)
-    successor(memory).died({1: 1, 2: 1}, is_alone=False)
-    assert after.num_strikes(1) == 1
-
-
-def test_strikes_beyond_the_memory_are_those_of_the_newest_requests() -> None:
-    memory = memoryview(bytearray(16 * 8))
-    strikes = Strikes(IndexMemory(memory))
-    for number in range(1, 11):
-        strikes.set(number, 1)
-    assert strikes.get(1) == 1, "this process knows it"
-    strikes.set(3, 2)
-    strikes.set(11, 1)
-    found = Strikes(IndexMemory(memory))
-    assert [found.get(number) for number in range(12)] == [0, 0, 0, 2, 0, 1, 1, 1, 1, 1, 1, 1]
-    for number in range(12):
-        found.pop(number)
-    assert not any(memory)
-    without = Strikes()
-    without.set(1, 2)
-    assert (without.get(1), without.pop(1), without.get(1)) == (2, 2, 0)
-
-
-def test_requests_that_have_ended_are_not_kept_until_another_one_leaves() -> None:
-    """Their prompts may be large."""
-    bench = Bench(config(), 2)
-    request_id = bench.admit(range(10), max_tokens=4)
+def test_a_request_that_is_withdrawn_stays_a_suspect() -> None:
+    """Its gateway submits it again when there is room. Only ids and its end clear it."""
+    bench = Bench(config(), 1)
+    suspect = bench.admit(range(10), max_tokens=20, num_crashes=2)
     bench.fill()
-    request = weakref.ref(bench.scheduler.requests[request_id].prompt)
-    bench.scheduler.abort(m.Abort(request_id, 1))
+    bench.answer()
+    bench.report()
+    quarantine = bench.scheduler.lifecycle.quarantine
+    bench.scheduler.close(m.Closed(suspect, 1))
+    bench.report()
+    assert quarantine.is_suspect(suspect) and not quarantine.is_active
+    bench.admit(range(10), max_tokens=20, request_id=suspect, attempt=2)
+    assert quarantine.is_alone
     bench.run()
-    bench.scheduler.close(m.Closed(request_id, 1))
-    bench.scheduler.lifecycle.check([])
-    gc.collect()
-    assert request() is None
+    assert not quarantine.is_suspect(suspect) and not quarantine.is_active
+
+
+def test_the_successor_of_schedule_goes_on_with_the_executor_s_crashes() -> None:
+    """Requests that were cleared, and have not crashed it again, run beside all others."""
+    bench = Bench(config(), 1)
+    for number in range(3):
+        bench.admit(range(number, number + 10), max_tokens=30)
+    bench.fill()
+    bench.lose_executor(0)
+    assert bench.crash_counts.of("schedule") == {1: 1, 2: 1, 3: 1}
+    bench.abort(3)
+    bench.run()
+    assert bench.crash_counts.of("schedule") == {3: 1}, "its client has left"
+    successor = Bench(config(), 1)
+    successor.crash_counts = bench.crash_counts
+    successor.scheduler = successor._scheduler(config())
+    successor.admit(range(10), request_id=1)
+    assert not successor.scheduler.lifecycle.quarantine.is_active
+    successor.admit(range(10), request_id=3)
+    assert successor.scheduler.lifecycle.quarantine.is_active
+
+
+def test_a_request_that_fails_is_forgotten_whatever_state_it_is_in() -> None:
+    bench = Bench(config(max_num_seqs=2), 1)
+    running, parallel, waiting, other = (
+        bench.admit(range(number, number + 10), max_tokens=20, n=n) for number, n in enumerate((1, 3, 1, 1))
+    )
+    bench.fill()
+    bench.scheduler.fail(dict.fromkeys((running, parallel, waiting, 12345), "it died of it"))
+    assert bench.scheduler.requests.keys() == {other}
+    bench.run()
+    bench.scheduler.check()
+    failed = {seq for seq, opened in bench.opened.items() if opened.request_id != other}
+    assert len(failed) == 5 and {bench.finished.pop(seq) for seq in failed} == {Finish.ERROR}
+    assert set(bench.errors.values()) == {"it died of it"}
+    bench.check_outputs()
+    assert len(bench.finished) == 1

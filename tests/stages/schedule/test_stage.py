@@ -346,6 +346,24 @@ def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
         assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
 
 
+def test_a_request_that_kills_detokenize_does_not_go_to_its_successor() -> None:
+    """The other one does, with all its output."""
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        around = Neighbours(rig)
+        for request_id in (1, 2):
+            around.admit(request_id, [request_id, 3], max_tokens=8, n=2)
+        for _ in range(3):
+            around.step()
+        rig.load()
+        rig.send(m.FailRequests({1: f"detokenize died 3{m.DIED_OF_REQUEST}"}))
+        rig.restart("detokenize.0")
+        assert [rig.receive("detokenize", m.Open).request_id for _ in range(2)] == [2, 2]
+        around.until_finished(2)
+        assert [len(ids) for ids in around.received.values()] == [8, 8]
+        assert not any(isinstance(message, m.Open) for message in rig._queues["detokenize"])
+
+
 def test_a_request_of_a_gateway_that_has_died_is_dropped() -> None:
     """Ingest had sent it before it learned of the death. It would never be closed."""
     with Rig("schedule") as rig:
@@ -540,7 +558,7 @@ class TestRanks:
             around.admit(2, list(range(9)), max_tokens=4)
             rig.load()
             assert rig.nothing("execute") and rig.nothing("execute.1")
-            rig.restart("execute.0")
+            rig.restart("execute.0", {1: 1})
             around.executor = FakeExecutor(
                 FACTS.num_blocks, take=lambda array, dtype: np.frombuffer(rig.bytes_of(array), dtype).copy()
             )
