@@ -26,6 +26,9 @@ PROMPT = ids(7, 8, 9)
 SEED = 2**63 + 5
 WORDS = [{"role": "user", "content": "Hi"}]
 CALL = chat([p.MessageParam("user", "Hi")], tools="[]", tool_choice="required")
+STRICT = chat(
+    [p.MessageParam("user", "Hi")], tools=[{"type": "function", "function": {"name": "look", "strict": True}}]
+)
 
 
 @pytest.fixture
@@ -147,9 +150,13 @@ async def test_requests_without_an_answer_are_sent_again_as_they_were(
 @pytest.mark.parametrize("prompt", [PROMPT, ids(7, 8)])
 @pytest.mark.parametrize(
     ("chat", "params"),
-    [(CALL, None), (WORDS, SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"})))],
+    [
+        (CALL, None),
+        (STRICT, None),
+        (WORDS, SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "object"}))),
+    ],
 )
-async def test_a_chat_with_required_calls_or_a_schema_is_sent_again_as_the_same_chat(
+async def test_a_chat_whose_output_is_constrained_is_sent_again_as_the_same_chat(
     gateway: FakeGateway, client: AsyncClient, prompt: bytes, chat: Any, params: SamplingParams | None
 ) -> None:
     """Its grammar is made from the tools, and allows reasoning if the model reasons."""

@@ -36,7 +36,7 @@ export class Connection {
     this.#socket.events.on("disconnect", () => this.#lose(`the server at ${this.#address} closed the connection`));
     this.#socket.connect(this.#address);
     this.#receive();
-    const hello = { kind: "hello", min_version: VERSION, max_version: VERSION, client: "pipeline-node/1.1.0" };
+    const hello = { kind: "hello", min_version: VERSION, max_version: VERSION, client: "pipeline-node/2.0.0" };
     this.send({ ...hello, api_key: apiKey });
     const late = new ConnectionLost(`no server answered at ${this.#address} within ${timeoutMs} ms`);
     const timer = setTimeout(() => this.#welcome.reject(late), timeoutMs);

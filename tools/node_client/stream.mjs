@@ -158,7 +158,8 @@ export class Stream {
     if (this.promptTokenIds !== null) {
       asked.seed = this.seed;
       // A grammar depends on the chat: on its tools, and on whether the model reasons.
-      const hasGrammar = !NO_CALLS.includes(asked.tool_choice ?? "auto") || CONSTRAINTS.some((name) => asked[name]);
+      const hasCalls = !NO_CALLS.includes(asked.tool_choice ?? "auto") || isStrict(asked.tools);
+      const hasGrammar = hasCalls || CONSTRAINTS.some((name) => asked[name]);
       if (!asked.messages || !hasGrammar) {
         for (const name of PROMPT) delete asked[name];
         asked.prompt_token_ids = this.promptTokenIds;
@@ -215,6 +216,10 @@ export class Stream {
     this.isClosed = true;
     this.#wake();
   }
+}
+
+function isStrict(tools) {
+  return (typeof tools === "string" ? tools : JSON.stringify(tools ?? null)).includes('"strict"');
 }
 
 function logprobsOf(ids, records, pieces, k) {

@@ -292,6 +292,6 @@ def _has_grammar(request: p.Request) -> bool:
     """Whether the output of a chat is constrained."""
     if request.messages is None:
         return False
-    return bool(request.tool_choice and request.tool_choice not in NO_CALLS) or any(
-        getattr(request, name) for name in CONSTRAINTS
-    )
+    if request.tool_choice and request.tool_choice not in NO_CALLS:
+        return True
+    return b"strict" in bytes(request.tools) or any(getattr(request, name) for name in CONSTRAINTS)
