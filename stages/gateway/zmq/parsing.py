@@ -229,9 +229,6 @@ def _json_of(data: bytes, param: str, caps: Caps) -> Raw:
         message = f"'{param}' is nested too deeply: the limit is {caps.max_json_depth} levels"
         raise invalid(param, message, "invalid_json") from None
     try:
-        msgspec.json.decode(json)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(json, type=Raw)  # checks it, and makes no objects of it
+    except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(param, f"'{param}' is not valid JSON: {error}", "invalid_value") from error
-    except RecursionError as error:
-        raise invalid(param, f"'{param}' is nested too deeply", "invalid_value") from error
-    return Raw(json)
