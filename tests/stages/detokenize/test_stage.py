@@ -15,6 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.channels import Inbox, address_of
 from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.tracing import StageTrace
 from pipeline.shm.arrays import Array, ShmRef
 from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage
 from pipeline.text.vocabulary import Vocabulary
@@ -282,3 +283,19 @@ def test_a_stop_string_in_resumed_output_ends_the_sequence_at_once(rig):
     send(rig, settled([(1, 7, [], m.Finish.STOP)]))
     rig.until(lambda load: load.num_open == 0)
     assert rig.nothing("gateway", 0)
+
+
+def test_a_trace_marks_a_request_where_its_text_begins_and_where_it_ends(rig):
+    rig.send(m.Trace(1, 60.0))
+    for seq in (1, 2):
+        send(rig, opening(seq))
+    both = settled([(1, 0, ids_of("a"), m.Finish.NONE), (2, 0, ids_of("b"), m.Finish.NONE)])
+    send(rig, msgspec.structs.replace(both, firsts=[m.FirstTimes(1, 1.0, 2.0, 3.0, 0)]))
+    send(rig, settled([(1, 1, ids_of("a"), m.Finish.LENGTH), (2, 1, ids_of("b"), m.Finish.NONE)]))
+    send(rig, settled([(2, 2, ids_of("b"), m.Finish.LENGTH)]))
+    receive_until_closed(rig, 1, 2)
+    rig.send(m.TakeTrace(2))
+    while (answer := rig.receive("supervisor", m.Answer)).nonce != 2:
+        pass
+    spans = msgspec.msgpack.decode(answer.body, type=StageTrace).records
+    assert [one.requests for one in spans if one.name == "text"] == [[1002], [1001], [1002]]

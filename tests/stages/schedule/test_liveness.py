@@ -100,6 +100,25 @@ def test_no_row_is_preempted_whose_blocks_others_hold() -> None:
     assert head in {bench.opened[seq].request_id for seq in bench.finished}
 
 
+def test_a_suspect_ends_the_wait_for_those_that_rows_were_preempted_for() -> None:
+    """They are held back, too: no other could preempt rows until they start."""
+    bench = Bench(config(num_blocks=40, max_model_len=512, max_num_seqs=4, policy="priority"), depth=2)
+    bench.admit(ids(1, 500), max_tokens=10, priority=5)
+    turn(bench, 4)
+    bench.admit(ids(2, 500), max_tokens=2)
+    preemptor = bench.scheduler.lifecycle.preemptor
+    while not preemptor.preempted_for:
+        bench.fill()
+        assert not preemptor.preempted_for or bench.steps
+        if not preemptor.preempted_for:
+            bench.answer()
+            bench.report()
+    bench.admit(range(9), num_crashes=1)
+    assert not preemptor.preempted_for
+    bench.run()
+    bench.check_outputs()
+
+
 def test_no_row_is_preempted_while_the_budget_is_used_up() -> None:
     bench = Bench(config(num_blocks=400, max_model_len=1024, max_num_seqs=2, policy="priority"), depth=1)
     bench.admit(range(10), max_tokens=500, priority=1)
@@ -158,8 +177,9 @@ def test_a_short_prompt_overtakes_any_number_of_long_ones(num_long: int) -> None
     assert steps_until_first(bench, short) <= 1
 
 
-def test_a_short_prompt_overtakes_a_long_one_without_decoding_rows() -> None:
-    bench = Bench(long_limits(), depth=1)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_short_prompt_overtakes_a_long_one_without_decoding_rows(policy: str) -> None:
+    bench = Bench(long_limits(policy=policy), depth=1)
     bench.admit(ids(1, 2000), max_tokens=2)
     turn(bench, 3)
     short = bench.admit(ids(2, 40), max_tokens=2)
