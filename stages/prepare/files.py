@@ -5,6 +5,7 @@ Links must stay inside the folder. The links of the Hugging Face cache are the o
     models--ORG--NAME/snapshots/COMMIT/config.json  ->  ../../blobs/HASH
 """
 
+import codecs
 import errno
 import os
 import reprlib
@@ -29,6 +30,7 @@ MAX_TEMPLATE_BYTES = 1024**2
 
 MAX_SHOWN_BYTES = 256
 """Of a file's begin, to tell what it is."""
+PIECE_BYTES = 1024**2
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
@@ -110,11 +112,21 @@ def wrong_file(path: Path, begin: bytes) -> ModelError | None:
 
 
 def decode_json(path: Path, max_bytes: int, type: type[T]) -> T:
-    """A JSON file as `type`. Raises ModelError if it is too large or is not such an object."""
+    """A JSON file as `type`, also the parts of it that `type` leaves undecoded. Raises ModelError if it is too large or is
+    not such an object."""
     data = read(path, max_bytes)
     try:
+        _require_utf8(data)
         return msgspec.json.decode(data, type=type)
     except (ValueError, RecursionError) as error:
         if (wrong := wrong_file(path, data[:MAX_SHOWN_BYTES])) is not None:
             raise wrong from error
         raise ModelError(f"{path} is not a JSON object: {error}") from error
+
+
+def _require_utf8(data: bytes) -> None:
+    """Raises UnicodeDecodeError. In pieces, because a text may take four times the memory of its bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for begin in range(0, len(data), PIECE_BYTES):
+        decoder.decode(data[begin : begin + PIECE_BYTES])
+    decoder.decode(b"", final=True)

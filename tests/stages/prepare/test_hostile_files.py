@@ -524,6 +524,14 @@ def test_json_that_is_too_large_or_too_deep_is_rejected(llama: Path, name: str) 
     assert_matches(refusal(llama), rf"{name} has 1099511627776 bytes; at most \d+ are allowed")
 
 
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "post_processor", "model", "padding"])
+def test_parts_of_a_tokenizer_that_another_class_replaces_are_utf8_too(qwen3: Path, part: str) -> None:
+    edit(qwen3 / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    parts = json.loads((qwen3 / "tokenizer.json").read_text()) | {part: {"type": "@@"}}
+    (qwen3 / "tokenizer.json").write_bytes(json.dumps(parts).encode().replace(b"@@", b"\xe6\xff"))
+    assert_matches(refusal(qwen3), "tokenizer.json is not a JSON object: 'utf-8' codec can't decode")
+
+
 @pytest.mark.parametrize("how", ["no zip", "a name that is taken", "a broken file"])
 def test_a_wheel_that_cannot_be_unpacked_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     path, target = tmp_path / "a-1-py3-none-any.whl", tmp_path / "target"
