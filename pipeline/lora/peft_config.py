@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import UserError
+from pipeline.runtime.printable import printable
 from pipeline.runtime.regular_files import read_regular
 
 CONFIG = "adapter_config.json"
@@ -31,7 +32,11 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterError(UserError):
-    """An adapter that can't be used; the message names the file and the field."""
+    """An adapter that can't be used; the message names the file and the field. It is one line, not longer than others:
+    names and shapes in a file may be megabytes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class NotAnAdapter(AdapterError):

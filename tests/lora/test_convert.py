@@ -248,6 +248,22 @@ def test_damaged_files_are_refused(tmp_path: Path, model_dir: Path, data: bytes)
         convert(folder, model_dir, "f32", 16)
 
 
+def test_errors_are_a_short_line_whatever_the_file_says(tmp_path: Path, model_dir: Path) -> None:
+    folder = write_adapter(tmp_path / "peft", CONFIG)
+    path = folder / "adapter_model.safetensors"
+    data = path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    for field, value in (("shape", [0] * 500_000), ("dtype", "\u202e\n")):
+        header = json.loads(data[8:length])
+        first = next(name for name in header if name != "__metadata__")
+        header[first][field] = value
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[length:])
+        with pytest.raises(AdapterError) as caught:
+            convert(folder, model_dir, "f32", 16)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 5000
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path, model_dir: Path) -> None:
     folder = write_adapter(tmp_path / "peft", CONFIG)
     path = folder / "adapter_model.safetensors"
