@@ -290,7 +290,7 @@ def test_a_trace_marks_a_request_where_its_text_begins_and_where_it_ends(rig):
     for seq in (1, 2):
         send(rig, opening(seq))
     both = settled([(1, 0, ids_of("a"), m.Finish.NONE), (2, 0, ids_of("b"), m.Finish.NONE)])
-    send(rig, msgspec.structs.replace(both, firsts=[m.FirstTimes(1, 1.0, 2.0, 3.0, 0)]))
+    send(rig, msgspec.structs.replace(both, firsts=[m.FirstTimes(1, 1.0, 2.0, 3.0, 2)]))
     send(rig, settled([(1, 1, ids_of("a"), m.Finish.LENGTH), (2, 1, ids_of("b"), m.Finish.NONE)]))
     send(rig, settled([(2, 2, ids_of("b"), m.Finish.LENGTH)]))
     receive_until_closed(rig, 1, 2)
