@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.cli.reload.command import line_of, summary
 from pipeline.config.keys import sections
+from pipeline.config.sections.keys import KeySettings
 from pipeline.config.settings import Settings
 from pipeline.supervisor.changed_settings import ALL, KEYS, NEW_SERVER, RAISED, changes, stages_of, to_restart, to_scale
 
@@ -75,6 +76,11 @@ def test_the_supervisor_s_own_settings_are_used_at_once() -> None:
     assert to_restart(found) == [] and not found[0].refusal
     assert line_of(found[0]) == "supervisor.drain_timeout_s: 30.0 → 5.0: used at once"
     assert summary(found, is_dry_run=False) == "changed; restarted no stage"
+
+
+def test_another_limit_of_a_key_does_not_look_like_the_same_keys_again() -> None:
+    keys = [changed("keys", (KeySettings("alice", "0" * 64, rpm=rpm),)) for rpm in (2, 100)]
+    assert [line_of(one) for one in changes(*keys)] == ["keys: changed: used at once"]
 
 
 def test_a_number_of_processes_adds_or_drains_some_and_restarts_none() -> None:

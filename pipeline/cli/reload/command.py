@@ -57,7 +57,9 @@ def line_of(change: Change) -> str:
     if change.scales:
         num = abs(change.after - change.before)
         effect = f"{'adds' if change.after > change.before else 'drains'} {num} process{'' if num == 1 else 'es'}"
-    return f"{change.key}: {change.before} → {change.after}: {effect}"
+    # Of API keys only the names are shown, which stay when a limit or a digest changes.
+    what = f"{change.before} → {change.after}" if change.before != change.after else "changed"
+    return f"{change.key}: {what}: {effect}"
 
 
 def summary(changes: list[Change], is_dry_run: bool) -> str:
