@@ -228,12 +228,11 @@ def _olmo(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
 
 def _olmo2(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
     """Files with a window are those of OLMo 3. Layers with the window have a rotary embedding without scaling, as in
-    llama.cpp."""
+    llama.cpp. Its program does not use `rope.freq_base_swa`, so another base than the file's is refused."""
     if not (found := windows(model, keys, 4)):
         return {}
-    theta = keys.number("rope.freq_base_swa", model.rope_theta) or model.rope_theta
-    is_other = model.rope_scaling is not None or theta != model.rope_theta
-    return {**found, "architecture": "olmo3", "sliding_rope": Rope(theta) if is_other else None}
+    scaled = model.rope_scaling is not None
+    return {**found, "architecture": "olmo3", "sliding_rope": Rope(model.rope_theta) if scaled else None}
 
 
 def _parallel(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Every key of a .gguf file counts, has a rule in stages/prepare/gguf/unused_keys.py, or is named at the start."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,13 @@ def test_files_as_the_converter_writes_them_have_no_unused_keys(tmp_path: Path) 
             assert notes_of(prepared(path)) == [], name
 
 
-def test_a_base_of_its_own_in_layers_with_windows_is_not_ignored(tmp_path: Path) -> None:
-    model = tiny_architectures.make(VARIANTS["gemma2"])
-    keys = {**CASES["gemma2"].metadata, "rope.freq_base_swa": 77.0}
-    path = save(tmp_path / "tiny.gguf", model, Case("gemma2", A.GEMMA2, keys, norms_plus_one))
-    with pytest.raises(
-        ModelError, match=r"gemma2\.rope\.freq_base_swa is 77\.0: another rotary embedding in layers with"
-    ):
+@pytest.mark.parametrize("name", ["gemma2", "olmo3", "olmo3, yarn"])
+def test_a_base_of_its_own_in_layers_with_windows_is_not_ignored(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = tiny_architectures.make(GGUF_ONLY.get(case.variant) or VARIANTS[case.variant])
+    keys = {**case.metadata, "rope.freq_base_swa": 77.0}
+    path = save(tmp_path / "tiny.gguf", model, dataclasses.replace(case, metadata=keys))
+    with pytest.raises(ModelError, match=r"\.rope\.freq_base_swa is 77\.0: another rotary embedding in layers with"):
         prepared(path)
 
 
