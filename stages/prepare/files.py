@@ -112,7 +112,7 @@ def wrong_file(path: Path, begin: bytes) -> ModelError | None:
 
 
 def decode_json(path: Path, max_bytes: int, type: type[T]) -> T:
-    """A JSON file as `type`, also the parts of it that `type` leaves undecoded. Raises ModelError if it is too large or is
+    """A JSON file as `type`, also what `type` leaves undecoded in it. Raises ModelError if it is too large or is
     not such an object."""
     data = read(path, max_bytes)
     try:
