@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from pipeline.http_server.body_reader import Rest
+from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
@@ -85,6 +86,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     """Of the client's API key."""
     models: tuple[str, ...] = ()
     """The names that the client's API key may use; empty for all."""
+    adapter: m.Adapter | None = None
+    """The one that it asked for when it was parsed. It may be gone, or another one, when the request is opened."""
     with_metrics: bool = False
     """The reply has vLLM's metrics."""
     seed: str = ""
@@ -110,9 +113,16 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
         return resumption.with_points(parsed, points, self.arrived_s, limits.max_prompt_tokens)
 
 
+def adapter_of(parsed: ParsedRequest) -> m.Adapter | None:
+    """The adapter that a request asks for."""
+    return m.Adapter(parsed.model, parsed.options.adapter_id, "") if parsed.options.adapter_id else None
+
+
 def parse_again(received: Received, limits: RequestLimits) -> ParsedRequest:
     """The request as it was parsed when it arrived. Raises ApiError."""
     limits, body = limits.for_key(received.models), received.body[received.num_point_bytes :]
+    if (adapter := received.adapter) is not None:
+        limits = msgspec.structs.replace(limits, adapters=limits.adapters | {adapter.name: adapter})
     if received.api == RESPONSES:
         assert received.referred is not None
         return received.complete(parse_response(body, limits, received.referred, received.seed).request, limits)

@@ -53,7 +53,7 @@ from pipeline.stages.gateway.parsing.build import check_model, unknown_model
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.received import PARSERS, Parser, Received, render_chat, render_completion
+from pipeline.stages.gateway.received import PARSERS, Parser, Received, adapter_of, render_chat, render_completion
 from pipeline.stages.gateway.request import Request
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.version import VERSION
@@ -309,7 +309,7 @@ class Api:
             return complete(parsed, body)
 
         def complete(parsed: ParsedRequest, body: bytes) -> tuple[ParsedRequest, Received]:
-            received = msgspec.structs.replace(head, body=body)
+            received = msgspec.structs.replace(head, body=body, adapter=adapter_of(parsed))
             return received.complete(parsed, limits), received
 
         try:

@@ -32,7 +32,7 @@ from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.received import ZMQ, Received
+from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
@@ -343,7 +343,9 @@ class ZmqServer:
                 self._refused(peer, message, begin_s, parsed)
                 return
             limits = self._limits_of(peer)
-            received = Received(api=ZMQ, body=bytes(data), scope=peer.scope, models=limits.allowed)
+            received = Received(
+                api=ZMQ, body=bytes(data), scope=peer.scope, models=limits.allowed, adapter=adapter_of(parsed)
+            )
             request = self._requests.open(received.complete(parsed, limits), received)
         except ApiError as error:
             self._refused(peer, message, begin_s, error)

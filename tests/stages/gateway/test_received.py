@@ -145,3 +145,19 @@ def test_requests_over_zmq_are_recorded_as_they_came(tmp_path: Path, found: Foun
     for one in found:
         check(one)
     replays_alike("gateway", recording)
+
+
+@pytest.mark.parametrize("now", [{}, {"poet": m.Adapter("poet", "another", "/x")}], ids=["unloaded", "replaced"])
+def test_a_request_keeps_the_adapter_that_it_was_parsed_with(
+    tmp_path: Path, found: Found, now: dict[str, m.Adapter]
+) -> None:
+    """A large body waits between parsing and opening, and a recording has the moment of the opening."""
+    with Gate(tmp_path) as gate:
+        gate.rig.send(m.Adapters([m.Adapter("poet", "first", "/x")]), "supervisor.0")
+        gate.rig.until(lambda _: "poet" in gate.client.get("/v1/models").text)
+        reply = gate.post(CHAT | {"model": "poet"})
+        gate.serve()
+        assert reply.result().status_code == 200
+    ((received, limits, request),) = found
+    assert request.options.adapter_id == "first"
+    check((received, msgspec.structs.replace(limits, adapters=now), request))
