@@ -267,7 +267,7 @@ def settings_of(header: Header) -> Settings:
     try:
         tree = msgspec.msgpack.decode(header.settings, type=dict[str, Any])
         return msgspec.convert(with_new_names(tree), Settings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(
             f"the recording's settings, of version {header.version}, are not valid in this version, {VERSION}: {error}"
         ) from error
@@ -347,7 +347,7 @@ class RecordingReader:
                     yield from raw.entries(self._kind, data)
                     continue
                 entry = _entries.decode(data)
-            except (msgspec.DecodeError, ValueError, KeyError, StructError) as error:
+            except (msgspec.DecodeError, ValueError, KeyError, OverflowError, StructError) as error:
                 raise UserError(
                     f"{self.path}: an entry before byte {self._file.tell()} can't be read: {error}"
                 ) from error

@@ -99,6 +99,17 @@ def test_another_format_or_an_invalid_header_is_rejected_with_a_clear_error(tmp_
         f.RecordingReader(tmp_path / "r")
 
 
+def test_settings_and_times_of_a_damaged_file_are_rejected_with_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the recording's settings, of version .*, are not valid"):
+        f.settings_of(header(settings=msgspec.Raw(b"\x81\xa2\xff\xfe\x01")))
+    for seconds in (float("inf"), float("nan")):
+        path = file_of(tmp_path / "r", header())
+        with path.open("ab") as file:
+            file.write(f.number_frame(f.WAKE, seconds))
+        with pytest.raises(UserError, match=r"an entry before byte .* can't be read: cannot convert float"):
+            read(path)
+
+
 def test_a_truncated_file_is_read_up_to_the_cut(tmp_path: Path) -> None:
     structs: list[f.Header | f.Entry] = [header(), wake(m.Ping(1)), wake(m.Ping(2)), f.End("enough")]
     frames = [f.frame(one) for one in structs]
