@@ -24,30 +24,29 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How tokens are sampled and where text ends. None is the default, in every field."""
 
     n: Annotated[int, Meta(ge=1, description="Number of choices for each prompt; default 1.")] | None = None
-    temperature: (
-        Annotated[float, Meta(ge=0, le=2, description="0 is greedy. By default the model's, else 1.")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="By default the model's, else 1.")] | None = None
-    top_k: (
-        Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off. By default the model's, else off.")] | None
-    ) = None
-    min_p: Annotated[float, Meta(ge=0, le=1, description="By default the model's, else 0.")] | None = None
+    temperature: Annotated[Temperature, Meta(description="0 is greedy. By default the model's, else 1.")] | None = None
+    top_p: Annotated[TopP, Meta(description="By default the model's, else 1.")] | None = None
+    top_k: Annotated[TopK, Meta(description="-1 and 0 are off. By default the model's, else off.")] | None = None
+    min_p: Annotated[MinP, Meta(description="By default the model's, else 0.")] | None = None
     seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")] | None = None
     repetition_penalty: (
         Annotated[
-            float,
+            RepetitionPenalty,
             Meta(
-                ge=MIN_REPETITION_PENALTY,
-                le=MAX_REPETITION_PENALTY,
                 description="Above 1 makes tokens of the prompt and the output less likely. By default the model's, "
-                "else 1.",
+                "else 1."
             ),
         ]
         | None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.client.protocol.sampling import ShortText
+from pipeline.client.protocol.sampling import ShortText, Temperature, TopK, TopP
 
 ROLES = ("user", "assistant", "system")
 MAX_ID_CHARS = 256
@@ -260,13 +260,9 @@ class MessagesBody(CountTokensBody, kw_only=True):
         Annotated[list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
     ) = None
     stream: bool | None = None
-    temperature: (
-        Annotated[float, Meta(ge=0, le=2, description="0 is greedy. By default the model's, else 1.")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="By default the model's, else 1.")] | None = None
-    top_k: (
-        Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0 are off. By default the model's, else off.")] | None
-    ) = None
+    temperature: Annotated[Temperature, Meta(description="0 is greedy. By default the model's, else 1.")] | None = None
+    top_p: Annotated[TopP, Meta(description="By default the model's, else 1.")] | None = None
+    top_k: Annotated[TopK, Meta(description="-1 and 0 are off. By default the model's, else off.")] | None = None
 
 
 KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Penalty, ShortText
+from pipeline.client.protocol.sampling import MinP, Penalty, RepetitionPenalty, ShortText, Temperature, TopK, TopP
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.infill.reply import INFILL
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
@@ -45,15 +45,15 @@ class InfillBody(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 0.8.")] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="By default 40; -1 and 0 are off.")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="By default 0.95.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.05.")] | None = None
+    temperature: Annotated[Temperature, Meta(description="0 is greedy; default 0.8.")] | None = None
+    top_k: Annotated[TopK, Meta(description="By default 40; -1 and 0 are off.")] | None = None
+    top_p: Annotated[TopP, Meta(description="By default 0.95.")] | None = None
+    min_p: Annotated[MinP, Meta(description="By default 0.05.")] | None = None
     seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; -1 is random.")] | None = None
     stop: (
         Annotated[str | list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
     ) = None
-    repeat_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 

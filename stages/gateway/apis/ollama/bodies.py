@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from pipeline.client.protocol.conversation import MAX_ID_CHARS, Tools
-from pipeline.client.protocol.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Penalty, ShortText
+from pipeline.client.protocol.sampling import MinP, Penalty, RepetitionPenalty, ShortText, Temperature, TopK, TopP
 
 ROLES = ("system", "user", "assistant", "tool")
 OBJECT = {"type": "object"}
@@ -45,10 +45,10 @@ TopLogprobs = Annotated[int, Meta(ge=0, description="With logprobs: this many to
 class OllamaOptions(msgspec.Struct, kw_only=True):
     """Options of the generation. The defaults are Ollama's, except for repeat_penalty."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy; default 0.8.")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="By default 0.9.")] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="By default 40; -1 and 0 are off.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1, description="By default 0.")] | None = None
+    temperature: Annotated[Temperature, Meta(description="0 is greedy; default 0.8.")] | None = None
+    top_p: Annotated[TopP, Meta(description="By default 0.9.")] | None = None
+    top_k: Annotated[TopK, Meta(description="By default 40; -1 and 0 are off.")] | None = None
+    min_p: Annotated[MinP, Meta(description="By default 0.")] | None = None
     seed: (
         Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text. -1 is random.")] | None
     ) = None
@@ -64,12 +64,8 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     ) = None
     repeat_penalty: (
         Annotated[
-            float,
-            Meta(
-                ge=MIN_REPETITION_PENALTY,
-                le=MAX_REPETITION_PENALTY,
-                description="Above 1 makes tokens of the prompt and the output less likely; default 1.",
-            ),
+            RepetitionPenalty,
+            Meta(description="Above 1 makes tokens of the prompt and the output less likely; default 1."),
         ]
         | None
     ) = None
