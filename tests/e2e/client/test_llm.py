@@ -156,7 +156,7 @@ def test_an_error_of_the_server_names_the_prompt_s_index(llm: LLM) -> None:
 def test_an_oversized_conversation_is_an_error_with_its_index(llm: LLM) -> None:
     small = [{"role": "user", "content": "a"}]
     large = [{"role": role, "content": "x" * 3_000_000} for role in ("user", "assistant")]
-    words = r"the request has 6000\d\d\d bytes; this server accepts at most 4194304$"
+    words = r"the request has 60002\d\d bytes; this server accepts at most 4194304$"
     with pytest.raises(PromptError, match=rf"^messages\[1\]: {words}") as caught:
         llm.chat([small, large, small], GREEDY)
     assert (caught.value.place, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
