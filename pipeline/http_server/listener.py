@@ -40,6 +40,11 @@ MAX_CHUNKS = 8192
 MAX_PIPELINED = 2
 """Requests that wait behind the one that is answered before the connection is read no more, besides those of the same
 read. With aiohttp's 32, a connection keeps as many bodies of 256 KiB, which nothing counts."""
+BODY_STEP_BYTES = 64 * 1024
+"""What is read at once of a body whose length is known: it is not parsed before all of it has arrived."""
+LARGE_BODY_BYTES = 512 * 1024
+"""Larger ones have their turns as this one has. It is in another class of pipeline/runtime/fair_queue.py than what one
+turn reads, so that a body that ends soon does not wait behind those that go on."""
 IDLE_CONNECTION_S = 300.0
 """Keep-alive time of idle connections."""
 CLOSE_S = 1.0
@@ -53,6 +58,7 @@ class HttpConnection(web.RequestHandler):
     """One connection. Its errors have the shape of their path."""
 
     __slots__ = (
+        "_body_length",
         "_connections",
         "_head_timer",
         "_last_payload",
@@ -78,11 +84,13 @@ class HttpConnection(web.RequestHandler):
         """Bytes of the head that is arriving."""
         self._last_payload: StreamReader | None = None
         """The body of the last request whose head has arrived."""
+        self._body_length = 0
+        """Its length, if the head says it and the body is not compressed."""
         self.address = ""
         """Of its client."""
         self.descriptor = -1
         self.num_read = 0
-        """Bytes of the last read."""
+        """Bytes of the last read. Of an arriving body, those so far, if they are more."""
         self.raw: asyncio.Transport | None = None
         """The transport that reads nothing but the connection's end: over TLS, the one below."""
         self.receive: Callable[[], None] | None = None
@@ -172,7 +180,10 @@ class HttpConnection(web.RequestHandler):
     def _check_heads(self, num_before: int) -> None:
         """Refuse those of the requests after the first `num_before` whose heads are too large."""
         self._num_of_head = 0
-        self._last_payload = self._messages[-1][1]
+        message, self._last_payload = self._messages[-1]
+        self._body_length = 0
+        if not isinstance(message, _ErrInfo) and not message.compression and not message.chunked:
+            self._body_length = int(message.headers.get("Content-Length", 0))
         for place in range(num_before, len(self._messages)):
             message, payload = self._messages[place]
             if isinstance(message, _ErrInfo):
@@ -200,8 +211,15 @@ class HttpConnection(web.RequestHandler):
         """It was read: stop until more has arrived and it has its turn, whatever aiohttp wants meanwhile."""
         if self.raw is not None and not self.raw.is_closing() and self.transport is not None:
             self.raw.pause_reading()
+            self.num_read = max(self.num_read, min(self._num_of_body, LARGE_BODY_BYTES))
             if not self.is_paused:
                 self._connections.wait_turn(self)
+
+    @property
+    def _num_of_body(self) -> int:
+        """Bytes of the arriving body that have arrived."""
+        payload = self._last_payload
+        return 0 if payload is None or payload.is_eof() else payload.total_bytes
 
     def go_on(self) -> None:
         if self.raw is None or self.is_paused:
@@ -213,7 +231,9 @@ class HttpConnection(web.RequestHandler):
             self.wait_turn()
 
     def _step(self) -> int:
-        if data := os.read(self.descriptor, STEP_BYTES):
+        # The rest of a body whose length is known is not parsed as it arrives, so more of it is cheap.
+        num_left = self._body_length - self._num_of_body
+        if data := os.read(self.descriptor, min(max(STEP_BYTES, num_left), BODY_STEP_BYTES)):
             self.data_received(data)
         return len(data)
 

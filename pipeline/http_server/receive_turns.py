@@ -42,7 +42,8 @@ class Receiver(Protocol):
 
     @property
     def num_read(self) -> int:
-        """Bytes of its last read: one that sent much does so again, and does not make others wait."""
+        """Bytes of its last read, or of a body so far: one that sent much does so again, and does not make others
+        wait."""
 
     def go_on(self) -> None:
         """Read once, and then wait for the next turn."""

@@ -56,12 +56,16 @@ def hello(**options: Any) -> bytes:
     return outgoing.read()
 
 
-async def ask(address: tuple[str, int], body: bytes = b"", *, is_tls: bool = True) -> bytes:
+async def ask(address: tuple[str, int], body: bytes = b"", *, is_tls: bool = True, is_chunked: bool = False) -> bytes:
     """A request of a client; returns the reply."""
     options: Any = {"ssl": ssl.create_default_context(cafile=CA), "server_hostname": "localhost"} if is_tls else {}
     reader, writer = await asyncio.open_connection(*address, **options)
-    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    head = "POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    if is_chunked:
+        head, body = f"{head}Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    else:
+        head += f"Content-Length: {len(body)}\r\n"
+    writer.write(f"{head}\r\n".encode() + body)
     reply = await reader.read()
     writer.close()
     return reply
@@ -116,7 +120,7 @@ def test_a_connection_is_read_in_small_steps_and_once_in_a_turn_if_they_are_dear
 
         async with serving(answer, tls=TLS if is_tls else None, client_max_size=2**24) as address:
             next_turn()
-            reply = await ask(address, b"x" * 600_000, is_tls=is_tls)
+            reply = await ask(address, b"x" * 600_000, is_tls=is_tls, is_chunked=True)
             assert len(reply.partition(b"\r\n\r\n")[2]) == 600_000
 
     in_loop(make_loop, test)
