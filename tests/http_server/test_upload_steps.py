@@ -6,7 +6,6 @@ import os
 import pytest
 from aiohttp import web
 
-from pipeline.http_server import listener
 from pipeline.http_server.listener import BODY_STEP_BYTES, LARGE_BODY_BYTES, HttpConnection
 from pipeline.http_server.read_steps import STEP_BYTES
 from tests.http_server.test_kept_connections import HOST, answer, serving
@@ -38,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(num)
         return read(descriptor, num)
 
-    monkeypatch.setattr(listener.os, "read", counted)
+    monkeypatch.setattr("pipeline.http_server.listener.os.read", counted)
     return sizes
 
 
