@@ -64,7 +64,7 @@ class Refused(NamedTuple):
 
     advice: str
     """What to do instead."""
-    neutral: tuple[str, ...] = ()
+    ignored_arguments: tuple[str, ...] = ()
     """Arguments that change nothing, so they are accepted."""
 
 
@@ -155,7 +155,7 @@ def from_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         elif value is None or flag == ENABLE_LORA:
             continue
         elif (refused := REFUSED.get(flag)) is not None:
-            if value is not False and str(value) not in refused.neutral:
+            if value is not False and str(value) not in refused.ignored_arguments:
                 raise ValueError(f"{name}: this argument of vLLM is not supported: {refused.advice}")
         elif (found := _value_of(name, flag, value)) is not None:
             key, chosen = found

@@ -8,7 +8,7 @@ prompts.py          what the router must know of a request's body: keys of its p
 replicas.py         replica sets: which replicas there are, their load, who gets a request
 health_checks.py    probes replicas, so that a dead or hung one loses its requests
 upstream.py         a small HTTP/1.1 client that passes a response on as it arrives
-pointed_stream.py   separates a stream's events from its resume points
+resumable_stream.py   separates a stream's events from its resume points
 relay.py            one request: lease, relay, and again at another replica if the first one fails
 ingress.py          the HTTP server: routes, /health, /metrics, drain
 exposition.py       the metrics of the ingress, with those of the replicas

@@ -28,7 +28,7 @@ attempt has less time."""
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
 
-def is_pointed(headers: Mapping[str, str]) -> bool:
+def uses_resume_points(headers: Mapping[str, str]) -> bool:
     """Whether a client asks for resume points, or sends some: it gets them unchanged. The names in `headers` must not
     depend on case, as in aiohttp's."""
     return RESUMABLE in headers or RESUME in headers

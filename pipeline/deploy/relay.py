@@ -25,10 +25,10 @@ from aiohttp import web
 from pipeline.deploy import prompts
 from pipeline.deploy.client_writer import ClientWriter
 from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
-from pipeline.deploy.forwarding import BODILESS, end_to_end, is_pointed, request_bytes
-from pipeline.deploy.pointed_stream import PointedStream
+from pipeline.deploy.forwarding import BODILESS, end_to_end, request_bytes, uses_resume_points
 from pipeline.deploy.relay_errors import RelayError, error_event
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
+from pipeline.deploy.resumable_stream import ResumableStream
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader, time_left
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
@@ -198,12 +198,12 @@ class _Relayed:
         self._body = body
         self._deadline = deadline
         self._client = ClientWriter(http_request, relay.slow_client_s, relay.unread)
-        self._stream: PointedStream | None = None
+        self._stream: ResumableStream | None = None
         """If the response is a stream with points."""
         self._kind = ""
         self._is_long_reply = False
         """The response is a whole reply that is passed on as it arrives."""
-        self._wants_points = http_request.method == "POST" and not is_pointed(http_request.headers)
+        self._wants_resume_points = http_request.method == "POST" and not uses_resume_points(http_request.headers)
         """A client that asks for points itself gets them unchanged."""
         self._avoid: set[str] = set()
         self._num_deaths = 0
@@ -312,7 +312,7 @@ class _Relayed:
         request, points = self._http_request, b""
         if self._stream is not None and self._client.has_begun:
             points = b"".join(self._stream.points)
-        extra = {RESUMABLE: "1"} if self._wants_points else {}
+        extra = {RESUMABLE: "1"} if self._wants_resume_points else {}
         if points:
             extra[RESUME] = str(len(points))
         if (left_s := self._deadline.left_s) < math.inf and request.method not in BODILESS:
@@ -333,8 +333,8 @@ class _Relayed:
         if self._client.has_begun:
             return
         is_plain = head.get("content-encoding").lower() in ("", "identity")
-        has_points = self._wants_points and is_plain and bool(head.get(RESUMABLE.lower()))
-        self._stream = PointedStream() if has_points else None
+        has_resume_points = self._wants_resume_points and is_plain and bool(head.get(RESUMABLE.lower()))
+        self._stream = ResumableStream() if has_resume_points else None
         self._client.response = web.StreamResponse(headers=self._passed(head))
 
     def long_reply_begins(self, head: Head, begin: bytes) -> None:
@@ -351,7 +351,7 @@ class _Relayed:
     def _passed(self, head: Head) -> list[tuple[str, str]]:
         """The headers of a replica's response that the client gets."""
         passed = end_to_end(head.headers)
-        if self._wants_points:  # the ingress asked for them
+        if self._wants_resume_points:  # the ingress asked for them
             return [(name, value) for name, value in passed if name.lower() != RESUMABLE.lower()]
         return passed
 

@@ -78,7 +78,7 @@ SILENT = (
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_legacy_cache"),
 )
 """Keys that are used elsewhere, that docs/http/sampling.md says are ignored, or that change no text."""
-NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
+NO_EFFECT: tuple[Any, ...] = (None, False, 0, 1, [], {}, "")
 """Values with which a parameter of transformers does nothing."""
 
 
@@ -121,7 +121,9 @@ def save(values: dict[str, Any], folder: Path) -> None:
 def unused(values: dict[str, Any]) -> list[str]:
     """A line about the keys of a model's file that transformers' `generate` uses, and this server doesn't."""
     names = [
-        key for key, value in values.items() if key not in (*KEYS, *SILENT) and (value is True or value not in NEUTRAL)
+        key
+        for key, value in values.items()
+        if key not in (*KEYS, *SILENT) and (value is True or value not in NO_EFFECT)
     ]
     if not names:
         return []

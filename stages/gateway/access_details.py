@@ -36,7 +36,7 @@ def log_background(log: AccessLog, request: Request, client: str) -> None:
 def details_of(request: Request) -> dict[str, Any]:
     """Fields of `Entry`, when the response is over."""
     found: dict[str, Any] = {"model": request.parsed.model, "prompt_tokens": request.num_prompt_tokens}
-    if not request.parsed.is_lookup:
+    if not request.parsed.is_prompt_only:
         found["cached_tokens"] = request.num_cached_tokens
         found["output_tokens"] = sum(one.num_generated for one in request.sequences)
         if firsts := [one.first_s for one in request.sequences if one.first_s]:

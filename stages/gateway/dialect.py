@@ -75,7 +75,7 @@ class Dialect(ABC):
     """Of a stream."""
     keep_alive: ClassVar[bytes] = COMMENT
     """What a stream says while there is no output; empty for nothing."""
-    has_points: ClassVar[bool] = False
+    is_resumable: ClassVar[bool] = False
     """A stream is a function of the ids of its sequences, so it can have resume points."""
     begins_with_usage: ClassVar[bool] = False
     """A stream begins with the number of prompt tokens."""

@@ -21,9 +21,9 @@ from pipeline.stages.gateway.request import Request
 RETRY_AFTER_S = 5
 _TIMER_SLACK_S = 0.01
 """The event loop's timers count in milliseconds, and may be early by one."""
-_LOOKUP_STAGES = ("ingest",)
+_PROMPT_ONLY_STAGES = ("ingest",)
 """The stages behind the gateway that a request without output needs."""
-_STAGES = (*_LOOKUP_STAGES, "schedule", "execute", "detokenize")
+_STAGES = (*_PROMPT_ONLY_STAGES, "schedule", "execute", "detokenize")
 
 
 class LateStages:
@@ -65,7 +65,7 @@ class LateStages:
         if not self._since_s:
             return
         self._notice_suspension()
-        needed = _STAGES if generates else _LOOKUP_STAGES
+        needed = _STAGES if generates else _PROMPT_ONLY_STAGES
         now_s = time.monotonic()
         for name, since_s in self._since_s.items():
             if now_s - since_s >= self._timeout_s and _stage_of(name) in needed:
@@ -77,7 +77,7 @@ class LateStages:
         if request.has_begun or not self._since_s or request.received_s < self._silent_since_s:
             return None
         try:
-            self.check(generates=not request.parsed.is_lookup)
+            self.check(generates=not request.parsed.is_prompt_only)
         except ApiError as error:
             return error
         return None

@@ -101,7 +101,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
             parsed if parsed.size is not None else measured(parsed),
             received_s=self.received_s,
             request_id=self.request_id or parsed.request_id,
-            has_points=self.wants_points and resumption.is_resumable(parsed),
+            has_resume_points=self.wants_points and resumption.is_resumable(parsed),
             scope=self.scope,
             with_metrics=self.with_metrics,
             left_s=self.left_s,
@@ -110,7 +110,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
             return parsed
         assert limits.max_prompt_tokens is not None, "the server was ready"
         points = self.body[: self.num_point_bytes]
-        return resumption.with_points(parsed, points, self.arrived_s, limits.max_prompt_tokens)
+        return resumption.with_resume_points(parsed, points, self.arrived_s, limits.max_prompt_tokens)
 
 
 def adapter_of(parsed: ParsedRequest) -> m.Adapter | None:

@@ -289,7 +289,7 @@ class Request:
         self.fixed_bytes = fixed_bytes
         """Of each of its prompt requests, for admission."""
         self.usage: RequestUsage | None = None
-        """What it uses of its API key's limits; None for a lookup, and without a key."""
+        """What it uses of its API key's limits; None for a request about its prompt only, and without a key."""
         self.num_bytes = self.num_base_bytes = 0
         """What admission counts, besides its prompt requests; and the part without output."""
         self.prompt_requests: list[PromptRequest] = []
@@ -407,6 +407,6 @@ class Request:
 
 
 def _id_of(parsed: ParsedRequest, randbits: Callable[[int], int]) -> str:
-    prefix = "tokenize-" if parsed.is_lookup else parsed.dialect.id_prefix
+    prefix = "tokenize-" if parsed.is_prompt_only else parsed.dialect.id_prefix
     given = parsed.request_id if parsed.dialect.takes_id else None
     return prefix + (given or f"{randbits(64):016x}{randbits(64):016x}")

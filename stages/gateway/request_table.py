@@ -219,7 +219,7 @@ class RequestTable:
         """Create a prompt request for each prompt and send them to ingest. `received` is for a recording, and None in a
         replay. Raises ApiError: 503 if too much is open or a stage is late, 504 if the deadline has passed already."""
         begin_s = time.monotonic()
-        self._check_late_stages(generates=not parsed.is_lookup)
+        self._check_late_stages(generates=not parsed.is_prompt_only)
         timeout_s, after_s = self._time_of(parsed)
         if parsed.received_s and not self._stage.replay_context.is_replaying and begin_s >= parsed.received_s + after_s:
             raise self.timed_out(timeout_s)
@@ -229,7 +229,7 @@ class RequestTable:
             if error.code == "overloaded":
                 self.count_overloaded(error)
             raise
-        if parsed.left_out and not parsed.is_lookup and not self._stage.replay_context.is_replaying:
+        if parsed.left_out and not parsed.is_prompt_only and not self._stage.replay_context.is_replaying:
             self._num_left_out += len(parsed.left_out)
             self._left_out_log.update(self._num_left_out, types=", ".join(parsed.left_out))
         if self._trace.on:
@@ -243,7 +243,7 @@ class RequestTable:
         if parsed.size is None:
             parsed = measured(parsed)
         sized, fixed = size_of(parsed), fixed_bytes(parsed.options)
-        estimates = [self.admission.estimate(one, is_computed=not parsed.is_lookup) for one in sized.num_tokens]
+        estimates = [self.admission.estimate(one, is_computed=not parsed.is_prompt_only) for one in sized.num_tokens]
         now_s = time.monotonic()
         form, sizes = sized.form, submitted_bytes(parsed, fixed)
         usage: RequestUsage | None = None
@@ -297,7 +297,7 @@ class RequestTable:
         """Count the request for its API key. Raises RateLimited."""
         if (account := self.accounts.of_scope(parsed.scope)) is None:
             return None
-        if parsed.is_lookup:
+        if parsed.is_prompt_only:
             account.count(REQUESTS)
             return None
         return RequestUsage(account, num_tokens)
@@ -377,13 +377,13 @@ class RequestTable:
         return timeout_s or parsed.left_s, min(after_s, parsed.left_s)
 
     def _register(self, request: Request) -> None:
-        if not request.parsed.is_lookup:
+        if not request.parsed.is_prompt_only:
             self.num_requests += 1
             for abort_id in request.abort_ids:
                 self._by_abort_id.setdefault((request.parsed.scope, abort_id), []).append(request)
 
     def _unregister(self, request: Request) -> None:
-        if not request.parsed.is_lookup:
+        if not request.parsed.is_prompt_only:
             self.num_requests -= 1
             for abort_id in request.abort_ids:
                 key = request.parsed.scope, abort_id
@@ -466,7 +466,7 @@ class RequestTable:
         self._unregister(request)
         self.keep(request, 0, 0)
         has_finished = request.prompt_requests and request.is_finished and request.failure is None
-        if has_finished and not request.parsed.is_lookup:
+        if has_finished and not request.parsed.is_prompt_only:
             now_s = time.monotonic()
             self.recent.keep(timings.times_of(request, now_s), request.parsed.scope)
             for prompt_request in request.prompt_requests:

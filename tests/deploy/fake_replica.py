@@ -37,7 +37,7 @@ class FakeReplica:
         self.num_tokens = num_tokens
         self.health: tuple[int, dict[str, Any]] = 200, {"status": "ok", "kv_blocks": {"total": 100}}
         self.at: Callable[[int], str] = lambda _: ""
-        """By token: "" goes on, "die" ends the connection, "tear" does so within an event, "unpointed" before its
+        """By token: "" goes on, "die" ends the connection, "tear" does so within an event, "without_point" before its
         point, or the code of a failure."""
         self.refuses: tuple[int, dict[str, Any]] | None = None
         self.has_points = True
@@ -136,12 +136,12 @@ class FakeReplica:
                 return
             if what == "tear":
                 send(event[:-9])
-            elif what == "unpointed":
+            elif what == "without_point":
                 send(event)
             elif what:
                 send(f": point failed {what}\n\n" + 'data: {"error": {}}\n\ndata: [DONE]\n\n')
                 break
-            if what in ("tear", "unpointed"):
+            if what in ("tear", "without_point"):
                 await writer.drain()
                 writer.transport.abort()
                 return

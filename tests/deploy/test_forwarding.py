@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.deploy import relay
 from pipeline.deploy.forwarding import end_to_end
-from pipeline.deploy.pointed_stream import MAX_HELD_BYTES, PointedStream
+from pipeline.deploy.resumable_stream import MAX_HELD_BYTES, ResumableStream
 from pipeline.deploy.upstream import MAX_HEAD_BYTES, MAX_TRAILER_BYTES
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed, text_of
@@ -163,7 +163,7 @@ def test_a_response_that_is_longer_than_it_says_ends_the_connection():
 
 
 def test_a_stream_without_points_is_not_held_back_for_ever():
-    stream = PointedStream()
+    stream = ResumableStream()
     event = b"data: " + b"x" * 100_000 + b"\n\n"
     num_held = 0
     for _ in range(2 * MAX_HELD_BYTES // len(event)):

@@ -48,7 +48,7 @@ async def test_a_stream_is_relayed_without_points():
         assert tokens_of(await stream(client)) == list(range(20))
 
 
-@pytest.mark.parametrize("what", ["die", "tear", "unpointed", "stage_died", "shutting_down"])
+@pytest.mark.parametrize("what", ["die", "tear", "without_point", "stage_died", "shutting_down"])
 @pytest.mark.parametrize("at", [0, 1, 7, 19])
 async def test_a_lost_stream_continues_with_each_token_once(what: str, at: int):
     once = Once(what, at)

@@ -37,12 +37,12 @@ def test_the_parameters_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
 
 
 def test_null_and_missing_values_are_neutral(tmp_path: Path) -> None:
-    neutral = GenerationDefaults(
+    no_defaults = GenerationDefaults(
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, max_new_tokens=None
     )
-    assert generation_config.load(Settings(), tmp_path) == neutral
+    assert generation_config.load(Settings(), tmp_path) == no_defaults
     folder_with(tmp_path, {**dict.fromkeys(RECOMMENDED), "top_k": -1, "temperature": 1})
-    assert generation_config.load(Settings(), tmp_path) == neutral
+    assert generation_config.load(Settings(), tmp_path) == no_defaults
 
 
 def test_tokens_that_a_model_excludes_are_runs_of_ids(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=several)
     group.add_argument(ENABLE_LORA, action="store_true", help="no setting: --lora-modules and lora.* enable adapters")
     for flag, refused in REFUSED.items():
-        num_args = 1 if refused.neutral else "*"
+        num_args = 1 if refused.ignored_arguments else "*"
         group.add_argument(flag, action=_Refuse, nargs=num_args, default=None, help=argparse.SUPPRESS)
 
 
@@ -97,7 +97,7 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         refused = REFUSED[option_string]
-        if not (values and set(values) <= set(refused.neutral)):
+        if not (values and set(values) <= set(refused.ignored_arguments)):
             parser.error(f"{option_string} of vLLM is not supported: {refused.advice}")
 
 

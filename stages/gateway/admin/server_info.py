@@ -105,9 +105,9 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 def recommended(defaults: GenerationDefaults) -> dict[str, int | float]:
-    """The values that are not neutral, by the name of the request's field."""
-    neutral = msgspec.structs.asdict(GenerationDefaults())
-    given = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value != neutral[name]}
+    """The values that differ from those of no defaults, by the name of the request's field."""
+    no_defaults = msgspec.structs.asdict(GenerationDefaults())
+    given = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value != no_defaults[name]}
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
 
 

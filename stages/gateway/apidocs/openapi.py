@@ -139,8 +139,8 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
     }
     if route.body is not None:
         schema = schemas.of(route.body)
-        if route.neutral:
-            schema = {"allOf": [schema, {"properties": _neutral(route.body, route.neutral)}]}
+        if route.unsupported_fields:
+            schema = {"allOf": [schema, {"properties": _unsupported(route.body, route.unsupported_fields)}]}
         content: dict[str, Any] = {"schema": schema}
         if (example := example_of(route.handler, model)) is not None:
             content["example"] = example
@@ -295,12 +295,12 @@ def _error(status: int, body: type) -> dict[str, Any]:
     return found
 
 
-def _neutral(body: Any, neutral: Mapping[str, Sequence[Any]]) -> dict[str, Schema]:
-    """Unsupported fields of the API, with their neutral values."""
+def _unsupported(body: Any, fields: Mapping[str, Sequence[Any]]) -> dict[str, Schema]:
+    """Unsupported fields of the API, with the values that have no effect."""
     known = body.__struct_fields__
     words = "Not supported: must be null or the value that has no effect."
     return {
-        name: {"enum": [None, *values], "description": words} for name, values in neutral.items() if name not in known
+        name: {"enum": [None, *values], "description": words} for name, values in fields.items() if name not in known
     }
 
 

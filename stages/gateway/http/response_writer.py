@@ -105,7 +105,7 @@ async def send_stream(
         keep_alive_s = 0
     response = web.StreamResponse(headers={"Content-Type": dialect.media_type} | STREAM_HEADERS | _headers(request))
     events = dialect.events(request)
-    points = ResumePoints(request) if request.parsed.has_points else None
+    points = ResumePoints(request) if request.parsed.has_resume_points else None
     if points is not None:
         response.headers[RESUMABLE] = "1"
     is_continued = request.parsed.resumption is not None
@@ -214,7 +214,9 @@ async def _begun(request: Request) -> None:
     """Wait until the headers can be sent. A reply that begins with the prompts, their ids or their number needs these
     first."""
     parsed = request.parsed
-    needs_prompt = parsed.echo or parsed.details.with_ids or parsed.dialect.begins_with_usage or parsed.has_points
+    needs_prompt = (
+        parsed.echo or parsed.details.with_ids or parsed.dialect.begins_with_usage or parsed.has_resume_points
+    )
     await request.until(lambda: request.is_accepted or (request.has_begun and not needs_prompt) or request.is_finished)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HEADERS_AFTER_S):

@@ -22,11 +22,11 @@ from pipeline.stages.gateway.admin.server_info import (
     TokenizerInfo,
     Version,
 )
-from pipeline.stages.gateway.apis.anthropic.bodies import MESSAGES_NEUTRAL, CountTokensBody, MessagesBody
+from pipeline.stages.gateway.apis.anthropic.bodies import MESSAGES_UNSUPPORTED_FIELDS, CountTokensBody, MessagesBody
 from pipeline.stages.gateway.apis.anthropic.types import CountTokensReply, MessageEvent, MessageReply
-from pipeline.stages.gateway.apis.embeddings.parsing import EMBEDDINGS_NEUTRAL, EmbeddingsBody
+from pipeline.stages.gateway.apis.embeddings.parsing import EMBEDDINGS_UNSUPPORTED_FIELDS, EmbeddingsBody
 from pipeline.stages.gateway.apis.embeddings.reply import EmbeddingsReply
-from pipeline.stages.gateway.apis.infill.parsing import INFILL_NEUTRAL, InfillBody
+from pipeline.stages.gateway.apis.infill.parsing import INFILL_UNSUPPORTED_FIELDS, InfillBody
 from pipeline.stages.gateway.apis.infill.reply import InfillReply
 from pipeline.stages.gateway.apis.ollama import bodies as ob
 from pipeline.stages.gateway.apis.ollama import types as ot
@@ -34,13 +34,13 @@ from pipeline.stages.gateway.apis.openai.invocations import InvocationBody
 from pipeline.stages.gateway.apis.openai.rendering import Rendered
 from pipeline.stages.gateway.apis.openai.reply import Detokenized, Tokenized
 from pipeline.stages.gateway.apis.openai.types import ChatChunk, ChatReply, TextReply
-from pipeline.stages.gateway.apis.responses.body import RESPONSES_NEUTRAL, ResponsesBody
+from pipeline.stages.gateway.apis.responses.body import RESPONSES_UNSUPPORTED_FIELDS, ResponsesBody
 from pipeline.stages.gateway.apis.responses.types import ItemList, ResponseDeleted, ResponseEvent, ResponseObject
-from pipeline.stages.gateway.apis.tokens.parsing import GENERATE_NEUTRAL, GenerateBody
+from pipeline.stages.gateway.apis.tokens.parsing import GENERATE_UNSUPPORTED_FIELDS, GenerateBody
 from pipeline.stages.gateway.apis.tokens.reply import GenerateChunk, GenerateReply
 from pipeline.stages.gateway.parsing.bodies import (
-    CHAT_NEUTRAL,
-    COMPLETION_NEUTRAL,
+    CHAT_UNSUPPORTED_FIELDS,
+    COMPLETION_UNSUPPORTED_FIELDS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -56,7 +56,7 @@ class Route(msgspec.Struct, frozen=True):
     summary: str
     body: Any = None
     """Type of the JSON body"""
-    neutral: Mapping[str, tuple[Any, ...]] = {}
+    unsupported_fields: Mapping[str, tuple[Any, ...]] = {}
     """Unsupported fields, and the values besides null that are accepted for them"""
     reply: Any = None
     """Type of the JSON response, or types of which it is one; None for text"""
@@ -86,7 +86,7 @@ ROUTES = (
         "chat_completions",
         "A reply to a chat.",
         ChatBody,
-        CHAT_NEUTRAL,
+        CHAT_UNSUPPORTED_FIELDS,
         ChatReply,
         ChatChunk,
         opens_request=True,
@@ -97,7 +97,7 @@ ROUTES = (
         "create_response",
         "A response to a text or to items of a conversation.",
         ResponsesBody,
-        RESPONSES_NEUTRAL,
+        RESPONSES_UNSUPPORTED_FIELDS,
         ResponseObject,
         ResponseEvent,
         opens_request=True,
@@ -131,7 +131,7 @@ ROUTES = (
         "completions",
         "Completions of texts or of token ids.",
         CompletionBody,
-        COMPLETION_NEUTRAL,
+        COMPLETION_UNSUPPORTED_FIELDS,
         TextReply,
         TextReply,
         opens_request=True,
@@ -142,7 +142,7 @@ ROUTES = (
         "messages",
         "A reply to a chat, as in Anthropic's API.",
         MessagesBody,
-        MESSAGES_NEUTRAL,
+        MESSAGES_UNSUPPORTED_FIELDS,
         MessageReply,
         MessageEvent,
         opens_request=True,
@@ -153,7 +153,7 @@ ROUTES = (
         "count_tokens",
         "The number of prompt tokens of a chat, as in Anthropic's API.",
         CountTokensBody,
-        MESSAGES_NEUTRAL,
+        MESSAGES_UNSUPPORTED_FIELDS,
         CountTokensReply,
         opens_request=True,
     ),
@@ -163,7 +163,7 @@ ROUTES = (
         "embeddings",
         "Embeddings of texts or of token ids.",
         EmbeddingsBody,
-        EMBEDDINGS_NEUTRAL,
+        EMBEDDINGS_UNSUPPORTED_FIELDS,
         EmbeddingsReply,
         opens_request=True,
     ),
@@ -173,7 +173,7 @@ ROUTES = (
         "render_chat",
         "The prompt of a chat, without running it.",
         ChatBody,
-        CHAT_NEUTRAL,
+        CHAT_UNSUPPORTED_FIELDS,
         Rendered,
         opens_request=True,
     ),
@@ -183,7 +183,7 @@ ROUTES = (
         "render_completion",
         "The prompts of completions, without running them.",
         CompletionBody,
-        COMPLETION_NEUTRAL,
+        COMPLETION_UNSUPPORTED_FIELDS,
         list[Rendered],
         opens_request=True,
     ),
@@ -193,7 +193,7 @@ ROUTES = (
         "generate",
         "Token ids in, token ids out.",
         GenerateBody,
-        GENERATE_NEUTRAL,
+        GENERATE_UNSUPPORTED_FIELDS,
         GenerateReply,
         GenerateChunk,
         opens_request=True,
@@ -204,7 +204,7 @@ ROUTES = (
         "ollama_chat",
         "A reply to a chat, as in Ollama's API.",
         ob.OllamaChatBody,
-        ob.OLLAMA_NEUTRAL,
+        ob.OLLAMA_UNSUPPORTED_FIELDS,
         ot.OllamaChatReply,
         ot.OllamaChatReply,
         opens_request=True,
@@ -215,7 +215,7 @@ ROUTES = (
         "ollama_generate",
         "A reply to a text, as in Ollama's API.",
         ob.OllamaGenerateBody,
-        ob.OLLAMA_GENERATE_NEUTRAL,
+        ob.OLLAMA_GENERATE_UNSUPPORTED_FIELDS,
         ot.OllamaGenerateReply,
         ot.OllamaGenerateReply,
         opens_request=True,
@@ -276,7 +276,7 @@ ROUTES = (
         "infill",
         "The text between a prefix and a suffix, as in llama.cpp.",
         InfillBody,
-        INFILL_NEUTRAL,
+        INFILL_UNSUPPORTED_FIELDS,
         InfillReply,
         InfillReply,
         opens_request=True,

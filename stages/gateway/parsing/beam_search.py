@@ -10,7 +10,7 @@ from pipeline.client.protocol.sampling import SamplingFields
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError, invalid
 
-NEUTRAL = {
+UNSUPPORTED_FIELDS = {
     "repetition_penalty": (None, 1),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -31,8 +31,8 @@ def with_beam_search(options: m.GenerationOptions, fields: SamplingFields) -> m.
         if fields.early_stopping not in (None, False):
             raise _needs_beam_search("early_stopping")
         return options
-    for name, neutral in NEUTRAL.items():
-        if getattr(fields, name) not in neutral:
+    for name, accepted in UNSUPPORTED_FIELDS.items():
+        if getattr(fields, name) not in accepted:
             raise _not_allowed(name)
     if options.n != (fields.n or 1):
         raise invalid("best_of", f"'best_of' must equal n = {fields.n or 1}, the beam width", "invalid_value")

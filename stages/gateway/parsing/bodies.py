@@ -121,10 +121,10 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[Id], Meta(max_length=MAX_SHOWN_IDS)]
 
 
-MAX_NEUTRAL_BYTES = 256
-"""No neutral value is as long."""
+MAX_ACCEPTED_BYTES = 256
+"""No accepted value of an unsupported field is as long."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     # OpenAI, both endpoints
     # OpenAI, chat
     "audio": (),
@@ -150,11 +150,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Fields of the API that are not supported, and their neutral values besides null. Any other value is an error, so that
-no field is silently ignored that changes the text."""
+"""Fields of the API that are not supported, and the values besides null that have no effect. Any other value is an
+error, so that no field is silently ignored that changes the text."""
 
-CHAT_NEUTRAL = NEUTRAL | {"best_of": (1,), "suffix": ("",)}
-COMPLETION_NEUTRAL = NEUTRAL | {
+CHAT_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"best_of": (1,), "suffix": ("",)}
+COMPLETION_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -167,24 +167,24 @@ COMPLETION_NEUTRAL = NEUTRAL | {
 }
 
 
-def is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
+def has_no_effect(raw: Raw, accepted: tuple[Any, ...]) -> bool:
     """Whether the JSON of a field is missing, null or one of these values. In Python False equals 0, but here 0 has
     another type and may have a meaning."""
     text = bytes(raw)
-    if not text or len(text) > MAX_NEUTRAL_BYTES:  # it is decoded only if it is short
+    if not text or len(text) > MAX_ACCEPTED_BYTES:  # it is decoded only if it is short
         return not text
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):  # such as a number that no float has
         return False
     return value is None or any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted
     )
 
 
-def with_unsupported(body: type[B], neutral: Mapping[str, tuple[Any, ...]]) -> type[B]:
+def with_unsupported(body: type[B], unsupported_fields: Mapping[str, tuple[Any, ...]]) -> type[B]:
     """Extend a body with the fields of a table, of any type, so that one pass reads both. They are not decoded: their
     values may be large, and almost all are refused."""
-    fields = [(name, Raw, Raw()) for name in neutral]
+    fields = [(name, Raw, Raw()) for name in unsupported_fields]
     wider: type[Any] = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
     return wider

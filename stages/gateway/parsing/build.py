@@ -96,7 +96,7 @@ def details_of(
     )
 
 
-def lookup(
+def prompt_only(
     prompt: m.Prompt, options: m.PromptOptions, prompt_param: str, limits: RequestLimits, dialect: Dialect
 ) -> ParsedRequest:
     """A request about its prompt only."""

@@ -10,16 +10,16 @@ import msgspec
 
 from pipeline.stages.gateway import errors
 from pipeline.stages.gateway.errors import invalid, unsupported
-from pipeline.stages.gateway.parsing.bodies import B, is_neutral
+from pipeline.stages.gateway.parsing.bodies import B, has_no_effect
 from pipeline.stages.gateway.parsing.integral_floats import with_integers
 
 
-def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, neutral: Mapping[str, tuple[Any, ...]]) -> B:
+def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, unsupported_fields: Mapping[str, tuple[Any, ...]]) -> B:
     """Decode a body. Raises ApiError if it is invalid, or if it has a field that is not supported."""
     with without_gc():
         request = _decode(decoder, body)
-    for name, values in neutral.items():
-        if not is_neutral(getattr(request, name), values):
+    for name, values in unsupported_fields.items():
+        if not has_no_effect(getattr(request, name), values):
             raise unsupported(name)
     return request
 

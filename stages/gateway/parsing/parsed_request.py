@@ -157,7 +157,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Text that comes before the content of a chat's reply: the last message, if the client wants it back."""
     resumption: Resumption | None = None
     """Of a stream that is continued."""
-    has_points: bool = False
+    has_resume_points: bool = False
     """The stream has resume points."""
     left_s: float | None = None
     """What it may take from `received_s` on, if an ingress has said so."""
@@ -182,6 +182,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.options.n > self.n
 
     @property
-    def is_lookup(self) -> bool:
+    def is_prompt_only(self) -> bool:
         """Whether it is about the prompt only, and has no output."""
         return self.prompt_options.any_length

@@ -32,7 +32,7 @@ MAX_UNIX_S = 2**32
 Time = Annotated[float, Meta(ge=0, lt=MAX_UNIX_S)]
 
 
-class PointHead(msgspec.Struct, frozen=True):
+class ResumePointHead(msgspec.Struct, frozen=True):
     """What a stream keeps when it is continued."""
 
     id: Annotated[str, Meta(pattern=r"\A[!-~]{1,300}\Z")]
@@ -45,7 +45,7 @@ class PointHead(msgspec.Struct, frozen=True):
     """Digest of the prompt's ids: a chat template may write the date, and then the prompt is another one."""
 
 
-_heads = msgspec.json.Decoder(PointHead)
+_heads = msgspec.json.Decoder(ResumePointHead)
 
 
 def is_resumable(parsed: ParsedRequest) -> bool:
@@ -55,8 +55,8 @@ def is_resumable(parsed: ParsedRequest) -> bool:
     return (
         parsed.stream
         and len(parsed.prompts) == 1
-        and parsed.dialect.has_points
-        and not (parsed.echo or parsed.hides_output or parsed.is_lookup)
+        and parsed.dialect.is_resumable
+        and not (parsed.echo or parsed.hides_output or parsed.is_prompt_only)
         and not (parsed.is_best_of or parsed.options.use_beam_search)
         and not (has_details and parsed.n > 1)
     )
@@ -73,12 +73,12 @@ def num_point_bytes(headers: Mapping[str, str]) -> int:
     return int(text)
 
 
-def with_points(parsed: ParsedRequest, points: bytes, now_s: float, max_ids: int) -> ParsedRequest:
+def with_resume_points(parsed: ParsedRequest, points: bytes, now_s: float, max_ids: int) -> ParsedRequest:
     """A request that continues behind its last point. `now_s` is when it began to arrive, in Unix time; a sequence has
     at most `max_ids`. Raises ApiError, 400."""
     if not is_resumable(parsed):
         raise invalid(RESUME, f"'{RESUME}': such a request has no resume points", "invalid_value")
-    head: PointHead | None = None
+    head: ResumePointHead | None = None
     ids = [bytearray() for _ in range(parsed.n)]
     num_chars, has_ended = [0] * parsed.n, [False] * parsed.n
     max_bytes = 4 * (max_ids if parsed.options.max_tokens is None else min(max_ids, parsed.options.max_tokens))
@@ -120,7 +120,7 @@ def with_points(parsed: ParsedRequest, points: bytes, now_s: float, max_ids: int
     )  # fmt: skip
 
 
-def _head_of(data: bytes) -> PointHead:
+def _head_of(data: bytes) -> ResumePointHead:
     try:
         head = _heads.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

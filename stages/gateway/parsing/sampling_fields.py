@@ -36,7 +36,7 @@ COPIED = tuple(name for name in SamplingFields.__struct_fields__ if name in _OPT
 """Fields that become the options of the same name. None is the option's default."""
 DEFAULTED = tuple(name for name in GenerationDefaults.__struct_fields__ if name in COPIED)
 """Options that a model may have other defaults of."""
-NEUTRAL = GenerationDefaults()
+NO_DEFAULTS = GenerationDefaults()
 _copied_of = attrgetter(*COPIED)
 
 
@@ -64,7 +64,7 @@ def generation_options(fields: GenerationFields, max_tokens: int | None, limits:
     """The options that all routes share. Call `check_counts` first. Raises ApiError."""
     values = zip(COPIED, _copied_of(fields), strict=True)
     options: dict[str, Any] = {name: value for name, value in values if value is not None}
-    if limits.defaults != NEUTRAL:
+    if limits.defaults != NO_DEFAULTS:
         for name in DEFAULTED:
             options.setdefault(name, getattr(limits.defaults, name))
     for name in ("stop_token_ids", "logprob_token_ids"):

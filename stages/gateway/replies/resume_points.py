@@ -16,7 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import Resumption
-from pipeline.stages.gateway.parsing.resumption import PointHead, digest_of
+from pipeline.stages.gateway.parsing.resumption import ResumePointHead, digest_of
 from pipeline.stages.gateway.request import ID_BYTES, Request, SequenceOutput
 
 OFF = PREFIX + b"off\n\n"
@@ -61,7 +61,7 @@ class ResumePoints:
         (prompt_request,) = request.prompt_requests
         assert prompt_request.prompt_ids is not None, "the headers were sent before the prompt was tokenized"
         submit = prompt_request.submit
-        head = PointHead(
+        head = ResumePointHead(
             request.id, request.created, submit.arrival_s, submit.options.seed, request.salt,
             digest_of(prompt_request.prompt_ids),
         )  # fmt: skip

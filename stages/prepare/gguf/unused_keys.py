@@ -41,7 +41,7 @@ def refuse_changes(metadata: Metadata, architecture: str, config: ModelConfig) -
     # whatever the file says.
     scaling = config.rope_scaling
     usual = 0.1 * math.log(scaling.factor) + 1.0 if isinstance(scaling, YarnRope) and scaling.factor > 1 else 1.0
-    neutral: dict[str, tuple[tuple[Any, ...], str]] = {
+    expected: dict[str, tuple[tuple[Any, ...], str]] = {
         "attention.causal": ((True,), "attention to later tokens"),
         "attention.key_length_swa": ((config.head_dim,), "another size of heads in layers with a window"),
         "attention.value_length_swa": ((config.head_dim,), "another size of heads in layers with a window"),
@@ -55,7 +55,7 @@ def refuse_changes(metadata: Metadata, architecture: str, config: ModelConfig) -
         "nextn_predict_layers": ((0,), "a file with layers for several tokens"),
     }
     left = set(metadata.rest())
-    for key, (values, what) in neutral.items():
+    for key, (values, what) in expected.items():
         if (name := f"{architecture}.{key}") not in left:
             continue
         found = metadata.get(name, object)

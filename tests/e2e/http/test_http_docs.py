@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.http_server.guard import PAGE_PREFIX
-from pipeline.stages.gateway.apis.tokens.parsing import PARAMS_NEUTRAL, GenerateSamplingParams
+from pipeline.stages.gateway.apis.tokens.parsing import PARAMS_UNSUPPORTED_FIELDS, GenerateSamplingParams
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
@@ -134,7 +134,7 @@ def test_the_server_answers_each_example_as_documented(server: Server, command: 
 def test_every_field_is_documented_or_rejected_by_name() -> None:
     bodies = [*(route.body for route in ROUTES if route.body is not None), GenerateSamplingParams]
     names = {name for body in bodies for name in body.__struct_fields__}
-    for name in names.union(PARAMS_NEUTRAL, *(route.neutral for route in ROUTES)):
+    for name in names.union(PARAMS_UNSUPPORTED_FIELDS, *(route.unsupported_fields for route in ROUTES)):
         assert f"`{name}`" in TEXT, f"docs/http/ does not describe {name}"
 
 

@@ -37,9 +37,9 @@ def test_new_requests_are_refused_at_once_until_the_stage_is_back(gate: Gate) ->
     make_late(gate, "execute.0")
     assert_refused(gate.client.post("/v1/chat/completions", json=CHAT), "execute.0")
     assert_refused(gate.client.post("/v1/completions", json=COMPLETION | {"stream": True}), "execute.0")
-    lookup = gate.post({"prompt": "Hi"}, "/tokenize")  # needs ingest only
+    prompt_only = gate.post({"prompt": "Hi"}, "/tokenize")  # needs ingest only
     gate.begin()
-    assert lookup.result().status_code == 200
+    assert prompt_only.result().status_code == 200
     make_late(gate)
     response = gate.post(CHAT)
     gate.serve()
@@ -133,7 +133,7 @@ def test_a_request_that_came_since_the_silence_began_fails_after_a_suspension_to
     """It comes between the stage's last sign of life and its time as the supervisor reports it after a suspension."""
 
     def request(received_s: float) -> Any:
-        return SimpleNamespace(has_begun=False, received_s=received_s, parsed=SimpleNamespace(is_lookup=False))
+        return SimpleNamespace(has_begun=False, received_s=received_s, parsed=SimpleNamespace(is_prompt_only=False))
 
     async def suspended() -> None:
         now_s = time.monotonic()

@@ -143,9 +143,9 @@ def test_a_replay_needs_no_certificate(tmp_path: Path) -> None:
 def test_lookups_and_aborts_are_replayed(tmp_path: Path) -> None:
     recording = tmp_path / "gateway.rec"
     with Gate(tmp_path, record=recording) as gate:
-        lookup = gate.post({"prompt": "x"}, "/tokenize")
+        prompt_only = gate.post({"prompt": "x"}, "/tokenize")
         gate.accept(gate.submit())
-        assert lookup.result().status_code == 200
+        assert prompt_only.result().status_code == 200
         stream = gate.post(CHAT | {"stream": True, "request_id": "mine"})
         submit = gate.begin()
         body = {"request_ids": ["mine", "other"]}

@@ -267,7 +267,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
-MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
+MESSAGES_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "compaction": (),
     "context_management": ({}, {"edits": []}, {"edits": [KEEP_ALL_THINKING]}),
     "inference_geo": (),
@@ -276,4 +276,5 @@ MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     "thread": (),
 }
-"""Fields of the API that are not supported, and their neutral values besides null; see `bodies.NEUTRAL`."""
+"""Fields of the API that are not supported, and the values besides null that have no effect, as in
+`bodies.UNSUPPORTED_FIELDS`."""

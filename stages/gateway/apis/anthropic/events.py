@@ -151,7 +151,7 @@ class MessagesDialect(Dialect):
 
     id_prefix = "msg_"
     keep_alive = PING
-    has_points = True
+    is_resumable = True
     begins_with_usage = True
 
     def whole(self, request: Request) -> bytes:

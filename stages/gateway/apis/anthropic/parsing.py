@@ -6,7 +6,7 @@ import msgspec
 from pipeline.client.protocol.generation import JsonSchemaFormat, ResponseFormat
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.bodies import (
-    MESSAGES_NEUTRAL,
+    MESSAGES_UNSUPPORTED_FIELDS,
     CountTokensBody,
     MessagesBody,
     OutputFormat,
@@ -18,19 +18,25 @@ from pipeline.stages.gateway.apis.anthropic.names import FIELDS, own_field
 from pipeline.stages.gateway.apis.anthropic.tools import in_body, left_out
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
-from pipeline.stages.gateway.parsing.build import check_model, check_num_messages, lookup, parsed_request_of, with_reply
+from pipeline.stages.gateway.parsing.build import (
+    check_model,
+    check_num_messages,
+    parsed_request_of,
+    prompt_only,
+    with_reply,
+)
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.prompt_fields import check_prompt_bytes
 from pipeline.text.formats.chat_formats import ChatFormats
 
-_messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_NEUTRAL))
-_counts = msgspec.json.Decoder(with_unsupported(CountTokensBody, MESSAGES_NEUTRAL))
+_messages = msgspec.json.Decoder(with_unsupported(MessagesBody, MESSAGES_UNSUPPORTED_FIELDS))
+_counts = msgspec.json.Decoder(with_unsupported(CountTokensBody, MESSAGES_UNSUPPORTED_FIELDS))
 
 
 def parse_messages(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/messages. Raises ApiError."""
-    decoded = decode(_messages, body, MESSAGES_NEUTRAL)
+    decoded = decode(_messages, body, MESSAGES_UNSUPPORTED_FIELDS)
     try:
         return _parsed(decoded, limits)
     except ApiError as error:
@@ -39,11 +45,11 @@ def parse_messages(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/messages/count_tokens: a request about its prompt only. Raises ApiError."""
-    decoded = decode(_counts, body, MESSAGES_NEUTRAL)
+    decoded = decode(_counts, body, MESSAGES_UNSUPPORTED_FIELDS)
     check_model(decoded.model, limits)
     prompt = _prompt(decoded, limits)
     check_prompt_bytes([prompt], limits.caps.max_prompt_bytes)
-    return lookup(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES)
+    return prompt_only(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES)
 
 
 def _parsed(decoded: MessagesBody, limits: RequestLimits) -> ParsedRequest:

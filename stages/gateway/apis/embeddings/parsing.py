@@ -56,7 +56,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     timeout_s: Timeout | None = None
 
 
-EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {
+EMBEDDINGS_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "messages": (),
     "normalize": (True,),
     "use_activation": (True,),
@@ -66,12 +66,12 @@ EMBEDDINGS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 """vLLM's fields that are not supported, and the values, besides null, at which they change nothing."""
 
 
-_decoder = msgspec.json.Decoder(with_unsupported(EmbeddingsBody, EMBEDDINGS_NEUTRAL))
+_decoder = msgspec.json.Decoder(with_unsupported(EmbeddingsBody, EMBEDDINGS_UNSUPPORTED_FIELDS))
 
 
 def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /v1/embeddings. Raises ApiError."""
-    return embeddings_request_of(decode(_decoder, body, EMBEDDINGS_NEUTRAL), limits)
+    return embeddings_request_of(decode(_decoder, body, EMBEDDINGS_UNSUPPORTED_FIELDS), limits)
 
 
 def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> ParsedRequest:

@@ -58,7 +58,7 @@ class InfillBody(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
 
 
-INFILL_NEUTRAL: dict[str, tuple[Any, ...]] = {
+INFILL_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "grammar": ("",),
@@ -72,12 +72,12 @@ INFILL_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """llama.cpp's fields that are not supported, and the values, besides null, at which they change nothing."""
 
-_decoder = msgspec.json.Decoder(with_unsupported(InfillBody, INFILL_NEUTRAL))
+_decoder = msgspec.json.Decoder(with_unsupported(InfillBody, INFILL_UNSUPPORTED_FIELDS))
 
 
 def parse_infill(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /infill. Raises ApiError."""
-    decoded = decode(_decoder, body, INFILL_NEUTRAL)
+    decoded = decode(_decoder, body, INFILL_UNSUPPORTED_FIELDS)
     model = check_model(decoded.model, limits)
     prompt = prompt_of(decoded, fill_in_tokens(limits.formats.added, "input_suffix"))
     fields = Body(

@@ -95,7 +95,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     typical_p: Annotated[Raw, Meta(description="Not supported: must be null or 1.")] = Raw()
 
 
-OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}
+OPTIONS_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (1,)}
 """Options that are not supported, and the values, besides null, at which they change nothing."""
 
 
@@ -199,7 +199,13 @@ class OllamaShowBody(msgspec.Struct, kw_only=True):
     verbose: Annotated[bool, Meta(description="No effect.")] | None = None
 
 
-OLLAMA_NEUTRAL: dict[str, tuple[Any, ...]] = {"shift": (False,), "template": ("",), "truncate": (False,)}
-"""Fields of the API that are not supported, and their neutral values besides null; see `bodies.NEUTRAL`."""
+OLLAMA_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {"shift": (False,), "template": ("",), "truncate": (False,)}
+"""Fields of the API that are not supported, and the values besides null that have no effect, as in
+`bodies.UNSUPPORTED_FIELDS`."""
 
-OLLAMA_GENERATE_NEUTRAL = OLLAMA_NEUTRAL | {"context": ([],), "height": (0,), "steps": (0,), "width": (0,)}
+OLLAMA_GENERATE_UNSUPPORTED_FIELDS = OLLAMA_UNSUPPORTED_FIELDS | {
+    "context": ([],),
+    "height": (0,),
+    "steps": (0,),
+    "width": (0,),
+}

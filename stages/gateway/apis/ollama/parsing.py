@@ -22,13 +22,13 @@ from pipeline.stages.gateway.apis.ollama.reply import OllamaDialect
 from pipeline.stages.gateway.apis.openai.parsing import chat_request_of
 from pipeline.stages.gateway.apis.openai.reply import COMPLETION
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
-from pipeline.stages.gateway.parsing.bodies import Body, ChatBody, is_neutral, with_unsupported
+from pipeline.stages.gateway.parsing.bodies import Body, ChatBody, has_no_effect, with_unsupported
 from pipeline.stages.gateway.parsing.build import (
     chat_num_top,
     check_num_messages,
     details_of,
-    lookup,
     parsed_request_of,
+    prompt_only,
 )
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
@@ -42,8 +42,8 @@ RANDOM_SEED = -1
 """Ollama's word for a random seed, and its default."""
 MAX_TOKENS = "options.num_predict"
 
-_chats = msgspec.json.Decoder(with_unsupported(b.OllamaChatBody, b.OLLAMA_NEUTRAL))
-_generates = msgspec.json.Decoder(with_unsupported(b.OllamaGenerateBody, b.OLLAMA_GENERATE_NEUTRAL))
+_chats = msgspec.json.Decoder(with_unsupported(b.OllamaChatBody, b.OLLAMA_UNSUPPORTED_FIELDS))
+_generates = msgspec.json.Decoder(with_unsupported(b.OllamaGenerateBody, b.OLLAMA_GENERATE_UNSUPPORTED_FIELDS))
 _embeds = msgspec.json.Decoder(b.OllamaEmbedBody)
 _embeddings = msgspec.json.Decoder(b.OllamaEmbeddingsBody)
 _shows = msgspec.json.Decoder(b.OllamaShowBody)
@@ -51,7 +51,7 @@ _shows = msgspec.json.Decoder(b.OllamaShowBody)
 
 def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /api/chat. Raises ApiError."""
-    chat = decode(_chats, body, b.OLLAMA_NEUTRAL)
+    chat = decode(_chats, body, b.OLLAMA_UNSUPPORTED_FIELDS)
     check_name(chat.model, limits)
     form = OllamaForm(route="chat", model=chat.model)
     if not chat.messages:
@@ -65,7 +65,7 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /api/generate. Raises ApiError."""
-    decoded = decode(_generates, body, b.OLLAMA_GENERATE_NEUTRAL)
+    decoded = decode(_generates, body, b.OLLAMA_GENERATE_UNSUPPORTED_FIELDS)
     check_name(decoded.model, limits)
     form = OllamaForm(route="generate", model=decoded.model)
     if decoded.images:
@@ -128,7 +128,7 @@ def check_name(name: str, limits: RequestLimits) -> str:
 def _no_prompt(form: OllamaForm, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
     """A request to load the model, which has happened, or to unload it, which changes nothing."""
     form = msgspec.structs.replace(form, unloads=keep_alive in (0, "0", "0s"))
-    return _of(form, lookup(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
+    return _of(form, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
 
 
 def _chat(form: OllamaForm, chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
@@ -192,7 +192,7 @@ def _embedding(
 ) -> ParsedRequest:
     name = check_name(form.model, limits)
     if not texts:
-        return _of(form, lookup(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
+        return _of(form, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
     inputs: Any = texts  # lists are invariant
     body = EmbeddingsBody(model=name, input=inputs, truncate_prompt_tokens=truncate, dimensions=dimensions)
     parsed = embeddings_request_of(body, limits)
@@ -218,8 +218,8 @@ def _fields(body: b.OllamaBody, limits: RequestLimits) -> dict[str, Any]:
 
 
 def _sampling(options: b.OllamaOptions) -> dict[str, Any]:
-    for name, values in b.OPTIONS_NEUTRAL.items():
-        if not is_neutral(getattr(options, name), values):
+    for name, values in b.OPTIONS_UNSUPPORTED_FIELDS.items():
+        if not has_no_effect(getattr(options, name), values):
             raise unsupported(f"options.{name}")
     repetition = 1.0 if options.repeat_penalty is None else options.repeat_penalty
     presence, frequency = options.presence_penalty or 0.0, options.frequency_penalty or 0.0

@@ -1,4 +1,4 @@
-"""Parses and checks the bodies of chats, completions and lookups. Pure: as build.py."""
+"""Parses and checks the bodies of chats, completions and requests about prompts only. Pure: as build.py."""
 
 import msgspec
 
@@ -6,8 +6,8 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.parsing.bodies import (
-    CHAT_NEUTRAL,
-    COMPLETION_NEUTRAL,
+    CHAT_UNSUPPORTED_FIELDS,
+    COMPLETION_UNSUPPORTED_FIELDS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -20,8 +20,8 @@ from pipeline.stages.gateway.parsing.build import (
     check_num_messages,
     default_completion_tokens,
     details_of,
-    lookup,
     parsed_request_of,
+    prompt_only,
     with_reply,
 )
 from pipeline.stages.gateway.parsing.chat_tools import custom_names
@@ -44,20 +44,20 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 from pipeline.text.formats.chat_formats import ChatFormats
 
-_chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_NEUTRAL))
+_chats = msgspec.json.Decoder(with_unsupported(ChatBody, CHAT_UNSUPPORTED_FIELDS))
 _tokenizes = msgspec.json.Decoder(TokenizeBody)
 _detokenizes = msgspec.json.Decoder(DetokenizeBody)
-_completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_NEUTRAL))
+_completions = msgspec.json.Decoder(with_unsupported(CompletionBody, COMPLETION_UNSUPPORTED_FIELDS))
 
 
 def read_chat(body: bytes) -> ChatBody:
     """Decode a body. Raises ApiError."""
-    return decode(_chats, body, CHAT_NEUTRAL)
+    return decode(_chats, body, CHAT_UNSUPPORTED_FIELDS)
 
 
 def read_completion(body: bytes) -> CompletionBody:
     """Decode a body. Raises ApiError."""
-    return decode(_completions, body, COMPLETION_NEUTRAL)
+    return decode(_completions, body, COMPLETION_UNSUPPORTED_FIELDS)
 
 
 def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -183,7 +183,7 @@ def parse_tokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     options = m.PromptOptions(
         decoded.add_special_tokens, any_length=True, with_token_strs=bool(decoded.return_token_strs)
     )
-    return lookup(prompt, options, "prompt", limits, CHAT if isinstance(prompt, m.ChatPrompt) else COMPLETION)
+    return prompt_only(prompt, options, "prompt", limits, CHAT if isinstance(prompt, m.ChatPrompt) else COMPLETION)
 
 
 def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -191,4 +191,4 @@ def parse_detokenize(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_detokenizes, body, {})
     check_model(decoded.model, limits)
     options = m.PromptOptions(any_length=True, with_text=True)
-    return lookup(m.IdsPrompt(packed(decoded.tokens)), options, "tokens", limits, COMPLETION)
+    return prompt_only(m.IdsPrompt(packed(decoded.tokens)), options, "tokens", limits, COMPLETION)

@@ -292,7 +292,7 @@ class ChatDialect(Dialect):
     """/v1/chat/completions"""
 
     id_prefix = "chatcmpl-"
-    has_points = True
+    is_resumable = True
 
     def whole(self, request: Request) -> bytes:
         return whole(request, is_chat=True)
@@ -305,7 +305,7 @@ class CompletionDialect(Dialect):
     """/v1/completions"""
 
     id_prefix = "cmpl-"
-    has_points = True
+    is_resumable = True
     has_text_logprobs = True
     repeats_prompt_logprobs = True
     prompt_field = "prompt"

@@ -9,7 +9,7 @@ from pipeline.client.protocol.conversation import Kwargs, ReasoningEffort
 from pipeline.client.protocol.generation import OBJECT, GenerationFields, JsonSchemaFormat
 from pipeline.client.protocol.request import CacheSalt, MaxTokens, Priority, Timeout
 from pipeline.stages.gateway.apis.responses.items import InputItem
-from pipeline.stages.gateway.parsing.bodies import NEUTRAL
+from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS
 
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
@@ -153,8 +153,8 @@ class ResponsesBody(GenerationFields, kw_only=True):
 
 
 OWN_FIELDS = frozenset(ResponsesBody.__struct_fields__)
-RESPONSES_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    name: values for name, values in NEUTRAL.items() if name not in OWN_FIELDS
+RESPONSES_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in OWN_FIELDS
 } | {
     # OpenAI
     "background_options": (),
@@ -173,4 +173,4 @@ RESPONSES_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
 }
-"""As `bodies.NEUTRAL`"""
+"""As `bodies.UNSUPPORTED_FIELDS`"""

@@ -13,7 +13,7 @@ from pipeline.stages.gateway.apis.openai.reply import CHAT
 from pipeline.stages.gateway.apis.responses.body import (
     INCLUDE_LOGPROBS,
     INCLUDES,
-    RESPONSES_NEUTRAL,
+    RESPONSES_UNSUPPORTED_FIELDS,
     ResponsesBody,
     TextConfig,
 )
@@ -38,7 +38,7 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top
 
-_bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_NEUTRAL))
+_bodies = msgspec.json.Decoder(with_unsupported(ResponsesBody, RESPONSES_UNSUPPORTED_FIELDS))
 FORMATS = ("text", "json_object", "json_schema")
 TO_CHATS = ("seed", "parallel_tool_calls", "chat_template_kwargs", "stream", "request_id", "priority", "cache_salt")
 """Fields that are the same in a chat, besides those of sampling."""
@@ -121,7 +121,7 @@ def parse_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str
 
 def read_response(body: bytes, limits: RequestLimits, stored: Stored, seed: str) -> ReadResponse:
     """Read a body alone. Refuses a conversation with too many parts. Raises ApiError."""
-    response: ResponsesBody = decode(_bodies, body, RESPONSES_NEUTRAL)
+    response: ResponsesBody = decode(_bodies, body, RESPONSES_UNSUPPORTED_FIELDS)
     _check(response)
     is_stored = _is_stored(response, stored)
     before = StoredSize() if response.previous_response_id is None else stored.size(response.previous_response_id)

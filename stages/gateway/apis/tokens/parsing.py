@@ -11,7 +11,7 @@ from pipeline.client.protocol.sampling import Id
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.tokens.reply import TOKENS
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
-from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions, is_neutral, with_unsupported
+from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions, has_no_effect, with_unsupported
 from pipeline.stages.gateway.parsing.build import default_completion_tokens, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -44,12 +44,12 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """Ours"""
 
 
-GENERATE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+GENERATE_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
     "features": (),
     "kv_transfer_params": ({},),
 }
-PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
+PARAMS_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
     "logits_processors": ([],),
@@ -61,19 +61,19 @@ PARAMS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _Body: type[GenerateBody] = msgspec.defstruct(  # type: ignore[assignment]
     "GenerateBody",
-    [("sampling_params", with_unsupported(GenerateSamplingParams, PARAMS_NEUTRAL))],
+    [("sampling_params", with_unsupported(GenerateSamplingParams, PARAMS_UNSUPPORTED_FIELDS))],
     bases=(GenerateBody,),
     kw_only=True,
 )
-_decoder = msgspec.json.Decoder(with_unsupported(_Body, GENERATE_NEUTRAL))
+_decoder = msgspec.json.Decoder(with_unsupported(_Body, GENERATE_UNSUPPORTED_FIELDS))
 
 
 def parse_tokens_only(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /inference/v1/generate. Raises ApiError."""
-    decoded = decode(_decoder, body, GENERATE_NEUTRAL)
+    decoded = decode(_decoder, body, GENERATE_UNSUPPORTED_FIELDS)
     params = decoded.sampling_params
-    for name, values in PARAMS_NEUTRAL.items():
-        if not is_neutral(getattr(params, name), values):
+    for name, values in PARAMS_UNSUPPORTED_FIELDS.items():
+        if not has_no_effect(getattr(params, name), values):
             raise unsupported(f"sampling_params.{name}")
     try:
         parsed = _ask(decoded, limits)

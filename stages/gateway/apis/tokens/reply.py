@@ -124,7 +124,7 @@ class TokensDialect(Dialect):
     """/inference/v1/generate"""
 
     id_prefix = "generate-"
-    has_points = True
+    is_resumable = True
     prompt_field = "token_ids"
     has_tools = False
     logprobs_field = "sampling_params.logprobs"

@@ -72,7 +72,7 @@ def points(num_chars: int, ended: int = 0, num_ids: int = 2, **fields: Any) -> s
 def resumed(text: bytes, now_s: float) -> ParsedRequest:
     limits = RequestLimits(MODEL, 8, max_prompt_tokens=FACTS.max_model_len, vocab_size=1000)
     parsed = parse.parse_completion(json.dumps(BODY).encode(), limits)
-    return resumption.with_points(parsed, text, now_s, FACTS.max_model_len)
+    return resumption.with_resume_points(parsed, text, now_s, FACTS.max_model_len)
 
 
 @settings(max_examples=100 * CASES, deadline=None)

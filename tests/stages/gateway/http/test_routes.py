@@ -34,8 +34,8 @@ def test_each_route_is_documented_and_its_types_are_known(route: Route) -> None:
     for kind in (route.body, route.reply, route.event):
         for one in kind if isinstance(kind, tuple) else (kind,):
             assert one is None or msgspec.inspect.type_info(one)
-    assert (route.body is None) <= (not route.neutral)
-    for name in route.neutral:
+    assert (route.body is None) <= (not route.unsupported_fields)
+    for name in route.unsupported_fields:
         assert name not in route.body.__struct_fields__, f"{name} is both accepted and refused"
 
 

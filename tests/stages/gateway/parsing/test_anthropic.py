@@ -10,7 +10,7 @@ from pipeline.config.settings import ChatSettings
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.anthropic_errors import error_json
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.anthropic.bodies import KEEP_ALL_THINKING, MESSAGES_NEUTRAL
+from pipeline.stages.gateway.apis.anthropic.bodies import KEEP_ALL_THINKING, MESSAGES_UNSUPPORTED_FIELDS
 from pipeline.stages.gateway.apis.anthropic.events import MESSAGES
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.openai.reply import CHAT
@@ -73,7 +73,7 @@ def test_defaults_are_those_of_chats() -> None:
     [
         {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "unknown": 1},
         dict.fromkeys(("system", "stop_sequences", "stream", "tools", "tool_choice", "thinking")),
-        dict.fromkeys(MESSAGES_NEUTRAL),
+        dict.fromkeys(MESSAGES_UNSUPPORTED_FIELDS),
         {"mcp_servers": [], "speed": "standard", "context_management": {"edits": [KEEP_ALL_THINKING]}},
         {"output_config": {}, "system": "", "tools": [], "temperature": None, "top_p": None, "top_k": None},
     ],
@@ -380,7 +380,7 @@ def test_counting_takes_the_prompt_fields_only() -> None:
     body = {"model": "tiny", "messages": BODY["messages"], **fields}
     counted = parse_count_tokens(json.dumps(body).encode(), LIMITS)
     assert counted.prompts == parse(**fields).prompts
-    assert counted.is_lookup and counted.options.max_tokens == 0
+    assert counted.is_prompt_only and counted.options.max_tokens == 0
 
 
 @pytest.mark.parametrize(("fields", "status"), [({"model": "x"}, 404), ({"messages": []}, 400), ({"thread": {}}, 400)])

@@ -25,7 +25,7 @@ from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_tokenize
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.bodies import NEUTRAL, ChatBody, CompletionBody
+from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS, ChatBody, CompletionBody
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from tests.slices import part_of
 from tests.stages.gateway.gate import CHAT, COMPLETION
@@ -48,7 +48,16 @@ BODIES: tuple[Any, ...] = (
     OllamaOptions,
 )
 names = st.sampled_from(
-    sorted({*(name for body in BODIES for name in body.__struct_fields__), *NEUTRAL, "role", "content", "type", "text"})
+    sorted(
+        {
+            *(name for body in BODIES for name in body.__struct_fields__),
+            *UNSUPPORTED_FIELDS,
+            "role",
+            "content",
+            "type",
+            "text",
+        }
+    )
 )
 bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS
-from pipeline.stages.gateway.parsing.bodies import NEUTRAL
+from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
 
@@ -219,7 +219,7 @@ class TestUnsupportedFields:
             assert (error.status, error.param, error.code) == (400, name, "unsupported")
             assert "not supported" in error.message
 
-    @pytest.mark.parametrize(("name", "values"), NEUTRAL.items())
+    @pytest.mark.parametrize(("name", "values"), UNSUPPORTED_FIELDS.items())
     def test_unsupported_fields_pass_at_their_neutral_values(self, name: str, values: tuple[Any, ...]) -> None:
         for value in values:
             assert chat(**{name: value}) == chat()

@@ -10,7 +10,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
-from pipeline.stages.gateway.parsing.bodies import NEUTRAL, Body, ChatBody, CompletionBody
+from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS, Body, ChatBody, CompletionBody
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, COMPLETION
 from tests.stages.gateway.parsing.bodies import LIMITS, chat, completion, refused
@@ -30,7 +30,7 @@ class TestDefaults:
     def test_null_is_the_default_of_every_optional_field(self, fields: Any) -> None:
         optional = [name for name in fields.__struct_fields__ if name not in ("model", "messages", "prompt")]
         assert optional
-        nulls = dict.fromkeys([*optional, *NEUTRAL])
+        nulls = dict.fromkeys([*optional, *UNSUPPORTED_FIELDS])
         assert chat(**nulls) == chat()
         assert completion(**nulls) == completion()
 

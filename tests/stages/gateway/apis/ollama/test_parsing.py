@@ -99,8 +99,8 @@ def test_no_limit_of_the_output(num_predict: int) -> None:
 
 def test_options_that_do_not_change_the_text_are_ignored() -> None:
     runner = {"num_ctx": 4096, "num_gpu": 1, "use_mmap": True, "mirostat_tau": 3.0, "num_keep": 4, "unheard_of": []}
-    neutral = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "repeat_last_n": 64}
-    assert parse(CHAT | {"options": runner | neutral}).options == parse(CHAT).options
+    ignored = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1, "repeat_last_n": 64}
+    assert parse(CHAT | {"options": runner | ignored}).options == parse(CHAT).options
 
 
 @pytest.mark.parametrize(("name", "value"), [("mirostat", 1), ("mirostat", False), ("typical_p", 0.7), ("tfs_z", 2)])

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.responses.body import RESPONSES_NEUTRAL, ResponsesBody
+from pipeline.stages.gateway.apis.responses.body import RESPONSES_UNSUPPORTED_FIELDS, ResponsesBody
 from pipeline.stages.gateway.apis.responses.form import ResponseForm
 from pipeline.stages.gateway.apis.responses.items import (
     FunctionCallItem,
@@ -454,7 +454,7 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], param: str, code: str
     assert refused.value.status in (400, 404)
 
 
-@pytest.mark.parametrize("name", RESPONSES_NEUTRAL)
+@pytest.mark.parametrize("name", RESPONSES_UNSUPPORTED_FIELDS)
 def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     assert name not in ResponsesBody.__struct_fields__
     fields: dict[str, Any] = {name: ["x"]}

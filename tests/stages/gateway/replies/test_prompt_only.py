@@ -172,14 +172,14 @@ class TestLoad:
         chat = gate.post(CHAT | {"n": 3})
         completion = gate.complete({"model": MODEL, "prompt": ["a", "b"]})
         submits = [gate.begin() for _ in range(3)]
-        lookup = gate.post({"prompt": "x"}, "/tokenize")
+        prompt_only = gate.post({"prompt": "x"}, "/tokenize")
         looked_up = gate.submit()
         assert self.load(gate)["server_load"] == 2
         answer(gate, looked_up, [1])
         for submit in submits:
             for index in range(submit.options.n):
                 gate.finish(submit, "x", index)
-        assert {r.result().status_code for r in (chat, completion, lookup)} == {200}
+        assert {r.result().status_code for r in (chat, completion, prompt_only)} == {200}
         gate.rig.until(lambda load: load.num_open_requests == 0)
         assert self.load(gate)["server_load"] == 0
 

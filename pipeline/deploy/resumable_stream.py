@@ -15,7 +15,7 @@ _KEEP_ALIVES = (b": keep-alive\n\n", b'event: ping\ndata: {"type":"ping"}\n\n')
 """Belong to no output, so they are passed on at once."""
 
 
-class PointedStream:
+class ResumableStream:
     """One stream, over one or several connections."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.deploy.pointed_stream import PointedStream
+from pipeline.deploy.resumable_stream import ResumableStream
 
 HEAD = b': point {"id":"cmpl-1"}\n'
 
@@ -28,7 +28,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(CUTS)
 def test_any_cut_of_the_bytes_gives_the_same_events(cuts):
-    stream = PointedStream()
+    stream = ResumableStream()
     given_out = b"".join(map(stream.feed, pieces(WHOLE, cuts)))
     assert given_out + stream.rest() == EVENTS
     assert b"".join(stream.points) == b"".join(point(i)[:-1] for i in range(6))
@@ -37,7 +37,7 @@ def test_any_cut_of_the_bytes_gives_the_same_events(cuts):
 
 @given(CUTS, st.integers(0, len(WHOLE)))
 def test_what_was_given_out_is_what_the_points_describe(cuts, end):
-    stream = PointedStream()
+    stream = ResumableStream()
     given_out = b"".join(stream.feed(one[: max(0, end)]) for one in pieces(WHOLE[:end], [c for c in cuts if c <= end]))
     stream.lose()
     num = len(stream.points)
@@ -47,14 +47,14 @@ def test_what_was_given_out_is_what_the_points_describe(cuts, end):
 
 
 def test_keep_alives_are_passed_on_at_once():
-    stream = PointedStream()
+    stream = ResumableStream()
     assert stream.feed(b": keep-alive\n\n") == b": keep-alive\n\n"
     assert stream.feed(event(0)) == b""
     assert stream.feed(point(0) + b": keep-alive\n\n") == event(0) + b": keep-alive\n\n"
 
 
 def test_the_events_of_a_failure_are_held_back():
-    stream = PointedStream()
+    stream = ResumableStream()
     stream.feed(event(0) + point(0))
     assert stream.feed(b": point failed stage_died\n\ndata: {}\n\n") == b""
     assert stream.failure == "stage_died" and stream.feed(b"data: [DONE]\n\n") == b""
@@ -62,7 +62,7 @@ def test_the_events_of_a_failure_are_held_back():
 
 
 def test_behind_off_everything_is_passed_on():
-    stream = PointedStream()
+    stream = ResumableStream()
     assert stream.feed(event(0) + b": point off\n\n") == event(0)
     assert not stream.is_resumable
     assert stream.feed(b"data: x") + stream.feed(b"\n\n") == b"data: x\n\n"
@@ -81,7 +81,7 @@ class CountedBytes(bytearray):
 @pytest.mark.parametrize("begin", [b"data: ", b": point "], ids=["an event", "a point"])
 def test_each_byte_is_searched_once_however_many_pieces_come(begin):
     """An event without a point behind it is held back: 4 MiB in small pieces took the loop 80 s."""
-    stream = PointedStream()
+    stream = ResumableStream()
     stream._buffer = CountedBytes()
     num_pieces, piece = 2000, b"a" * 50
     assert stream.feed(begin) == b""
