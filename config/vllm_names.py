@@ -59,7 +59,7 @@ AS_SETTINGS = {
 """In the form that `--set` takes; a value in capitals is the option's argument. docs/http.md has the same table."""
 
 
-class Refused(NamedTuple):
+class UnsupportedOption(NamedTuple):
     """An option that has no meaning here."""
 
     advice: str
@@ -71,40 +71,40 @@ class Refused(NamedTuple):
 _ONE_DEVICE = "leave it out, and start several servers for more throughput"
 _NO_REQUEST_LOG = "leave it out: requests are only logged with --set log_level=debug"
 _CHUNKED = "prompts are always computed in chunks of at most --max-num-batched-tokens; leave it out"
-REFUSED = {
-    "--block-size": Refused("a KV block always has 16 tokens; leave it out", ("16",)),
-    "--compilation-config": Refused("leave it out: there is nothing to compile"),
-    "--cpu-offload-gb": Refused("weights can't be offloaded; leave it out, or use --quantization", ("0",)),
-    "--data-parallel-size": Refused(_ONE_DEVICE, ("1",)),
-    "--disable-log-requests": Refused(_NO_REQUEST_LOG),
-    "--disable-log-stats": Refused("leave it out: stats are not logged, but served at /metrics"),
-    "--disable-uvicorn-access-log": Refused(_NO_REQUEST_LOG),
-    "--enable-auto-tool-choice": Refused("leave it out: tool_choice 'auto' always works"),
-    "--enable-chunked-prefill": Refused(_CHUNKED),
-    "--enable-log-requests": Refused("use --set log_level=debug"),
-    "--enable-ssl-refresh": Refused("leave it out, and restart the server to read new certificates"),
-    "--enforce-eager": Refused("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
-    "--limit-mm-per-prompt": Refused("leave it out: images and audio are not supported"),
-    "--load-format": Refused("leave it out: the format is read from the model's files", ("auto",)),
-    "--no-enable-chunked-prefill": Refused(_CHUNKED),
-    "--no-enable-log-requests": Refused(_NO_REQUEST_LOG),
-    "--override-generation-config": Refused(
+UNSUPPORTED_OPTIONS = {
+    "--block-size": UnsupportedOption("a KV block always has 16 tokens; leave it out", ("16",)),
+    "--compilation-config": UnsupportedOption("leave it out: there is nothing to compile"),
+    "--cpu-offload-gb": UnsupportedOption("weights can't be offloaded; leave it out, or use --quantization", ("0",)),
+    "--data-parallel-size": UnsupportedOption(_ONE_DEVICE, ("1",)),
+    "--disable-log-requests": UnsupportedOption(_NO_REQUEST_LOG),
+    "--disable-log-stats": UnsupportedOption("leave it out: stats are not logged, but served at /metrics"),
+    "--disable-uvicorn-access-log": UnsupportedOption(_NO_REQUEST_LOG),
+    "--enable-auto-tool-choice": UnsupportedOption("leave it out: tool_choice 'auto' always works"),
+    "--enable-chunked-prefill": UnsupportedOption(_CHUNKED),
+    "--enable-log-requests": UnsupportedOption("use --set log_level=debug"),
+    "--enable-ssl-refresh": UnsupportedOption("leave it out, and restart the server to read new certificates"),
+    "--enforce-eager": UnsupportedOption("leave it out: a CPU uses no CUDA graphs, and a GPU always does"),
+    "--limit-mm-per-prompt": UnsupportedOption("leave it out: images and audio are not supported"),
+    "--load-format": UnsupportedOption("leave it out: the format is read from the model's files", ("auto",)),
+    "--no-enable-chunked-prefill": UnsupportedOption(_CHUNKED),
+    "--no-enable-log-requests": UnsupportedOption(_NO_REQUEST_LOG),
+    "--override-generation-config": UnsupportedOption(
         "set the sampling parameters in each request, or use --generation-config with a folder that has another "
         "generation_config.json"
     ),
-    "--revision": Refused("write it behind the model: ORG/NAME@REVISION"),
-    "--rope-scaling": Refused("""use --hf-overrides '{"rope_scaling": {...}}'"""),
-    "--rope-theta": Refused("""use --hf-overrides '{"rope_theta": NUMBER}'"""),
-    "--root-path": Refused("let the proxy remove the prefix from the path"),
-    "--seed": Refused("set `seed` in each request: a request without one gets a random seed", ("0",)),
-    "--speculative-config": Refused(
+    "--revision": UnsupportedOption("write it behind the model: ORG/NAME@REVISION"),
+    "--rope-scaling": UnsupportedOption("""use --hf-overrides '{"rope_scaling": {...}}'"""),
+    "--rope-theta": UnsupportedOption("""use --hf-overrides '{"rope_theta": NUMBER}'"""),
+    "--root-path": UnsupportedOption("let the proxy remove the prefix from the path"),
+    "--seed": UnsupportedOption("set `seed` in each request: a request without one gets a random seed", ("0",)),
+    "--speculative-config": UnsupportedOption(
         "use --set speculative.method=ngram, draft_model or eagle, with speculative.draft=MODEL, "
         "speculative.num_speculative_tokens, speculative.prompt_lookup_max and speculative.prompt_lookup_min"
     ),
-    "--ssl-cert-reqs": Refused("use --ssl-ca-certs: with it, clients need a certificate"),
-    "--tokenizer": Refused("the tokenizer is read from the model's folder; leave it out"),
-    "--tokenizer-mode": Refused("leave it out: the model's own tokenizer is used", ("auto",)),
-    "--trust-remote-code": Refused("leave it out: no code of a checkpoint is ever run"),
+    "--ssl-cert-reqs": UnsupportedOption("use --ssl-ca-certs: with it, clients need a certificate"),
+    "--tokenizer": UnsupportedOption("the tokenizer is read from the model's folder; leave it out"),
+    "--tokenizer-mode": UnsupportedOption("leave it out: the model's own tokenizer is used", ("auto",)),
+    "--trust-remote-code": UnsupportedOption("leave it out: no code of a checkpoint is ever run"),
 }
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
@@ -147,16 +147,16 @@ def from_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     values: dict[str, tuple[str, Any]] = {}
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
-        is_known = flag in AS_SETTINGS or flag in REFUSED or flag == ENABLE_LORA
+        is_known = flag in AS_SETTINGS or flag in UNSUPPORTED_OPTIONS or flag == ENABLE_LORA
         if name == "hf_overrides" and isinstance(value, Mapping):
             own[name] = json.dumps(value)
         elif name in Settings.__struct_fields__ or not is_known:
             own[name] = value
         elif value is None or flag == ENABLE_LORA:
             continue
-        elif (refused := REFUSED.get(flag)) is not None:
-            if value is not False and str(value) not in refused.ignored_arguments:
-                raise ValueError(f"{name}: this argument of vLLM is not supported: {refused.advice}")
+        elif (unsupported := UNSUPPORTED_OPTIONS.get(flag)) is not None:
+            if value is not False and str(value) not in unsupported.ignored_arguments:
+                raise ValueError(f"{name}: this argument of vLLM is not supported: {unsupported.advice}")
         elif (found := _value_of(name, flag, value)) is not None:
             key, chosen = found
             other, before = values.setdefault(key, (name, chosen))

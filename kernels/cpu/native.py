@@ -59,7 +59,7 @@ Activations = Literal["int12", "int8"]
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class RefusedError(Exception):
+class IsaUnavailableError(Exception):
     """The system does not let this process use an instruction set. The message says which."""
 
 
@@ -471,8 +471,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def load(path: Path) -> ctypes.CDLL:
     """Load the library at `path` and declare its functions.
 
-    Raises OSError if it can't be loaded (see library_file.py) or is not one of ours, and RefusedError if the system
-    does not let it use its instructions.
+    Raises OSError if it can't be loaded (see library_file.py) or is not one of ours, and IsaUnavailableError if the
+    system does not let it use its instructions.
     """
     return _declared(library_file.load(path), path)
 
@@ -493,7 +493,7 @@ def _declared(library: ctypes.CDLL, path: Path) -> ctypes.CDLL:
     if library.abi_version() != ABI_VERSION:
         raise OSError(f"{path} has interface {library.abi_version()}, not {ABI_VERSION}")
     if not library.prepare():
-        raise RefusedError("the system does not let this process use the tile registers of AMX")
+        raise IsaUnavailableError("the system does not let this process use the tile registers of AMX")
     return library
 
 

@@ -124,7 +124,7 @@ class ObservedEvent(msgspec.Struct, array_like=True, frozen=True, tag="event"):
     data: bytes
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+class SendRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
     """A send was refused here because the socket was full."""
 
     peer: str
@@ -148,7 +148,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
     """In a replay: counts of what was left out."""
 
 
-Entry = Wake | Value | ObservedEvent | Refused | Sent | End
+Entry = Wake | Value | ObservedEvent | SendRefused | Sent | End
 
 _ZEROS = bytes(_HEAD.size)
 _encoder = msgspec.msgpack.Encoder()

@@ -142,7 +142,7 @@ class PlaybackContext(ReplayContext):
 
     def is_refused(self, peer: str) -> bool:
         """Whether a full socket refused the next send to `peer`."""
-        if isinstance(self._head, f.Refused) and self._head.peer == peer:
+        if isinstance(self._head, f.SendRefused) and self._head.peer == peer:
             self._advance()
             return True
         return False
@@ -203,11 +203,11 @@ class PlaybackContext(ReplayContext):
             match self._head:
                 case f.Wake() | f.ObservedEvent() | None:
                     return self._head
-                case f.Value() | f.Refused() if not self._is_strict:
+                case f.Value() | f.SendRefused() if not self._is_strict:
                     self._advance()
                 case f.Value() as value:
                     raise Divergence(self._where(f"the recorded stage read {value.kind} here, this one did not"))
-                case f.Refused() as refused:
+                case f.SendRefused() as refused:
                     raise Divergence(self._where(f"the recorded stage sent to {refused.peer} here, this one did not"))
                 case _:
                     raise AssertionError(self._head)

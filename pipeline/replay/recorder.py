@@ -208,7 +208,7 @@ class RecordingContext(ReplayContext):
             self._put(f.Sent(f.client(client), data, []))
 
     def refused(self, peer: str) -> None:
-        self._put(f.Refused(peer))
+        self._put(f.SendRefused(peer))
 
     def _noted(self, kind: str, number: float) -> float:
         self._put(f.Value(kind, number))

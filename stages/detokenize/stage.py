@@ -1,6 +1,6 @@
 """Turns settled ids into text, and matches stop strings.
 
-    schedule ──Open, Settled, Refuse──►  detokenize  ──Deltas, Rejected──►  gateway
+    schedule ──Open, Settled, Reject──►  detokenize  ──Deltas, Rejected──►  gateway
         ▲                                    │
         └──────────Abort (stop string)───────┘
 
@@ -83,7 +83,7 @@ class DetokenizeStage:
                 with self._stage.breadcrumb.at(message.request_id, message.attempt):
                     outputs = self._stage.arrays.take(message.outputs, np.int32).copy()
                     self._abort(self._output_processor.open(message, outputs))
-            case m.Refuse():
+            case m.Reject():
                 rejected = m.Rejected(message.request_id, message.attempt, message.failure)
                 self._pending.append((self._stage.outbox("gateway", message.gateway), rejected))
             case m.PrefixCacheReset():

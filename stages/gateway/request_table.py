@@ -92,12 +92,12 @@ class RequestTable:
         # In a replay nothing is late: the effects are in the recording.
         late_s = 0.0 if stage.replay_context.is_replaying else stage.settings.gateway.late_stage_timeout_s
         self.late_stages = LateStages(late_s, self._fail_late)
-        self._refusal_log = EventLog(stage.log, "refused requests with 503")
-        self._num_refused = 0
+        self._rejection_log = EventLog(stage.log, "refused requests with 503")
+        self._num_rejected = 0
         self._left_out_log = EventLog(stage.log, "left out tools that only their provider runs")
         self._num_left_out = 0
         """Types of tools of requests, each counted once a request"""
-        self._refusal: dict[str, object] = {}
+        self._rejection: dict[str, object] = {}
         """Code and message of the newest."""
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,21 +194,21 @@ class RequestTable:
         try:
             self.late_stages.check(generates=generates)
         except ApiError as error:
-            self.log_refused(error)
+            self.log_rejected(error)
             raise
 
     def count_overloaded(self, error: ApiError) -> None:
         """Count a request that an admission limit refused."""
         self.metrics.num_overloaded += 1
         self.metrics.num_overloaded_by_size += isinstance(error, Overloaded) and error.by_size
-        self.log_refused(error)
+        self.log_rejected(error)
 
-    def log_refused(self, error: ApiError | None = None) -> None:
+    def log_rejected(self, error: ApiError | None = None) -> None:
         """Log requests that got 503, at most once a second. Call it without an error once per heartbeat."""
         if error is not None:
-            self._num_refused += 1
-            self._refusal = {"code": error.code, "why": error.message}
-        self._refusal_log.update(self._num_refused, **self._refusal)
+            self._num_rejected += 1
+            self._rejection = {"code": error.code, "why": error.message}
+        self._rejection_log.update(self._num_rejected, **self._rejection)
 
     def timed_out(self, timeout_s: float) -> ApiError:
         """Count a request that timed out before it was opened. Returns its error, 504."""
@@ -428,7 +428,7 @@ class RequestTable:
         for request in {id(one.request): one.request for one in self._table.values()}.values():
             if (error := self.late_stages.error_of(request)) is not None and not request.is_finished:
                 self._stage.replay_context.event("late", request.number, error.message.encode())
-                self.log_refused(error)
+                self.log_rejected(error)
                 request.fail(error)
 
     def _abort(self, request: Request, why: str) -> None:

@@ -295,7 +295,7 @@ class GatewayStage:
     def _pinged(self, nonce: int) -> None:
         """A heartbeat, once a second."""
         self._readiness.pinged_s = time.monotonic()
-        self._requests.log_refused()
+        self._requests.log_rejected()
         self._requests.count_usage()
         self._refusal_log.flush()
         if self._access_log is not None:

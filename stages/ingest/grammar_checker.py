@@ -17,7 +17,7 @@ from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime import suspension
 from pipeline.runtime.fair_gate import FairGate
 from pipeline.runtime.messages import Failure, Grammar
-from pipeline.stages.ingest.prompt_processor import RequestRefused
+from pipeline.stages.ingest.prompt_processor import RequestRejected
 
 MAX_KNOWN = 256
 """Outcomes in the cache."""
@@ -89,7 +89,7 @@ class GrammarChecker:
         """How long the slow grammars of each scope wait if only it has some."""
 
     def known(self, grammar: Grammar) -> str | None:
-        """Return the grammar in llguidance's form if the outcome is cached. Raises RequestRefused if it can't be
+        """Return the grammar in llguidance's form if the outcome is cached. Raises RequestRejected if it can't be
         used."""
         self._check_size(grammar)
         outcome = self._known.get(_key(grammar))
@@ -97,11 +97,11 @@ class GrammarChecker:
             return None
         self._known.move_to_end(_key(grammar))
         if outcome.error:
-            raise refusal(grammar, outcome.error, outcome.place)
+            raise rejection(grammar, outcome.error, outcome.place)
         return outcome.grammar
 
     async def check(self, grammar: Grammar, scope: str = "") -> str:
-        """Return the grammar in llguidance's form; `scope` is whose it is. Raises RequestRefused if it can't be
+        """Return the grammar in llguidance's form; `scope` is whose it is. Raises RequestRejected if it can't be
         used."""
         if (known := self.known(grammar)) is not None:
             return known
@@ -123,7 +123,7 @@ class GrammarChecker:
             raise _busy(grammar)
         self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.place))
         if checked.error:
-            raise refusal(grammar, checked.error, checked.place)
+            raise rejection(grammar, checked.error, checked.place)
         return checked.grammar
 
     async def _query_twice(self, grammar: Grammar, scope: str) -> Checked:
@@ -160,7 +160,7 @@ class GrammarChecker:
         return self._number, stream
 
     async def _take_turn(self, grammar: Grammar, took_s: float, scope: str) -> None:
-        """Delay a slow grammar until its turn. Raises RequestRefused if that takes too long."""
+        """Delay a slow grammar until its turn. Raises RequestRejected if that takes too long."""
         if self._next_slow_s - time.monotonic() > CHECK_TIMEOUT_S or self._slow_s[scope] > CHECK_TIMEOUT_S:
             raise _busy(grammar)
         self._slow_s[scope] += took_s / SHARE
@@ -247,24 +247,24 @@ class GrammarChecker:
             try:
                 num_bytes = len(grammar.source.encode())
             except UnicodeEncodeError:
-                raise refusal(grammar, "it contains a lone surrogate, which is not a valid character") from None
+                raise rejection(grammar, "it contains a lone surrogate, which is not a valid character") from None
         if num_bytes > limit:
-            raise refusal(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
+            raise rejection(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
 
 
-def refusal(grammar: Grammar, why: str, place: int = -1) -> RequestRefused:
-    """A RequestRefused for the client. `place` is the index of the tool whose schema failed."""
+def rejection(grammar: Grammar, why: str, place: int = -1) -> RequestRejected:
+    """A RequestRejected for the client. `place` is the index of the tool whose schema failed."""
     what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
     if place >= 0 and param == "tools":
         param = f"tools[{place}].function.parameters"
     if param.startswith("tools["):
         what = f"the schema of {param.partition('.')[0]}"
-    return RequestRefused(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))
+    return RequestRejected(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))
 
 
-def _busy(grammar: Grammar) -> RequestRefused:
+def _busy(grammar: Grammar) -> RequestRejected:
     message = f"{NAMES.get(grammar.kind, 'the grammar')} could not be checked in time: try again"
-    return RequestRefused(Failure(503, message, grammar.param or None, "overloaded"))
+    return RequestRejected(Failure(503, message, grammar.param or None, "overloaded"))
 
 
 def _key(grammar: Grammar) -> bytes:
@@ -280,11 +280,11 @@ def _size(outcome: CheckOutcome) -> int:
 _outcomes = msgspec.msgpack.Decoder(str | Failure)
 
 
-def encode_outcome(outcome: str | RequestRefused) -> bytes:
+def encode_outcome(outcome: str | RequestRejected) -> bytes:
     """Encode the outcome of a check for a recording."""
-    return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, RequestRefused) else outcome)
+    return msgspec.msgpack.encode(outcome.failure if isinstance(outcome, RequestRejected) else outcome)
 
 
-def decode_outcome(data: bytes) -> str | RequestRefused:
+def decode_outcome(data: bytes) -> str | RequestRejected:
     outcome = _outcomes.decode(data)
-    return RequestRefused(outcome) if isinstance(outcome, Failure) else outcome
+    return RequestRejected(outcome) if isinstance(outcome, Failure) else outcome

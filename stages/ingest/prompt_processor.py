@@ -3,7 +3,7 @@
     chat ──template──► text ──tokenizer──► ids ──cut()──► ids ──max_tokens()──► limit of output tokens
     └───────────── encode() ─────────────┘               complete() ► options, with bad words as ids
 
-Each may raise RequestRefused. `encode` takes about half a microsecond per character and lets other threads run.
+Each may raise RequestRejected. `encode` takes about half a microsecond per character and lets other threads run.
 """
 
 import functools
@@ -69,7 +69,7 @@ ALLOWED_IDS_PER_CHAR = 64
 """The same for allowed ids, of which there may be as many as the vocabulary has, for each of many prompts."""
 
 
-class RequestRefused(Exception):
+class RequestRejected(Exception):
     """The request can't be served. Carries the failure for the client."""
 
     def __init__(self, failure: Failure) -> None:
@@ -131,7 +131,7 @@ class PromptProcessor:
     ) -> EncodedPrompt:
         """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. Chat templates
         write special tokens themselves; `now_s` is the time for templates that write it, Unix seconds. Raises
-        RequestRefused, or NeedsTime if it `is_short` but the chat's template takes long."""
+        RequestRejected, or NeedsTime if it `is_short` but the chat's template takes long."""
         is_chat = isinstance(prompt, ChatPrompt)
         if isinstance(prompt, ChatPrompt):
             text, masked, stage = self._render(prompt, options, now_s, is_short, reasoning)
@@ -154,18 +154,18 @@ class PromptProcessor:
                     (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                     check_num(len(encoding))
                     ids = encoding.ids
-        except RequestRefused:
+        except RequestRejected:
             raise
         except Exception as error:  # the library raises nothing more precise
-            raise _refusal(f"the prompt cannot be tokenized: {error}", prompt) from error
+            raise _rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
             return EncodedPrompt(_as_int32(ids), stage)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
-            raise _refusal(message, prompt) from error
+            raise _rejection(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
-        """The last `truncate` ids of a prompt, or the first. Raises RequestRefused."""
+        """The last `truncate` ids of a prompt, or the first. Raises RequestRejected."""
         options = submit.prompt_options
         if options.truncate == 0:
             return ids
@@ -176,7 +176,7 @@ class PromptProcessor:
                 f"'truncate_prompt_tokens' can't be {keep}: use 1 to {self._max_model_len}, the model's maximum "
                 "context length, or -1 to leave room for the output"
             )
-            raise RequestRefused(Failure(400, message, "truncate_prompt_tokens"))
+            raise RequestRejected(Failure(400, message, "truncate_prompt_tokens"))
         if keep == -1:
             following = 0 if options.any_length else submit.options.max_tokens
             following = 1 if following is None else following
@@ -184,7 +184,7 @@ class PromptProcessor:
         return ids[:keep] if options.truncates_right else ids[-keep:]
 
     def complete(self, options: GenerationOptions, max_tokens: int) -> GenerationOptions:
-        """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRefused."""
+        """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRejected."""
         self._check_known(options.stop_token_ids, "stop_token_ids")
         self._check_known(options.bias_ids, "logit_bias")
         self._check_known(options.logprob_token_ids, "logprob_token_ids")
@@ -194,7 +194,7 @@ class PromptProcessor:
             try:
                 runs = self._runs_of(tuple(options.bad_words))
             except BadWord as error:
-                raise RequestRefused(Failure(400, str(error), "bad_words")) from error
+                raise RequestRejected(Failure(400, str(error), "bad_words")) from error
         completed = msgspec.structs.replace(
             options,
             max_tokens=max_tokens,
@@ -210,7 +210,7 @@ class PromptProcessor:
         return bad_words.as_ids(self._tokenizer, words, self._vocab_size)
 
     def _as_predicted_ids(self, text: str) -> bytes:
-        """The first ids of a predicted text, as many as fit into the context; int32. Raises RequestRefused."""
+        """The first ids of a predicted text, as many as fit into the context; int32. Raises RequestRejected."""
         if not (text and self._uses_predictions):
             return b""
         # More text than this can't matter, and as above, only the batch call lets other threads run.
@@ -220,13 +220,13 @@ class PromptProcessor:
                 (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises nothing more precise
             message = f"'prediction' can't be tokenized: {error}"
-            raise RequestRefused(Failure(400, message, "prediction")) from error
+            raise RequestRejected(Failure(400, message, "prediction")) from error
         encoding.truncate(self._max_model_len)
         known = np.array(encoding.ids, np.int64)
         return known[(known >= 0) & (known < self._vocab_size)].astype(np.int32).tobytes()
 
     def _check_first_token(self, options: GenerationOptions) -> None:
-        """Refuse options that exclude every first id. Raises RequestRefused."""
+        """Refuse options that exclude every first id. Raises RequestRejected."""
         if not options.allowed_ids:
             return
         forbidden = {run[-1] for run in options.bad_words_ids if run[:-1] in ([], [BEGIN])}
@@ -238,17 +238,18 @@ class PromptProcessor:
                 "'allowed_token_ids' leaves no first token: 'bad_words', the model's generation_config.json, or "
                 "'min_tokens' with the stop tokens, excludes all of them"
             )
-            raise RequestRefused(Failure(400, message, "allowed_token_ids", "nothing_left"))
+            raise RequestRejected(Failure(400, message, "allowed_token_ids", "nothing_left"))
 
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
-        """Check everything that needs the ids. Returns the most tokens that may be generated. Raises RequestRefused."""
+        """Check everything that needs the ids. Returns the most tokens that may be generated. Raises
+        RequestRejected."""
         param = _param(submit.prompt)
         self._check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
             self._check_num(len(ids), submit.prompt, msgspec.structs.replace(submit.prompt_options, truncate=0))
             return 0
         if len(ids) == 0:
-            raise _refusal("the prompt is empty", submit.prompt)
+            raise _rejection("the prompt is empty", submit.prompt)
         max_tokens, room = submit.options.max_tokens, self._max_model_len - len(ids)
         if room < 1 and (max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param, embeds=submit.options.pooling != Pooling.NONE)
@@ -260,7 +261,7 @@ class PromptProcessor:
                 else min(room, max(self._max_new_tokens, submit.options.min_tokens))
             )
         if max_tokens < 0:
-            raise RequestRefused(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
+            raise RequestRejected(Failure(400, f"max_tokens can't be {max_tokens}", "max_tokens"))
         if max_tokens > room and submit.prompt_options.lowers_max_tokens:
             return room
         if max_tokens > room:
@@ -268,25 +269,25 @@ class PromptProcessor:
                 f"this model's maximum context length is {self._max_model_len} tokens; you asked for "
                 f"{len(ids) + max_tokens}: {len(ids)} in the prompt and {max_tokens} to generate"
             )
-            raise RequestRefused(Failure(400, message, "max_tokens", "context_length_exceeded"))
+            raise RequestRejected(Failure(400, message, "max_tokens", "context_length_exceeded"))
         return max_tokens
 
     def check_outputs(self, outputs: Sequence[Ids], submit: Submit, max_tokens: int) -> bytes:
         """Check output ids that the client already has, one array per sequence. Returns a `Finish` for each, uint8:
-        STOP if the last id ends the sequence. Raises RequestRefused."""
+        STOP if the last id ends the sequence. Raises RequestRejected."""
         stops = set(submit.options.stop_token_ids)
         if not submit.options.ignore_eos or submit.options.compiled_grammar:
             stops.update(self._eos_ids)
         finishes = bytearray()
         for index, ids in enumerate(outputs):
             if len(ids) > max_tokens:
-                raise _received_refusal(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
+                raise _received_rejection(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
                 wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise _received_refusal(index, f"has an unknown id: {self._unknown(wrong)}")
+                raise _received_rejection(index, f"has an unknown id: {self._unknown(wrong)}")
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
-                raise _received_refusal(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
+                raise _received_rejection(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
 
@@ -295,7 +296,7 @@ class PromptProcessor:
             ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
         for token_id in ids:
             if not 0 <= token_id < self._vocab_size:
-                raise RequestRefused(Failure(400, f"'{param}': {self._unknown(int(token_id))}", param))
+                raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(token_id))}", param))
 
     def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
@@ -303,7 +304,7 @@ class PromptProcessor:
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
         param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
-        raise RequestRefused(Failure(400, f"'{param}': {self._unknown(int(ids[place]))}", param))
+        raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(ids[place]))}", param))
 
     def _unknown(self, token_id: int) -> str:
         """Why an id is refused, in the words that the gateway and the Python client use too."""
@@ -314,7 +315,7 @@ class PromptProcessor:
         of them in 30 ms, in which no other thread runs."""
         if options.any_length and num_ids > MAX_SHOWN_IDS and not options.truncate:
             message = f"the prompt has {num_ids} tokens, the limit is {MAX_SHOWN_IDS}"
-            raise RequestRefused(Failure(400, message, _param(prompt), "too_many_tokens"))
+            raise RequestRejected(Failure(400, message, _param(prompt), "too_many_tokens"))
         if not options.any_length and not options.truncate and num_ids > self._max_model_len:
             raise self._too_long(str(num_ids), _param(prompt), embeds=embeds)
 
@@ -323,14 +324,14 @@ class PromptProcessor:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise _refusal("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
+            raise _rejection("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
         is_complete = not (options.any_length or options.truncate)
         if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
             raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
         if num_bytes > (most := self._limits.max_prompt_bytes):
             # The gateway has checked the size of the messages, but not of what the template makes of them.
             message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
-            raise RequestRefused(Failure(400, message, _param(prompt), "prompt_too_large"))
+            raise RequestRejected(Failure(400, message, _param(prompt), "prompt_too_large"))
 
     def _render(
         self,
@@ -342,7 +343,7 @@ class PromptProcessor:
     ) -> RenderedChat:
         """The text of a chat, and the same with the client's special tokens masked, if it has any."""
         if not prompt.messages:
-            raise RequestRefused(Failure(400, "'messages' must not be an empty array", "messages"))
+            raise RequestRejected(Failure(400, "'messages' must not be an empty array", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
@@ -356,16 +357,16 @@ class PromptProcessor:
                 reasoning=reasoning,
             )
         except BadChat as error:
-            raise RequestRefused(Failure(400, str(error), error.param)) from error
+            raise RequestRejected(Failure(400, str(error), error.param)) from error
         except TemplateFailure as failure:
-            raise RequestRefused(Failure(400, str(failure), "messages")) from failure
+            raise RequestRejected(Failure(400, str(failure), "messages")) from failure
         except TextTooLong:
             raise self._too_long(f"more than {self._max_model_len}", "messages") from None
         except OutOfTime:
             message = f"the chat template took longer than {self._limits.template_timeout_s:g} s with these messages"
-            raise RequestRefused(Failure(400, message, "messages", "template_timeout")) from None
+            raise RequestRejected(Failure(400, message, "messages", "template_timeout")) from None
 
-    def _too_long(self, num_tokens: str, param: str, *, embeds: bool = False) -> RequestRefused:
+    def _too_long(self, num_tokens: str, param: str, *, embeds: bool = False) -> RequestRejected:
         message = (
             f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
             + (
@@ -374,7 +375,7 @@ class PromptProcessor:
                 else "there must be room for at least one output token"
             )
         )
-        return RequestRefused(Failure(400, message, param, "context_length_exceeded"))
+        return RequestRejected(Failure(400, message, param, "context_length_exceeded"))
 
 
 def load(
@@ -433,9 +434,9 @@ def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
 
 
-def _refusal(message: str, prompt: Prompt) -> RequestRefused:
-    return RequestRefused(Failure(400, message, _param(prompt)))
+def _rejection(message: str, prompt: Prompt) -> RequestRejected:
+    return RequestRejected(Failure(400, message, _param(prompt)))
 
 
-def _received_refusal(index: int, problem: str) -> RequestRefused:
-    return RequestRefused(Failure(400, f"received[{index}] {problem}", "received"))
+def _received_rejection(index: int, problem: str) -> RequestRejected:
+    return RequestRejected(Failure(400, f"received[{index}] {problem}", "received"))

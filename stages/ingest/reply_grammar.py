@@ -4,7 +4,7 @@ Pure."""
 import msgspec
 
 from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
-from pipeline.stages.ingest.prompt_processor import RequestRefused
+from pipeline.stages.ingest.prompt_processor import RequestRejected
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.reasoning import ReasoningFormat
 
@@ -20,7 +20,7 @@ def calls_beside(submit: Submit, formats: ChatFormats, max_bytes: int) -> Gramma
     try:
         written = formats.calls("auto", "", prompt.tools, parallel=prompt.parallel_tool_calls, max_bytes=max_bytes)
     except SchemasTooLarge as error:
-        raise RequestRefused(Failure(400, f"'tools': {error}", "tools", "invalid_grammar")) from None
+        raise RequestRejected(Failure(400, f"'tools': {error}", "tools", "invalid_grammar")) from None
     return Grammar("calls", msgspec.json.encode(written).decode(), "tools")
 
 

@@ -35,7 +35,7 @@ from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.prompt_echo import PromptEcho
-from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRefused, cost_chars
+from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRejected, cost_chars
 from pipeline.stages.ingest.retry_queue import RetryQueue
 from pipeline.stages.ingest.submit_queue import MIN_CHARS, Key, SubmitQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
@@ -286,30 +286,30 @@ class IngestStage:
                 return
         except NeedsTime:
             pass  # a short chat with a slow template
-        except RequestRefused as refusal:
-            self._reject(submit, refusal.failure)
+        except RequestRejected as rejection:
+            self._reject(submit, rejection.failure)
             return
         self._encoding[key] = submit, self._tasks.create_task(self._admit_from_thread(key, submit, began_s, ids))
 
     async def _begin_checked(self, key: Key, submit: Submit, grammar: m.Grammar) -> None:
         """Check the grammar, then wait for another turn, without it."""
         try:
-            outcome: str | RequestRefused
+            outcome: str | RequestRejected
             checked = await self._grammar_checker.check(grammar, submit.scope_id)
             outcome, calls = self._with_calls(key, submit, grammar, checked)
             if calls is not None:
                 others = await self._grammar_checker.check(calls, submit.scope_id)
                 with self._stage.breadcrumb.at(*key):
                     outcome = either(outcome, others)
-        except RequestRefused as refusal:
-            outcome = refusal
+        except RequestRejected as rejection:
+            outcome = rejection
         # The time that a check takes varies, and with it the outcome: a replay uses the recorded one.
         recorded = await self._stage.replay_context.await_external(
             "checked", submit.request_id, grammar_checker.encode_outcome(outcome)
         )
         outcome = grammar_checker.decode_outcome(recorded)
         self._encoding.pop(key, None)
-        if isinstance(outcome, RequestRefused):
+        if isinstance(outcome, RequestRejected):
             self._reject(submit, outcome.failure)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
@@ -318,18 +318,18 @@ class IngestStage:
 
     def _with_calls(self, key: Key, submit: Submit, grammar: m.Grammar, checked: str) -> tuple[str, m.Grammar | None]:
         """A checked grammar as the one of the answer, and a grammar of tool calls beside it, to be checked too. Raises
-        RequestRefused."""
-        refused: RequestRefused | None = None
+        RequestRejected."""
+        rejected: RequestRejected | None = None
         outcome, calls = "", None
         with self._stage.breadcrumb.at(*key):  # a refusal that left this block would leave the breadcrumb
             try:
                 outcome = reply_grammar.as_answer(submit, grammar, checked, self._formats)
                 most = self._stage.settings.limits.max_grammar_bytes
                 calls = reply_grammar.calls_beside(submit, self._formats, most)
-            except RequestRefused as refusal:
-                refused = refusal
-        if refused is not None:
-            raise refused
+            except RequestRejected as rejection:
+                rejected = rejection
+        if rejected is not None:
+            raise rejected
         return outcome, calls
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
@@ -344,11 +344,11 @@ class IngestStage:
             await self._stage.replay_context.await_external("encoded", submit.request_id)
             with self._stage.breadcrumb.at(*key):
                 try:
-                    if isinstance(outcome, RequestRefused):
+                    if isinstance(outcome, RequestRejected):
                         raise outcome
                     self._admit(submit, began_s, outcome)
-                except RequestRefused as refusal:
-                    self._reject(submit, refusal.failure)
+                except RequestRejected as rejection:
+                    self._reject(submit, rejection.failure)
         finally:
             self._encoding.pop(key, None)
             if self._waiting.holds:
@@ -358,18 +358,18 @@ class IngestStage:
 
     def _prepare_in_thread(
         self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
-    ) -> PreparedPrompt | RequestRefused:
+    ) -> PreparedPrompt | RequestRejected:
         with breadcrumb.at(submit.request_id, submit.attempt):
             try:
                 return self._prepare(submit, ids)
-            except RequestRefused as refusal:
-                return refusal.with_traceback(None)  # which keeps what was encoded
+            except RequestRejected as rejection:
+                return rejection.with_traceback(None)  # which keeps what was encoded
             finally:
                 if cost >= TRIM_CHARS:
                     heap.trim()
 
     def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRefused, or
+        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRejected, or
         NeedsTime if it `is_short` but takes long."""
         assert self._prompt_processor is not None
         prompt, prompt_options = submit.prompt, submit.prompt_options
@@ -403,12 +403,12 @@ class IngestStage:
 
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
-            raise RequestRefused(Failure(400, "the prompt's ids are not packed int32", "prompt"))
+            raise RequestRejected(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
 
     def _admit(self, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
-        RequestRefused."""
+        RequestRejected."""
         assert self._prompt_processor is not None
         ids, max_tokens = prepared.ids, prepared.max_tokens
         outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]

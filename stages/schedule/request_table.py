@@ -26,7 +26,7 @@ PROMPT_TAIL = 8
 
 NO_IDS: Ids = np.zeros(0, np.int32)
 
-Opening = tuple[int, m.Open | m.Refuse]
+Opening = tuple[int, m.Open | m.Reject]
 """A replica of detokenize, and a message with which it begins."""
 
 
@@ -51,12 +51,12 @@ class RequestStates:
         self._tombstones: OrderedDict[int, int] = OrderedDict()
         """The last attempt that was aborted before it came, by request id."""
         self._next_seq = 1
-        self._refusals: dict[int, tuple[int, m.Refuse]] = {}
+        self._rejections: dict[int, tuple[int, m.Reject]] = {}
         """By request id, until the request is closed: the replica of detokenize that got the refusal, or whose
         successor receives it again."""
 
-    def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
-        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`.
+    def admit(self, message: m.Admit) -> list[m.Open | m.Reject]:
+        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`.
 
         After a restart of a stage, a request may come again: one that is here already is ignored, and one with a higher
         attempt takes its place."""
@@ -72,9 +72,9 @@ class RequestStates:
         limit = min(len(prompt) + options.max_tokens, self._config.max_model_len)
         failure = self._failure_of(message, options, len(prompt), limit)
         if failure is not None:
-            refusal = m.Refuse(message.request_id, message.attempt, message.gateway, failure)
-            self._refusals[message.request_id] = self.replica_of(refusal), refusal
-            return [refusal]
+            rejection = m.Reject(message.request_id, message.attempt, message.gateway, failure)
+            self._rejections[message.request_id] = self.replica_of(rejection), rejection
+            return [rejection]
         request = RequestState(
             message.request_id,
             message.attempt,
@@ -97,7 +97,7 @@ class RequestStates:
         self.by_id[request.request_id] = request
         if self._lifecycle.quarantine.is_suspect(request.request_id):
             self._lifecycle.suspect(request)
-        openings: list[m.Open | m.Refuse] = [
+        openings: list[m.Open | m.Reject] = [
             self._open(request, index, limit, outputs[index], Finish(message.finishes[index]))
             if outputs
             else self._open(request, index, limit, NO_IDS, Finish.NONE)
@@ -111,7 +111,7 @@ class RequestStates:
         """The attempt of a request that was admitted or refused and is not closed; 0 if there is none."""
         if (known := self.by_id.get(request_id)) is not None:
             return known.attempt
-        return self._refusals[request_id][1].attempt if request_id in self._refusals else 0
+        return self._rejections[request_id][1].attempt if request_id in self._rejections else 0
 
     def _failure_of(
         self, message: m.Admit, options: m.GenerationOptions, num_prompt: int, limit: int
@@ -170,7 +170,7 @@ class RequestStates:
             code="context_length_exceeded",
         )
 
-    def replica_of(self, opening: m.Open | m.Refuse) -> int:
+    def replica_of(self, opening: m.Open | m.Reject) -> int:
         """The replica of detokenize that gets a new sequence, or a new refusal."""
         return shard(opening.seq if isinstance(opening, m.Open) else opening.request_id, self.num_detokenize)
 
@@ -256,7 +256,7 @@ class RequestStates:
 
     def _drop(self, request_id: int) -> None:
         """End the open sequences of a request, and forget it."""
-        self._refusals.pop(request_id, None)
+        self._rejections.pop(request_id, None)
         request = self.by_id.pop(request_id, None)
         if request is not None:
             for sequence in list(request.open_sequences.values()):
@@ -267,7 +267,7 @@ class RequestStates:
     def gateway_lost(self, gateway: int) -> None:
         """A gateway has died: no one closes its requests any more."""
         lost = [one.request_id for one in self.by_id.values() if one.gateway == gateway]
-        lost += [one.request_id for _, one in self._refusals.values() if one.gateway == gateway]
+        lost += [one.request_id for _, one in self._rejections.values() if one.gateway == gateway]
         for request_id in lost:
             self._drop(request_id)
 
@@ -297,11 +297,11 @@ class RequestStates:
                     opening = self._opening_of(sequence, self._given_outputs(sequence))
                     openings.append((sequence.detokenize, opening))
                     self._output_buffer.resend(sequence)
-        for request_id, (place, refusal) in list(self._refusals.items()):
+        for request_id, (place, rejection) in list(self._rejections.items()):
             if place == replica:
-                to = self.replica_of(refusal) if is_removed else replica
-                self._refusals[request_id] = to, refusal
-                openings.append((to, refusal))
+                to = self.replica_of(rejection) if is_removed else replica
+                self._rejections[request_id] = to, rejection
+                openings.append((to, rejection))
         return openings
 
     def _given_outputs(self, sequence: Sequence) -> Ids:

@@ -49,8 +49,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def admit(self, message: m.Admit) -> list[m.Open | m.Refuse]:
-        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Refuse`."""
+    def admit(self, message: m.Admit) -> list[m.Open | m.Reject]:
+        """Add a request. Returns the messages for detokenize: an `Open` for each sequence, or a `Reject`."""
         return self._request_table.admit(message)
 
     def abort(self, message: m.Abort) -> None:
@@ -88,7 +88,7 @@ class Scheduler:
         `is_removed`; all output of its sequences is pending again."""
         return self._request_table.resend(replica, is_removed=is_removed)
 
-    def replica_of(self, opening: m.Open | m.Refuse) -> int:
+    def replica_of(self, opening: m.Open | m.Reject) -> int:
         """The replica of detokenize for a message of `admit`."""
         return self._request_table.replica_of(opening)
 

@@ -148,7 +148,7 @@ class ScheduleStage:
         stage.control_requests.own_counts = self._counts
         self._traffic = TrafficRecorder(self._scheduler, lambda: profile_of(self._scheduler, stage.settings.gateway))
         stage.control_requests.traffic = self._traffic
-        self._openings: list[deque[m.Open | m.Refuse | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
+        self._openings: list[deque[m.Open | m.Reject | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
         """Openings to send, for each replica of detokenize."""
         self._stopped = False
         self._is_handing_over = False
@@ -346,7 +346,7 @@ class ScheduleStage:
             self._openings[self._scheduler.replica_of(opening)].append(opening)
         if not openings:
             return  # it is here already
-        what = "refused" if isinstance(openings[0], m.Refuse) else "queued"
+        what = "refused" if isinstance(openings[0], m.Reject) else "queued"
         self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": len(openings)}})
         if (trace := self._stage.trace).on:
             trace.span("admit", begin_s, time.monotonic(), {"n": len(openings)}, (message.request_id,))

@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 from pipeline.cli.trace.command import MARGIN_S
 from pipeline.config.load import load, presets
 from pipeline.config.settings import Settings
-from pipeline.config.vllm_names import AS_SETTINGS, REFUSED
+from pipeline.config.vllm_names import AS_SETTINGS, UNSUPPORTED_OPTIONS
 from pipeline.runtime.tracing import MAX_WINDOW_S
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.version import VERSION
@@ -308,7 +308,9 @@ def test_every_vllm_option_is_tried_and_arguments_that_change_nothing_are_accept
 ) -> None:
     tried = {option.partition("=")[0].replace("_", "-") for option in VLLM_OPTIONS}
     assert tried == set(AS_SETTINGS)
-    ignored = [f"{flag}={value}" for flag, refused in REFUSED.items() for value in refused.ignored_arguments]
+    ignored = [
+        f"{flag}={value}" for flag, refused in UNSUPPORTED_OPTIONS.items() for value in refused.ignored_arguments
+    ]
     assert len(ignored) > 5
     assert run("serve", *ignored, capsys=capsys) == (3, "", "")
     assert served == [Settings()]
@@ -399,7 +401,7 @@ def test_the_help_of_trace_has_the_longest_time(capsys: pytest.CaptureFixture[st
 
 def test_the_equivalent_of_each_vllm_option_is_a_setting() -> None:
     docs = (ROOT / "docs" / "http.md").read_text("utf-8")
-    for flag in REFUSED:
+    for flag in UNSUPPORTED_OPTIONS:
         assert f"`{flag}`" in docs
     for flag, setting in AS_SETTINGS.items():
         assert f"| `{flag}` | `{setting}` |" in docs

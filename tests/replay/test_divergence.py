@@ -62,7 +62,7 @@ def with_an_extra_value(entries: list[f.Entry]) -> None:
 
 def with_a_message_refused(entries: list[f.Entry]) -> None:
     """The recorded stage sent to a neighbor to which this one sends nothing."""
-    entries.insert(place_of(entries, f.Wake), f.Refused("gateway.0"))
+    entries.insert(place_of(entries, f.Wake), f.SendRefused("gateway.0"))
 
 
 CASES = [

@@ -51,7 +51,12 @@ def read(path: Path) -> tuple[list[f.Entry], str, f.End | None]:
 
 
 def test_written_entries_can_be_read(tmp_path: Path) -> None:
-    entries = [wake(m.Ping(1), m.Stop()), f.Value("time", 1.5), f.ObservedEvent("leave", 2**63, b"x"), f.Refused("a.0")]
+    entries = [
+        wake(m.Ping(1), m.Stop()),
+        f.Value("time", 1.5),
+        f.ObservedEvent("leave", 2**63, b"x"),
+        f.SendRefused("a.0"),
+    ]
     sent = f.Sent("a.0", b"\x01", [b"abc"])
     path = file_of(tmp_path / "r", header(), *entries, sent, f.End("enough", {"x": 1}))
     assert read(path) == ([*entries, sent], "", f.End("enough", {"x": 1}))

@@ -381,7 +381,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "open behind ids": m.Open(9, REQUEST_ID, 1, 2, 0, IDS, packed(OPTIONS), REF, m.Finish.STOP, 20),
     "settled": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01"),
     "settled with times": m.Settled(bytes(8), IDS, IDS, REF, b"\x00\x01", [FIRST], 4.5),
-    "refuse": m.Refuse(REQUEST_ID, 1, 0, FAILURE),
+    "refuse": m.Reject(REQUEST_ID, 1, 0, FAILURE),
     "launch": m.Launch(
         "ingest",
         0,

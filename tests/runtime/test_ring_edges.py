@@ -61,8 +61,8 @@ def edge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Edge]:
     edge.close()
 
 
-def refuse(number: int, size: int = 0) -> m.Refuse:
-    return m.Refuse(number, 1, 0, m.Failure(400, "x" * size))
+def refuse(number: int, size: int = 0) -> m.Reject:
+    return m.Reject(number, 1, 0, m.Failure(400, "x" * size))
 
 
 def test_messages_of_any_size_arrive_in_order(edge: Edge) -> None:
@@ -134,7 +134,7 @@ def test_a_large_message_does_not_overtake_those_in_the_ring(edge: Edge) -> None
     assert edge.outbox.send(refuse(1)) and edge.outbox.send(refuse(2, 2 * NUM_BYTES)) and edge.outbox.send(refuse(3))
     assert edge.other.send(m.Ping(9))
     messages = edge.receive(4)
-    assert [one.request_id for one in messages if isinstance(one, m.Refuse)] == [1, 2, 3]
+    assert [one.request_id for one in messages if isinstance(one, m.Reject)] == [1, 2, 3]
     assert m.Ping(9) in messages
 
 

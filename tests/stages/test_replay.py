@@ -74,7 +74,7 @@ def test_a_replay_of_detokenize_sends_the_same_also_in_its_own_process(text_dir:
     with Rig("detokenize", model_dir=text_dir, record=recording) as rig:
         rig.start(TEXT_FACTS)
         talk(rig, 1)
-        rig.send(m.Refuse(99, 1, 0, m.Failure(400, "no")), "schedule.0")
+        rig.send(m.Reject(99, 1, 0, m.Failure(400, "no")), "schedule.0")
         rig.receive("gateway", m.Rejected)
         rig.load()
     comparison = replays_alike("detokenize", recording)
@@ -412,7 +412,7 @@ def test_a_replay_repeats_refused_sends(text_dir: Path, tmp_path: Path) -> None:
     with f.RecordingReader(recording) as reader:
         header, all_entries = reader.header, list(reader)
     place = next(i for i, one in enumerate(all_entries) if isinstance(one, f.Sent))
-    all_entries[place] = f.Refused("gateway.0")
+    all_entries[place] = f.SendRefused("gateway.0")
     changed.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *all_entries, f.End("changed")])))
     replay("detokenize", changed, tmp_path / "out", paced=False, inline=True)
     (deltas,) = [

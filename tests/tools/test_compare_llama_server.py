@@ -18,7 +18,7 @@ from tools.compare_llama_server.compare import Case, compare, is_same_reply
 from tools.compare_llama_server.forms import CONTENT, Form, forms
 from tools.compare_llama_server.inputs import WEATHER
 from tools.compare_llama_server.rules import RULES, rule_of
-from tools.compare_llama_server.servers import Refused, Rendered, Reply
+from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply
 from tools.tokenizer_vectors.texts import TEXTS
 
 FORMS = {form.name: form for form in forms()}
@@ -204,12 +204,12 @@ NEAR: dict[str, tuple[Case, Case | None]] = {
         case(PLAIN, "chat", "tools", Rendered("weather", [1]), PROMPT),
     ),
     "refused by the template": (
-        case(PLAIN, "chat", "system", Refused(400, "System role not supported"), PROMPT),
-        case(PLAIN, "chat", "system", Refused(500, "internal error"), PROMPT),
+        case(PLAIN, "chat", "system", ErrorReply(400, "System role not supported"), PROMPT),
+        case(PLAIN, "chat", "system", ErrorReply(500, "internal error"), PROMPT),
     ),
     "not parsed by llama.cpp": (
-        case(PLAIN, "chat", "one", PROMPT, Refused(500, "Unable to generate parser for this template")),
-        case(PLAIN, "chat", "one", PROMPT, Refused(500, "internal error")),
+        case(PLAIN, "chat", "one", PROMPT, ErrorReply(500, "Unable to generate parser for this template")),
+        case(PLAIN, "chat", "one", PROMPT, ErrorReply(500, "internal error")),
     ),
     "parts": (
         case(PLAIN, "chat", "parts", Rendered("<s>one two ", [1]), Rendered("one\n two ", [2])),

@@ -11,7 +11,7 @@ from pipeline.stages.prepare.gguf.special_tokens import NORMAL
 from tools.compare_llama_server.compare import Case, is_same_reply
 from tools.compare_llama_server.forms import UNUSED
 from tools.compare_llama_server.inputs import CHATS
-from tools.compare_llama_server.servers import Refused, Rendered, Reply
+from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply
 from tools.tokenizer_vectors.texts import DIFFERENT, TEXTS
 from tools.tokenizer_vectors.vocabularies import BYTE
 
@@ -170,7 +170,7 @@ def _are_tools_as_text(case: Case) -> bool:
 
 def _is_refused(*words: str) -> Callable[[Case], bool]:
     def explains(case: Case) -> bool:
-        refused = [one for one in (case.ours, case.theirs) if isinstance(one, Refused)]
+        refused = [one for one in (case.ours, case.theirs) if isinstance(one, ErrorReply)]
         return any(word in one.message for one in refused for word in words)
 
     return explains

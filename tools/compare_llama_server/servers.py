@@ -16,14 +16,14 @@ START_S, REPLY_S = 180.0, 60.0
 CONTEXT = 4096
 
 
-class Refused(NamedTuple):
+class ErrorReply(NamedTuple):
     """An error reply. Two are equal whatever they say."""
 
     status: int
     message: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refused)
+        return isinstance(other, ErrorReply)
 
     def __hash__(self) -> int:
         return 0
@@ -48,19 +48,19 @@ class Reply(NamedTuple):
 class Server(Protocol):
     """What is asked of both."""
 
-    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | Refused:
+    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | ErrorReply:
         """The ids of a text: with its special tokens as such or as text, with or without BOS and EOS."""
 
-    def detokenize(self, ids: Sequence[int]) -> str | Refused:
+    def detokenize(self, ids: Sequence[int]) -> str | ErrorReply:
         """The text of ids, with special tokens."""
 
-    def render(self, body: Mapping[str, Any]) -> Rendered | Refused:
+    def render(self, body: Mapping[str, Any]) -> Rendered | ErrorReply:
         """The prompt of a chat."""
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | Refused:
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | ErrorReply:
         """A completion of ids."""
 
-    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | Refused:
+    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | ErrorReply:
         """A reply to a chat. `logprobs` is empty."""
 
 
@@ -73,12 +73,12 @@ class Api:
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=REPLY_S)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The reply, or Refused for a status above 399. Raises OSError, or HTTPException."""
+        """The reply, or ErrorReply for a status above 399. Raises OSError, or HTTPException."""
         self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = self._connection.getresponse()
         data = response.read()
         if response.status >= 400:
-            return Refused(response.status, data.decode("utf-8", "replace")[:500])
+            return ErrorReply(response.status, data.decode("utf-8", "replace")[:500])
         return json.loads(data)
 
     def get(self, path: str) -> Any:
@@ -98,7 +98,7 @@ class Pipeline:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | Refused:
+    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | ErrorReply:
         if special:
             body: dict[str, Any] = {"prompt": text, "add_special_tokens": ends}
         else:  # the template must be `forms.CONTENT`
@@ -106,25 +106,25 @@ class Pipeline:
             body = {"messages": [message], "add_special_tokens": ends, "add_generation_prompt": False}
         return _ids(self._api.post("/tokenize", body))
 
-    def detokenize(self, ids: Sequence[int]) -> str | Refused:
+    def detokenize(self, ids: Sequence[int]) -> str | ErrorReply:
         return _text(self._api.post("/detokenize", {"tokens": ids}), "prompt")
 
-    def render(self, body: Mapping[str, Any]) -> Rendered | Refused:
+    def render(self, body: Mapping[str, Any]) -> Rendered | ErrorReply:
         found = self._api.post("/v1/chat/completions/render", body)
-        return found if isinstance(found, Refused) else Rendered(found["prompt"], found["token_ids"])
+        return found if isinstance(found, ErrorReply) else Rendered(found["prompt"], found["token_ids"])
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | Refused:
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | ErrorReply:
         asked = {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 0, "return_token_ids": True, **GREEDY}
         found = self._api.post("/v1/completions", asked)
-        if isinstance(found, Refused):
+        if isinstance(found, ErrorReply):
             return found
         (choice,) = found["choices"]
         return _reply(choice, choice["text"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
-    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | Refused:
+    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | ErrorReply:
         asked = {**body, "max_tokens": max_tokens, "return_token_ids": True, **GREEDY}
         found = self._api.post("/v1/chat/completions", asked)
-        if isinstance(found, Refused):
+        if isinstance(found, ErrorReply):
             return found
         (choice,) = found["choices"]
         return _reply(choice, choice["message"].get("content") or "", choice["token_ids"], [])
@@ -136,32 +136,32 @@ class LlamaServer:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | Refused:
+    def tokenize(self, text: str, *, special: bool, ends: bool) -> list[int] | ErrorReply:
         body = {"content": text, "add_special": ends, "parse_special": special}
         return _ids(self._api.post("/tokenize", body))
 
-    def detokenize(self, ids: Sequence[int]) -> str | Refused:
+    def detokenize(self, ids: Sequence[int]) -> str | ErrorReply:
         return _text(self._api.post("/detokenize", {"tokens": ids}), "content")
 
-    def render(self, body: Mapping[str, Any]) -> Rendered | Refused:
+    def render(self, body: Mapping[str, Any]) -> Rendered | ErrorReply:
         """Its chats become ids as all prompts do."""
         text = _text(self._api.post("/apply-template", body), "prompt")
-        if isinstance(text, Refused):
+        if isinstance(text, ErrorReply):
             return text
         ids = self.tokenize(text, special=True, ends=True)
-        return ids if isinstance(ids, Refused) else Rendered(text, ids)
+        return ids if isinstance(ids, ErrorReply) else Rendered(text, ids)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | Refused:
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Reply | ErrorReply:
         asked = {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 1, "cache_prompt": False, **GREEDY}
         return self._reply("/v1/completions", asked)
 
-    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | Refused:
+    def chat(self, body: Mapping[str, Any], max_tokens: int) -> Reply | ErrorReply:
         more = {"max_tokens": max_tokens, "logprobs": True, "top_logprobs": 1, "cache_prompt": False}
         return self._reply("/v1/chat/completions", {**body, **more, **GREEDY})
 
-    def _reply(self, path: str, asked: Mapping[str, Any]) -> Reply | Refused:
+    def _reply(self, path: str, asked: Mapping[str, Any]) -> Reply | ErrorReply:
         found = self._api.post(path, asked)
-        if isinstance(found, Refused):
+        if isinstance(found, ErrorReply):
             return found
         (choice,) = found["choices"]
         text = choice["text"] if "text" in choice else choice["message"].get("content") or ""
@@ -169,12 +169,12 @@ class LlamaServer:
         return _reply(choice, text, [token["id"] for token in tokens], [token["logprob"] for token in tokens])
 
 
-def _text(found: Any, name: str) -> str | Refused:
-    return found if isinstance(found, Refused) else str(found[name])
+def _text(found: Any, name: str) -> str | ErrorReply:
+    return found if isinstance(found, ErrorReply) else str(found[name])
 
 
-def _ids(found: Any) -> list[int] | Refused:
-    return found if isinstance(found, Refused) else list(found["tokens"])
+def _ids(found: Any) -> list[int] | ErrorReply:
+    return found if isinstance(found, ErrorReply) else list(found["tokens"])
 
 
 def _reply(choice: Mapping[str, Any], text: str, ids: list[int], logprobs: list[float]) -> Reply:

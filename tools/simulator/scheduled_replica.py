@@ -87,7 +87,7 @@ class ScheduledReplica:
         self._scheduler.now_s = now_s
         prompt = ids[: request.num_prompt].tobytes()
         openings = self._scheduler.admit(m.Admit(request_id, 1, 0, request.arrival_s, prompt, raw))
-        assert not isinstance(openings[0], m.Refuse), openings[0]
+        assert not isinstance(openings[0], m.Reject), openings[0]
         if self._step is None:
             self._plan(now_s)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config.vllm_names import AS_SETTINGS, ENABLE_LORA, REFUSED, converted
+from pipeline.config.vllm_names import AS_SETTINGS, ENABLE_LORA, UNSUPPORTED_OPTIONS, converted
 
 _DEST = "vllm "
 ONE_NAME = "--served-model-name takes one name"
@@ -35,9 +35,9 @@ def add(parser: argparse.ArgumentParser) -> None:
             several = "+" if value == "MODULES" else None
             group.add_argument(flag, dest=_DEST + flag, type=convert, metavar=value, help=key, nargs=several)
     group.add_argument(ENABLE_LORA, action="store_true", help="no setting: --lora-modules and lora.* enable adapters")
-    for flag, refused in REFUSED.items():
-        num_args = 1 if refused.ignored_arguments else "*"
-        group.add_argument(flag, action=_Refuse, nargs=num_args, default=None, help=argparse.SUPPRESS)
+    for flag, unsupported in UNSUPPORTED_OPTIONS.items():
+        num_args = 1 if unsupported.ignored_arguments else "*"
+        group.add_argument(flag, action=_UnsupportedOption, nargs=num_args, default=None, help=argparse.SUPPRESS)
 
 
 def given(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -90,15 +90,15 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-class _Refuse(argparse.Action):
+class _UnsupportedOption(argparse.Action):
     """Reports an option that has no meaning here."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        refused = REFUSED[option_string]
-        if not (values and set(values) <= set(refused.ignored_arguments)):
-            parser.error(f"{option_string} of vLLM is not supported: {refused.advice}")
+        unsupported = UNSUPPORTED_OPTIONS[option_string]
+        if not (values and set(values) <= set(unsupported.ignored_arguments)):
+            parser.error(f"{option_string} of vLLM is not supported: {unsupported.advice}")
 
 
 def _converter(flag: str, form: str) -> Callable[[str], str]:

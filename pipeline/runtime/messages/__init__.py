@@ -52,7 +52,7 @@ from pipeline.runtime.messages.control_requests import (
 from pipeline.runtime.messages.detokenize import (
     DetokenizeInbox,
     Open,
-    Refuse,
+    Reject,
     Settled,
 )
 from pipeline.runtime.messages.execute import (
@@ -230,7 +230,7 @@ __all__ = [
     "Reconnected",
     "Record",
     "RecordTraffic",
-    "Refuse",
+    "Reject",
     "Rejected",
     "Release",
     "Replay",

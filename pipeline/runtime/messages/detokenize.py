@@ -60,7 +60,7 @@ class Settled(Message, frozen=True, tag="settled"):
     """Of the entries whose request has a predicted output, if ids were proposed."""
 
 
-class Refuse(Message, frozen=True, tag="refuse"):
+class Reject(Message, frozen=True, tag="refuse"):
     """From schedule: a request that was never opened; passed on to the gateway as `Rejected`."""
 
     request_id: int
@@ -69,4 +69,4 @@ class Refuse(Message, frozen=True, tag="refuse"):
     failure: Failure
 
 
-DetokenizeInbox = Open | Settled | Refuse | PrefixCacheReset | PeerRestarted | Start | Ping | Stop
+DetokenizeInbox = Open | Settled | Reject | PrefixCacheReset | PeerRestarted | Start | Ping | Stop

@@ -174,7 +174,7 @@ def choose_library(
         try:
             path = build.build(isa, log.info, cache_root=root, quick=True)
             library = Library(isa, native.load(path), build.code_of(isa), path.name.endswith(build.QUICK_END))
-        except (build.CompileError, native.RefusedError, OSError) as error:  # OSError: it was replaced just now
+        except (build.CompileError, native.IsaUnavailableError, OSError) as error:  # OSError: it was replaced just now
             problem = str(error)
             if isa != candidates[-1]:
                 log.warning("not computing with %s: %s", isa, problem)
@@ -211,7 +211,7 @@ def _kept(kept: KeptLibrary, before: Backend, isa: Isa, log: logging.Logger) -> 
     """The predecessor's library; None if it can't be used. Then one that computes the same may be compiled."""
     try:
         loaded = kept.load()
-    except (OSError, native.RefusedError) as error:
+    except (OSError, native.IsaUnavailableError) as error:
         log.warning("not computing with the library of the executor before: %s", error)
         return None
     if loaded is None:

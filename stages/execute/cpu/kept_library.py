@@ -34,7 +34,7 @@ class KeptLibrary:
             num_written += os.pwrite(self._fd, data[num_written:], num_written)
 
     def load(self) -> CDLL | None:
-        """The library that was kept; None without one. Raises OSError and RefusedError as `native.load`."""
+        """The library that was kept; None without one. Raises OSError and IsaUnavailableError as `native.load`."""
         if self._fd < 0 or not os.fstat(self._fd).st_size:
             return None
         return native.load_open(self._fd, Path("the library that was kept"))

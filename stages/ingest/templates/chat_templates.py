@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.runtime.model_folder import read_text
-from pipeline.stages.ingest.templates import conversation, refused_forms, reply_start
+from pipeline.stages.ingest.templates import conversation, reply_start, template_fallbacks
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure, TextTooLong
@@ -130,24 +130,26 @@ class ChatTemplates:
         return self._takes_system
 
     def _taken(self, prompt: ChatPrompt, template: ChatTemplate) -> tuple[ChatPrompt, TemplateTraits]:
-        """The chat in a form that the template takes; see refused_forms.py. Each form is tried once."""
+        """The chat in a form that the template takes; see template_fallbacks.py. Each form is tried once."""
         plain = traits = template.traits
-        if plain.parts and refused_forms.has_empty_reply(prompt):
-            probe, parts = refused_forms.EMPTY_REPLY, refused_forms.with_empty_parts(plain)
+        if plain.parts and template_fallbacks.has_empty_reply(prompt):
+            probe, parts = template_fallbacks.EMPTY_REPLY, template_fallbacks.with_empty_parts(plain)
             if self._prefers("empty parts", template, (probe, plain), (probe, parts)):
                 traits = parts
-        if refused_forms.has_later_system(prompt):
-            probe, joined = refused_forms.LATER_SYSTEM, refused_forms.with_one_system(plain)
+        if template_fallbacks.has_later_system(prompt):
+            probe, joined = template_fallbacks.LATER_SYSTEM, template_fallbacks.with_one_system(plain)
             if self._prefers("one system", template, (probe, plain), (probe, joined)):
-                traits = refused_forms.with_one_system(traits)
-        if refused_forms.has_several_calls(prompt):
-            probe = refused_forms.SEVERAL_CALLS
-            if self._prefers("calls apart", template, (probe, plain), (refused_forms.with_calls_apart(probe), plain)):
-                prompt = refused_forms.with_calls_apart(prompt)
-        if refused_forms.has_reasoned_call(prompt):
-            probe = refused_forms.REASONED_CALL
-            if self._prefers("one text", template, (probe, plain), (refused_forms.with_one_text(probe), plain)):
-                prompt = refused_forms.with_one_text(prompt)
+                traits = template_fallbacks.with_one_system(traits)
+        if template_fallbacks.has_several_calls(prompt):
+            probe = template_fallbacks.SEVERAL_CALLS
+            if self._prefers(
+                "calls apart", template, (probe, plain), (template_fallbacks.with_calls_apart(probe), plain)
+            ):
+                prompt = template_fallbacks.with_calls_apart(prompt)
+        if template_fallbacks.has_reasoned_call(prompt):
+            probe = template_fallbacks.REASONED_CALL
+            if self._prefers("one text", template, (probe, plain), (template_fallbacks.with_one_text(probe), plain)):
+                prompt = template_fallbacks.with_one_text(prompt)
         return prompt, traits
 
     def _prefers(
@@ -161,7 +163,7 @@ class ChatTemplates:
         says last."""
         if (name, template) not in self._preferences:
             texts = [_tried(prompt, template, traits) or "" for prompt, traits in (first, other)]
-            counts = [text.count(refused_forms.LAST_WORDS) for text in texts]
+            counts = [text.count(template_fallbacks.LAST_WORDS) for text in texts]
             self._preferences[name, template] = counts[0] < counts[1]
         return self._preferences[name, template]
 

@@ -23,7 +23,8 @@ class TemplateTraits:
     takes text as well. `none`: it tests whether content is None, and never takes its length. `developer`: it knows that
     role. `json_arguments`: it appends the arguments of a call to text, and never tests whether they are text.
     `empty_parts`: it gets an empty reply as an empty part; `one_system`: it gets all system messages as one at the
-    start; see refused_forms.py. `thinking_parts`: it reads the reasoning of a message from a part of its content."""
+    start; see template_fallbacks.py. `thinking_parts`: it reads the reasoning of a message from a part of its
+    content."""
 
     parts: bool = False
     text_too: bool = False

@@ -74,7 +74,7 @@ def test_a_new_gateway_gets_no_output_of_before_but_the_other_one_gets_all(
         for gateway in (0, 1):
             send(rig, opening(gateway, gateway=gateway))
             send(rig, settled([(gateway, 0, ids_of("ab"), m.Finish.NONE)]))
-            send(rig, m.Refuse(77, 1, gateway, m.Failure(503, "full")))
+            send(rig, m.Reject(77, 1, gateway, m.Failure(503, "full")))
         rig.load()
         rig.restart("gateway.1")
     assert rig.receive("gateway", m.Deltas).texts == ["ab"]

@@ -52,7 +52,7 @@ def settled(entries: Sequence[tuple[int, int, list[int], int]], put=lambda array
     )
 
 
-def send(rig: Rig, message: m.Open | m.Settled | m.Refuse) -> None:
+def send(rig: Rig, message: m.Open | m.Settled | m.Reject) -> None:
     rig.send(message, sender="schedule.0")
 
 
@@ -106,7 +106,7 @@ def test_a_stop_string_is_reported_to_gateway_and_schedule_and_the_closing_is_dr
 
 def test_a_rejection_is_forwarded(rig):
     failure = m.Failure(503, "too much is waiting")
-    send(rig, m.Refuse(77, 3, 0, failure))
+    send(rig, m.Reject(77, 3, 0, failure))
     assert rig.receive("gateway") == m.Rejected(77, 3, failure)
 
 
@@ -197,7 +197,7 @@ def test_output_is_merged_and_sent_later_if_a_socket_is_full(model_dir, monkeypa
         turn_with(opening(seq, stop))
     for place, token_id in enumerate(ids_of(text)):
         turn_with(settled([(seq, place, [token_id], m.Finish.NONE) for seq in range(3)]))
-    turn_with(m.Refuse(77, 3, 0, m.Failure(503, "full")))
+    turn_with(m.Reject(77, 3, 0, m.Failure(503, "full")))
     turn_with(settled([(seq, len(text), ids_of("."), m.Finish.NONE) for seq in range(3)]))
     assert stage.outbox("gateway").num_sent == 1
     assert stage.outbox("gateway").num_refused > 0

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRejected
 from tests.stages.ingest import models as tiny
 
 BOS, EOS = 256, 257
@@ -117,7 +117,7 @@ def test_reasoning_as_a_part_of_the_content_is_covered(tmp_path: Path) -> None:
 
 def test_a_template_that_depends_on_them_is_refused_with_the_setting(tmp_path: Path) -> None:
     template = "{% for m in messages %}<s>{{ m.content.split('</s>')[-1] }}{% endfor %}"
-    with pytest.raises(RequestRefused, match=r"set chat\.allow_special_tokens_in_content") as raised:
+    with pytest.raises(RequestRejected, match=r"set chat\.allow_special_tokens_in_content") as raised:
         load(tmp_path, template).encode(chat("thought</s>answer"))
     assert (raised.value.failure.status, raised.value.failure.param) == (400, "messages")
     assert len(load(tmp_path, template, allowed=True).encode(chat("thought</s>answer")).ids) == 7

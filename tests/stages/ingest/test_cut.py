@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRejected
 from tests.fakes import inline
 from tests.stages.ingest import models as tiny
 
@@ -74,27 +74,27 @@ def test_very_long_texts_and_chats_are_truncated(prompts: PromptProcessor) -> No
 
 def test_a_text_beyond_the_limit_is_rejected_even_with_truncate(prompts: PromptProcessor) -> None:
     for prompt in ("é" * 2049, tiny.chat("x" * 4096)):
-        with pytest.raises(RequestRefused, match="the limit is 4096") as caught:
+        with pytest.raises(RequestRejected, match="the limit is 4096") as caught:
             cut(prompts, prompt, 5)
         assert caught.value.failure.code == "prompt_too_large"
 
 
 @pytest.mark.parametrize("truncate", [65, -2])
 def test_truncate_beyond_the_models_length_is_rejected(prompts: PromptProcessor, truncate: int) -> None:
-    with pytest.raises(RequestRefused, match="1 to 64") as caught:
+    with pytest.raises(RequestRejected, match="1 to 64") as caught:
         cut(prompts, "x", truncate)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "truncate_prompt_tokens")
 
 
 def test_the_kept_ids_must_leave_room_for_output(prompts: PromptProcessor) -> None:
     for truncate, max_tokens in ((64, None), (60, 5)):
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RequestRejected) as caught:
             cut(prompts, "x" * 100, truncate, max_tokens=max_tokens)
         assert caught.value.failure.code == "context_length_exceeded"
 
 
 def test_truncated_ids_are_checked_too(prompts: PromptProcessor) -> None:
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         cut(prompts, m.IdsPrompt(np.array([1, 999, 3], np.int32).tobytes()), 1)
     assert caught.value.failure.param == "prompt[1]"
 
@@ -111,7 +111,7 @@ def test_truncated_ids_are_checked_too(prompts: PromptProcessor) -> None:
 def test_ids_outside_of_the_vocabulary_are_rejected(
     prompts: PromptProcessor, options: m.GenerationOptions, param: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=r"out of vocabulary, the model's ids are 0\.\.257") as caught:
+    with pytest.raises(RequestRejected, match=r"out of vocabulary, the model's ids are 0\.\.257") as caught:
         prompts.complete(options, 5)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, param)
 
@@ -121,7 +121,7 @@ def test_the_executor_gets_bad_words_as_ids(prompts: PromptProcessor, tmp_path: 
     ids = prompts.encode(m.TextPrompt("ab")).ids.tolist()
     completed = msgspec.structs.replace(submitted, max_tokens=5, bad_words=[], bad_words_ids=[ids])
     assert prompts.complete(submitted, 5) == completed
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         prompts.complete(msgspec.structs.replace(submitted, bad_words=[""]), 5)
     assert caught.value.failure.param == "bad_words"
 
@@ -148,7 +148,7 @@ def test_options_that_exclude_every_first_token_are_rejected(
     if is_left:
         assert prompts.complete(submitted, 5).allowed_ids == allowed
         return
-    with pytest.raises(RequestRefused, match="leaves no first token") as caught:
+    with pytest.raises(RequestRejected, match="leaves no first token") as caught:
         prompts.complete(submitted, 5)
     failure = caught.value.failure
     assert (failure.status, failure.param, failure.code) == (400, "allowed_token_ids", "nothing_left")

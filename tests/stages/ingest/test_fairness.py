@@ -15,7 +15,7 @@ from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompt_processor import (
     EncodedPrompt,
     PromptProcessor,
-    RequestRefused,
+    RequestRejected,
     cost_chars,
     num_chars,
 )
@@ -184,7 +184,7 @@ def test_too_many_ids_are_refused_before_they_become_objects(monkeypatch: pytest
         (1001, m.PromptOptions(), "context_length_exceeded"),
         (2001, m.PromptOptions(any_length=True), "too_many_tokens"),
     ):
-        with pytest.raises(RequestRefused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             processor.encode(m.TextPrompt("x" * num), options)
         assert refused.value.failure.code == code and str(num) in refused.value.failure.message
 

@@ -19,7 +19,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
-from pipeline.stages.ingest.prompt_processor import RequestRefused
+from pipeline.stages.ingest.prompt_processor import RequestRejected
 from pipeline.text.formats.lark import LarkBuilder
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
@@ -35,7 +35,7 @@ async def grammars(tmp_path: Path) -> AsyncIterator[GrammarChecker]:
 
 async def rejected(grammars: GrammarChecker, kind: str, source: Any) -> m.Failure:
     text = source if isinstance(source, str) else json.dumps(source)
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         await grammars.check(m.Grammar(kind, text, "guided"))
     assert caught.value.failure.param == "guided"
     return caught.value.failure
@@ -150,14 +150,14 @@ async def test_the_tool_with_an_invalid_schema_is_named(grammars: GrammarChecker
     lark = LarkBuilder("", {})
     start = lark.one_of([lark.schema(json.dumps(schema)) for schema in (good, bad)])
     source = msgspec.json.encode(lark.grammar(start)).decode()
-    with pytest.raises(RequestRefused) as alone:
+    with pytest.raises(RequestRejected) as alone:
         await grammars.check(m.Grammar("closed_schema", json.dumps(bad), "response_format"))
     for param, expected_param in (
         ("tools", "tools[1].function.parameters"),
         ("tools[5].function.parameters", "tools[5].function.parameters"),  # the client named it
         ("tools", "tools[1].function.parameters"),  # cached by now
     ):
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RequestRejected) as caught:
             await grammars.check(m.Grammar("calls", source, param))
         failure = caught.value.failure
         assert (failure.status, failure.param, failure.code) == (400, expected_param, "invalid_grammar")
@@ -242,7 +242,7 @@ async def test_results_of_checks_are_cached(grammars: GrammarChecker) -> None:
     assert grammars.known(good) == text
     assert grammars.known(m.Grammar("grammar", "a+")) is None
     await rejected(grammars, "regex", "(")
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RequestRejected):
         grammars.known(bad)
 
 

@@ -15,7 +15,7 @@ from tokenizers import models as tokenizer_models
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import prompt_processor
 from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRefused
+from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRejected
 from tests.fakes import inline
 from tests.stages.ingest import models as tiny
 
@@ -28,7 +28,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptProcessor:
 
 def rejected(prompts: PromptProcessor, submit: m.Submit) -> m.Failure:
     """The failure that rejects a request."""
-    with pytest.raises(RequestRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         ids_of(prompts, submit)
     return caught.value.failure
 
@@ -193,9 +193,9 @@ def test_every_request_ends_in_ids_that_fit_or_in_a_valid_rejection(
     submit = tiny.submit(prompt, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
     try:
         ids, room = ids_of(prompts, submit)
-    except RequestRefused as refusal:
-        assert refusal.failure.status == 400
-        refusal.failure.message.encode()
+    except RequestRejected as rejection:
+        assert rejection.failure.status == 400
+        rejection.failure.message.encode()
     else:
         assert all(0 <= i < 258 for i in ids)
         assert (0 if max_tokens == 0 else 1) <= room <= 64 - len(ids)
@@ -278,7 +278,7 @@ def test_resumed_ids_end_a_sequence_where_the_executor_would_end_it(prompts: Pro
 def test_resumed_ids_that_no_stream_can_contain_are_rejected(
     prompts: PromptProcessor, outputs: list[list[int]], words: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=words) as caught:
+    with pytest.raises(RequestRejected, match=words) as caught:
         checked(prompts, outputs)
     assert (caught.value.failure.status, caught.value.failure.param) == (400, "received")
 

@@ -56,7 +56,7 @@ class Bench:
         self.errors: dict[int, str] = {}
         self.finished: dict[int, Finish] = {}
         self.admitted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
-        self.refused: list[m.Refuse] = []
+        self.refused: list[m.Reject] = []
         self.in_rows: dict[int, int] = {}
         """Row → sequence, in the executor's state."""
         self.drafts: dict[int, tuple[int, int]] = {}
@@ -154,7 +154,7 @@ class Bench:
             finishes=bytes(1) if outputs else b"",
         )
         for reply in self.scheduler.admit(message):
-            if isinstance(reply, m.Refuse):
+            if isinstance(reply, m.Reject):
                 self.refused.append(reply)
             else:
                 self.opened[reply.seq] = reply

@@ -123,7 +123,7 @@ def test_tombstones_are_bounded() -> None:
         bench.scheduler.abort(m.Abort(10 + request, 1))
     bench.admit(range(10), request_id=10)
     bench.admit(range(10), request_id=11)
-    assert [refusal.request_id for refusal in bench.refused] == [11], "the oldest tombstone was dropped"
+    assert [rejection.request_id for rejection in bench.refused] == [11], "the oldest tombstone was dropped"
 
 
 @pytest.mark.parametrize("use_beam_search", [False, True])

@@ -342,8 +342,8 @@ def test_a_request_aborted_before_it_arrives_is_rejected() -> None:
         rig.send(m.Abort(1, 1))
         rig.load()  # uses the same edge, so the abort has been handled
         Neighbours(rig).admit(1, [1, 2])
-        refusal = rig.receive("detokenize", m.Refuse)
-        assert (refusal.request_id, refusal.failure.code) == (1, "aborted")
+        rejection = rig.receive("detokenize", m.Reject)
+        assert (rejection.request_id, rejection.failure.code) == (1, "aborted")
 
 
 def test_a_request_that_kills_detokenize_does_not_go_to_its_successor() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
-from pipeline.stages.ingest.templates import refused_forms
+from pipeline.stages.ingest.templates import template_fallbacks
 from pipeline.stages.ingest.templates.budget import Budget
 from pipeline.stages.ingest.templates.chat_templates import SHORT_STEPS, ChatTemplates
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
@@ -65,14 +65,14 @@ def shape(prompt: ChatPrompt) -> str:
     ],
 )
 def test_each_call_has_its_results_behind_it(messages: list[ChatMessage], apart: str) -> None:
-    made = refused_forms.with_calls_apart(ChatPrompt(messages))
+    made = template_fallbacks.with_calls_apart(ChatPrompt(messages))
     assert shape(made) == apart
     assert all(len(one.tool_calls) < 2 for one in made.messages)
 
 
 def test_what_is_said_beside_calls_stays_with_the_first_once() -> None:
     said = calls(A, B, content="text", reasoning="thought")
-    first, second = refused_forms.with_calls_apart(ChatPrompt([said])).messages
+    first, second = template_fallbacks.with_calls_apart(ChatPrompt([said])).messages
     assert (first.content, first.reasoning, first.tool_calls) == ("text", "thought", [A])
     assert (second.content, second.reasoning, second.tool_calls) == (None, None, [B])
     assert said.tool_calls == [A, B], "the prompt is another one"
@@ -81,7 +81,7 @@ def test_what_is_said_beside_calls_stays_with_the_first_once() -> None:
 def test_results_are_looked_at_once_however_many_there_are() -> None:
     some = [ToolCall(f"c{i}", "f", "{}") for i in range(20_000)]
     results = [result(call, call.id) for call in reversed(some)]
-    made = refused_forms.with_calls_apart(ChatPrompt([calls(*some), *results]))
+    made = template_fallbacks.with_calls_apart(ChatPrompt([calls(*some), *results]))
     pairs = zip(made.messages[::2], made.messages[1::2], strict=True)
     assert all(call.tool_calls[0].id == answer.content for call, answer in pairs)
 
@@ -89,8 +89,8 @@ def test_results_are_looked_at_once_however_many_there_are() -> None:
 def test_a_text_beside_reasoning_and_calls_becomes_the_end_of_the_reasoning() -> None:
     others = [USER, calls(A, content="x"), calls(A, reasoning="y"), ChatMessage("assistant", "x", reasoning="y")]
     prompt = ChatPrompt([*others, calls(A, content="text", reasoning="thought")])
-    assert refused_forms.has_reasoned_call(prompt) and not refused_forms.has_reasoned_call(ChatPrompt(others))
-    *same, last = refused_forms.with_one_text(prompt).messages
+    assert template_fallbacks.has_reasoned_call(prompt) and not template_fallbacks.has_reasoned_call(ChatPrompt(others))
+    *same, last = template_fallbacks.with_one_text(prompt).messages
     assert same == others
     assert (last.content, last.parts, last.reasoning) == (None, None, "thought\n\ntext")
 
@@ -106,12 +106,12 @@ def test_a_text_beside_reasoning_and_calls_becomes_the_end_of_the_reasoning() ->
     ],
 )
 def test_an_empty_reply_has_neither_text_nor_calls(message: ChatMessage, is_empty: bool) -> None:
-    assert refused_forms.has_empty_reply(ChatPrompt([message])) == is_empty
+    assert template_fallbacks.has_empty_reply(ChatPrompt([message])) == is_empty
 
 
 def test_only_one_trait_differs_for_empty_parts() -> None:
     traits = TemplateTraits(parts=True, developer=True)
-    assert refused_forms.with_empty_parts(traits) == dataclasses.replace(traits, empty_parts=True)
+    assert template_fallbacks.with_empty_parts(traits) == dataclasses.replace(traits, empty_parts=True)
 
 
 def rendered(source: str, *messages: ChatMessage) -> str:
