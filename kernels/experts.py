@@ -21,7 +21,7 @@ from pipeline.kernels.row_by_row import row_by_row
 
 
 @dataclass(frozen=True, slots=True)
-class RouteForm:
+class RouteOptions:
     """How logits become weights; `Experts` in pipeline/runtime/model_folder.py describes the fields."""
 
     num_experts: int
@@ -64,7 +64,7 @@ class ExpertActivation:
         return row_by_row(ACTIVATIONS[self.kind], gate) * up
 
 
-def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tensor | None, form: RouteForm) -> None:
+def route(chosen: Tensor, weights: Tensor, logits: Tensor, selection_bias: Tensor | None, form: RouteOptions) -> None:
     """Choose the experts of each token. chosen [T, C] int64, weights [T, C] float32, selection_bias [E]
     float32 or None, logits [T, E or more], of which the first are those of experts. The largest score comes
     first; among equal ones, the first expert."""
@@ -118,7 +118,7 @@ def add_gated(out: Tensor, x: Tensor, logits: Tensor | None) -> None:
 
 
 def route_reference(
-    logits: Tensor, num: int, selection_bias: Tensor | None, form: RouteForm
+    logits: Tensor, num: int, selection_bias: Tensor | None, form: RouteOptions
 ) -> tuple[list[list[int]], list[list[float]]]:
     """The chosen experts and their weights, a token at a time in float64."""
     chosen, weights = [], []

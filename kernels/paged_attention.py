@@ -60,7 +60,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreForm:
+class ScoreOptions:
     """How scores differ from queries x keys / sqrt(D)."""
 
     scale: float | None = None
@@ -76,11 +76,11 @@ class ScoreForm:
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(self, window: int | None, form: ScoreForm | None = None, group: int = 0) -> None:
+    def __init__(self, window: int | None, form: ScoreOptions | None = None, group: int = 0) -> None:
         """`group` is the KV group whose block tables it reads."""
         self.group = group
         self.window = window
-        self.form = form or ScoreForm()
+        self.form = form or ScoreOptions()
         self.spans: list[_Span] = []
         self.groups: list[_Group] = []
 
@@ -165,7 +165,7 @@ def _attend(
     spans: dict[int, _Gathered],
     group: _Group,
     part: slice,
-    form: ScoreForm,
+    form: ScoreOptions,
     sinks: Tensor | None,
 ) -> Tensor:
     """The attention of a part of a group's tokens, whose queries [K, Q / K, D] are float32. Returns [B, K, Q / K, D].

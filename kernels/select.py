@@ -19,9 +19,9 @@ from pipeline.kernels import (
     silu_mul,
     take_rows,
 )
-from pipeline.kernels.experts import RouteForm
+from pipeline.kernels.experts import RouteOptions
 from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
+from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Ops:
     logits: Callable[[Tensor, Tensor, Tensor], None]
     rotary_angles: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
     rotary_write: Callable[[Tensor, Tensor, Tensor, Tensor, LayerKV], None]
-    attention_plan: Callable[[int | None, ScoreForm, int], AttentionPlan]
+    attention_plan: Callable[[int | None, ScoreOptions, int], AttentionPlan]
     attention: Callable[[Tensor, Tensor, LayerKV, AttentionPlan, Tensor | None], None]
     silu_mul: Callable[[Tensor, Tensor], None]
     activate: Callable[[Tensor, Tensor, str], None]
     activate_mul: Callable[[Tensor, Tensor, str], None]
-    route: Callable[[Tensor, Tensor, Tensor, Tensor | None, RouteForm], None]
+    route: Callable[[Tensor, Tensor, Tensor, Tensor | None, RouteOptions], None]
     experts: Callable[..., None]
     add_gated: Callable[[Tensor, Tensor, Tensor | None], None]
     argmax: Callable[[Tensor], Tensor]

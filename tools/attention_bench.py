@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.kernels.cpu import native, peaks
 from pipeline.kernels.cpu.build import PROGRAM, build
 from pipeline.kernels.cpu.isa import NEEDED, Isa, available
-from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 
 SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128)}
@@ -49,7 +49,7 @@ class Layers:
         self.program = library.program_new(self.pool.handle, ctypes.byref(arrays))
         plan = library.program_attention_plan(self.program, heads, kv_heads, 0)
         rng = np.random.default_rng(1)
-        stride = library.activation_bytes(Form.PLAIN, heads * dim)
+        stride = library.activation_bytes(ActivationForm.PLAIN, heads * dim)
         for _ in range(layers):
             num = inputs.block_tables.shape[1] * BLOCK_SIZE * kv_heads * dim * 2
             keys = self.memory(num * 2)

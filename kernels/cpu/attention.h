@@ -16,7 +16,7 @@
 
 // How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
 // subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
-struct ScoreForm {
+struct ScoreOptions {
     float softcap = 0;
     const float* slopes = nullptr;
     // Of each query head, a score that takes part in the softmax without a value (Xiao et al., 2023, arXiv:2309.17453).
@@ -27,7 +27,7 @@ template <KVType TYPE>
 class Attention final : public Op {
    public:
     // `queries` and `out` are plain activations; with `floats`, `out` is float32 on every ISA.
-    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan, const ScoreForm& form = {})
+    Attention(Rows out, bool floats, Rows queries, const KV& kv, const AttentionPlan& plan, const ScoreOptions& form = {})
         : Op("attention"), out_(out), floats_(floats), queries_(queries), kv_(kv), plan_(plan), form_(form) {}
 
     int tiles(const Step&) const override { return int(plan_.items.size()); }
@@ -384,5 +384,5 @@ class Attention final : public Op {
     const Rows queries_;
     const KV kv_;
     const AttentionPlan& plan_;
-    const ScoreForm form_;
+    const ScoreOptions form_;
 };

@@ -16,7 +16,7 @@
 enum class Scoring : int { SOFTMAX = 0, SIGMOID = 1 };
 
 // How logits become weights. `selection_bias` [experts] is added to the scores that choose, but not to weights; or null.
-struct RouteForm {
+struct RouteOptions {
     Scoring scoring;
     int normalized;
     float scale;
@@ -40,7 +40,7 @@ constexpr int ROWS_GATHERED_AT_ONCE = 64;  // for fewer, another op would cost m
 class Route final : public Op {
    public:
     // `logits` are [tokens][stride]. The largest score is the first choice; among equal ones, the first expert.
-    Route(const float* logits, int stride, const RouteForm& form, int experts, int per_token, int max_tokens,
+    Route(const float* logits, int stride, const RouteOptions& form, int experts, int per_token, int max_tokens,
           const GatheredRows* gathered, int num_gathered)
         : Op("route"), routing(experts, per_token, max_tokens), logits_(logits), stride_(stride), form_(form),
           gathered_(gathered, gathered + num_gathered), chosen_(size_t(max_tokens) * per_token), next_(experts) {}
@@ -129,7 +129,7 @@ class Route final : public Op {
 
     const float* const logits_;
     const int stride_;
-    const RouteForm form_;
+    const RouteOptions form_;
     const std::vector<GatheredRows> gathered_;
     std::vector<int32_t> chosen_;  // [tokens][per_token]
     std::vector<int32_t> next_;    // [experts]

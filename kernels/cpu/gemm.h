@@ -169,11 +169,11 @@ INLINE void dot_group4(const int8_t* const (&codes)[R], int offset, const uint8_
 
 // The dot products of one group, for R rows and N vectors of outputs, to int32: exact on every ISA. `weights(n, step)` are
 // codes of BITS bits. 6-bit codes have factors for both halves of the group, twice as 16 bits in a lane.
-template <int BITS, Form A, int R, int N, class Weights>
+template <int BITS, ActivationForm A, int R, int N, class Weights>
 INLINE void dot_codes(const int8_t* const (&codes)[R], const Weights& weights, const vi (&factors)[N][2],
                       vi (&dots)[R][N]) {
     typedef int16_t words __attribute__((vector_size(4 * LANES)));
-    constexpr bool SPLIT = A == Form::SPLIT;
+    constexpr bool SPLIT = A == ActivationForm::SPLIT;
     constexpr int SHIFT = SPLIT ? 4 : 0;
     // Steps after which sums are added to `dots`: those of large codes before 16 bits overflow.
     constexpr int LOW_STEPS = BITS == 6 ? 4 : 8;
@@ -272,11 +272,11 @@ struct BlockLayout {
 };
 
 // Codes of 4 to 6 bits, unpacked in registers.
-template <Format F, Form A, int R, int P>
+template <Format F, ActivationForm A, int R, int P>
 INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel, size_t panel_bytes, int depth,
                           vf (&acc)[R][P][VECTORS], const uint8_t* ahead, Lines* lines) {
     typedef BlockLayout<F> Layout;
-    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
+    constexpr int CODES = A == ActivationForm::SPLIT ? SPLIT_GROUP_BYTES : GROUP;  // bytes of a group of activations
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r);
     const float* scales = rows.scales(first_row, depth / GROUP * CODES);
@@ -296,8 +296,8 @@ INLINE void multiply_bits(const Rows& rows, int first_row, const uint8_t* panel,
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) pairs[p][v] = Layout::pairs(panel + p * panel_bytes, in_block, v);
         if constexpr (code_bits(F) == 4) {
-            dot_group4<R, P, A == Form::SPLIT>(codes, 0, group, panel_bytes, dots);
-            if constexpr (A == Form::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
+            dot_group4<R, P, A == ActivationForm::SPLIT>(codes, 0, group, panel_bytes, dots);
+            if constexpr (A == ActivationForm::SPLIT) dot_group4<R, P>(codes, GROUP, group, panel_bytes, dots);
         } else {
             for (int p = 0; p < P; p++) {
                 vi factors[VECTORS][2], found[R][VECTORS];
@@ -396,10 +396,10 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
     } else if constexpr (R == 1 || (IN_TWO_PASSES && R <= MOST_ROWS_4)) {
         const auto multiply_as = [&]<Format F>() {
             if constexpr (R > 1 && code_bits(F) > 4) return;  // gemm_wide.h does these
-            else if (matrix.form == Form::BYTES)
-                multiply_bits<F, Form::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
+            else if (matrix.form == ActivationForm::BYTES)
+                multiply_bits<F, ActivationForm::BYTES, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
             else
-                multiply_bits<F, Form::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
+                multiply_bits<F, ActivationForm::SPLIT, R, P>(rows, first_row, panel, bytes, matrix.depth, acc, ahead, matrix.lines);
         };
         switch (matrix.format) {
             case Format::Q4_0: multiply_as.template operator()<Format::Q4_0>(); break;

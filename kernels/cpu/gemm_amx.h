@@ -172,7 +172,7 @@ INLINE int part_rows(const Matrix& matrix, int num_rows) {
         return (num_rows + parts - 1) / parts;
     }
 #endif
-    const bool is_unpacked = matrix.format == Format::FP8 || matrix.form == Form::BLOCKS || takes_wide(matrix, num_rows);
+    const bool is_unpacked = matrix.format == Format::FP8 || matrix.form == ActivationForm::BLOCKS || takes_wide(matrix, num_rows);
     const int most = is_unpacked ? WIDE_PART_ROWS : most_rows(matrix);
 #if defined(ISA_AVX2)
     // Sums of three or four rows wait for each other, so six rows and then one or two cost less than even parts.
@@ -193,11 +193,11 @@ INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] 
 #else
     const int most = part_rows(matrix, num_rows), groups = matrix.depth / GROUP;
     const bool is_wide = takes_wide(matrix, most), is_4_bit = matrix.integer() && code_bits(matrix.format) == 4;
-    if (matrix.form != Form::BLOCKS && matrix.format != Format::BF16 && !is_wide && !is_4_bit) return 0;
+    if (matrix.form != ActivationForm::BLOCKS && matrix.format != Format::BF16 && !is_wide && !is_4_bit) return 0;
     int fetches = 0;
     for (int row = 0; row < num_rows; row += most) {
         const int count = std::min(most, num_rows - row);
-        if (matrix.form == Form::BLOCKS)
+        if (matrix.form == ActivationForm::BLOCKS)
             fetches += block_line_fetches(matrix, count, panels);
         else if (is_wide)
             fetches += groups * panels * quotient_up(count, most_wide_rows(unpacked_format(matrix.format), matrix.form));
@@ -210,7 +210,7 @@ INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] 
 
 // Bytes that a matmul unpacks to at once.
 INLINE size_t unpacked_bytes(const Matrix& matrix) {
-    if (matrix.form == Form::BLOCKS) return unpacked_block_bytes(BLOCK_PANELS * VECTORS);
+    if (matrix.form == ActivationForm::BLOCKS) return unpacked_block_bytes(BLOCK_PANELS * VECTORS);
     return matrix.format == Format::FP8 ? FP8_PANELS * FP8_WIDE_BYTES : wide_bytes(matrix);
 }
 
@@ -231,7 +231,7 @@ static void matmul(const Rows& rows, int first_row, int count, const Matrix& mat
 #endif
     if (matrix.format == Format::FP8)
         return multiply_fp8(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
-    if (matrix.form == Form::BLOCKS)
+    if (matrix.form == ActivationForm::BLOCKS)
         return multiply_blocks(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);
     if (takes_wide(matrix, count))
         return multiply_wide(rows, first_row, count, matrix, first_panel, panels, out, out_stride, ahead, wide);

@@ -132,7 +132,7 @@ static void multiply_int4_amx(const Rows& rows, int first_row, int count, const 
 
 // Whether a matmul of so many rows takes tiles.
 INLINE bool takes_int4_tiles(const Matrix& matrix, int num_rows) {
-    return matrix.form == Form::SPLIT && num_rows >= LEAST_INT4_ROWS && code_bits(matrix.format) == 4;
+    return matrix.form == ActivationForm::SPLIT && num_rows >= LEAST_INT4_ROWS && code_bits(matrix.format) == 4;
 }
 
 static void multiply_int4_amx(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel,

@@ -1,4 +1,4 @@
-// The matmul of K-quants with activations of 16 bits that have one scale for a block of 256 (`Form::BLOCKS`).
+// The matmul of K-quants with activations of 16 bits that have one scale for a block of 256 (`ActivationForm::BLOCKS`).
 //
 // A K-quant's weight is d x (scale x code) - m, where scale and code are small integers. Their product fits into 16 bits,
 // so a panel is first unpacked to such products: then the sum over a block is one of integers, and floats are needed once

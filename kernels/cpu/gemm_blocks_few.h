@@ -53,7 +53,7 @@ INLINE void load_factors(const uint8_t* small, vi (&factors)[2]) {
     }
 }
 
-// Unpacks a group of LANES outputs to scale x code, in the order of Form::BLOCKS.
+// Unpacks a group of LANES outputs to scale x code, in the order of ActivationForm::BLOCKS.
 template <Format F>
 struct GroupUnpacker {
     __attribute__((always_inline)) void start(const uint8_t* from, const uint8_t* small) {

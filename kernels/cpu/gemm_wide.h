@@ -13,15 +13,15 @@ constexpr int WIDE_PART_ROWS = 64;  // rows that share an unpacked panel
 // Vectors of outputs and rows per call: as many as fit with two sums for each in registers. A vector of outputs takes as
 // many loads as a row, so two of them halve the loads of activations.
 constexpr int WIDE_VECTORS = VECTORS < 2 ? VECTORS : 2;
-constexpr int most_wide_rows([[maybe_unused]] Format format, Form form) {
+constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form) {
 #if defined(EMULATE)  // more take minutes to compile
-    return form == Form::BYTES ? 3 : 2;
+    return form == ActivationForm::BYTES ? 3 : 2;
 #elif defined(ISA_AVX512)
-    return form == Form::BYTES || code_bits(format) == 4 ? 8 : 6;
+    return form == ActivationForm::BYTES || code_bits(format) == 4 ? 8 : 6;
 #else
     // Sums of 16 bits are added up several times in a group of larger codes, which takes a third accumulator.
     const bool is_large = SUMS_ARE_PAIRS && code_bits(format) > 4;
-    return form == Form::BYTES ? (is_large ? 3 : LANES == 8 ? 6 : 4) : is_large ? 2 : 3;
+    return form == ActivationForm::BYTES ? (is_large ? 3 : LANES == 8 ? 6 : 4) : is_large ? 2 : 3;
 #endif
 }
 
@@ -56,11 +56,11 @@ static void unpack_panel(const uint8_t* panel, int groups, uint8_t* to) {
 
 // out [R, 16] = R rows times an unpacked panel. `ahead` is null or a panel of `ahead_bytes` to prefetch; `lines` may be
 // null.
-template <Format F, Form A, int R>
+template <Format F, ActivationForm A, int R>
 __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int first_row, const uint8_t* wide, int groups,
                                                          float* out, int out_stride, const uint8_t* ahead,
                                                          int ahead_bytes, Lines* lines) {
-    constexpr int CODES = A == Form::SPLIT ? SPLIT_GROUP_BYTES : GROUP;
+    constexpr int CODES = A == ActivationForm::SPLIT ? SPLIT_GROUP_BYTES : GROUP;
     const float* scales = rows.scales(first_row, groups * CODES);
     const size_t stride = rows.stride / 4;
     for (int first = 0; first < VECTORS; first += WIDE_VECTORS) {
@@ -97,7 +97,7 @@ constexpr Format unpacked_format(Format format) {
     return format == Format::Q4_K ? Format::Q4_1 : format == Format::Q5_K ? Format::Q5_1 : format;
 }
 
-template <Format F, Form A>
+template <Format F, ActivationForm A>
 static void multiply_wide_panel(const Rows& rows, int first_row, int count, const uint8_t* wide, int groups, float* out,
                                 int out_stride, const uint8_t* ahead, int ahead_bytes, Lines* lines) {
     constexpr int MOST = most_wide_rows(F, A);
@@ -125,8 +125,8 @@ static void multiply_wide(const Rows& rows, int first_row, int count, const Matr
     const int groups = matrix.depth / GROUP;
     const auto multiply_as = [&]<Format F>() {
         constexpr Format U = unpacked_format(F);
-        const auto multiply = matrix.form == Form::BYTES ? multiply_wide_panel<U, Form::BYTES>
-                                                         : multiply_wide_panel<U, Form::SPLIT>;
+        const auto multiply = matrix.form == ActivationForm::BYTES ? multiply_wide_panel<U, ActivationForm::BYTES>
+                                                         : multiply_wide_panel<U, ActivationForm::SPLIT>;
         for (int p = 0; p < panels; p++) {
             unpack_panel<F>(matrix.panels + (first_panel + p) * bytes, groups, wide);
             multiply(rows, first_row, count, wide, groups, out + p * PANEL, out_stride, ahead ? ahead + p * bytes : nullptr,

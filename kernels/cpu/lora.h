@@ -147,7 +147,7 @@ struct LoraSite {
 // in the cache of the thread that needs it.
 class Shrink final : public Op, public RowWork {
    public:
-    Shrink(const LoraSite& site, Rows in, Form form)
+    Shrink(const LoraSite& site, Rows in, ActivationForm form)
         : Op("lora_shrink", true), site_(site), in_(in), form_(form), chunks_(ceil_div(site.stride, CHUNK)) {}
 
     bool follows = false;  // another op computes each row of steps in which that is due
@@ -304,10 +304,10 @@ class Shrink final : public Op, public RowWork {
     // A row of the matmul's input, with zeros up to `padded`; where it isn't one already, in `to`.
     const act* input(int row, act* to) const {
         const int depth = site_.depth;
-        if (form_ == Form::PLAIN) {
+        if (form_ == ActivationForm::PLAIN) {
             if (depth == padded()) return in_.plain(row);
             memcpy(to, in_.plain(row), depth * sizeof(act));
-        } else if (form_ == Form::BLOCKS) {
+        } else if (form_ == ActivationForm::BLOCKS) {
             const float* scales = in_.block_scales(row, depth);
             for (int i = 0; i < depth; i += LANES) {
                 const int8_t* from = in_.block_bytes(row, depth) + i / GROUP * SPLIT_GROUP_BYTES + i % GROUP;
@@ -316,9 +316,9 @@ class Shrink final : public Op, public RowWork {
             }
         } else {
             switch (form_) {
-                case Form::BYTES: dequantize<Form::BYTES>(row, in_.scales(row, depth), to); break;
-                case Form::WORDS: dequantize<Form::WORDS>(row, in_.word_scales(row, depth), to); break;
-                default: dequantize<Form::SPLIT>(row, in_.word_scales(row, depth), to);
+                case ActivationForm::BYTES: dequantize<ActivationForm::BYTES>(row, in_.scales(row, depth), to); break;
+                case ActivationForm::WORDS: dequantize<ActivationForm::WORDS>(row, in_.word_scales(row, depth), to); break;
+                default: dequantize<ActivationForm::SPLIT>(row, in_.word_scales(row, depth), to);
             }
         }
         for (int i = depth; i < padded(); i++) to[i] = act(0);
@@ -326,15 +326,15 @@ class Shrink final : public Op, public RowWork {
     }
 
     // LANES codes of a group, from the i-th on.
-    template <Form FORM>
+    template <ActivationForm FORM>
     vi codes(int row, int group, int i) const {
-        if constexpr (FORM == Form::BYTES) return load_signed_bytes(in_.codes(row) + group * GROUP + i);
-        if constexpr (FORM == Form::WORDS) return load_words(in_.words(row) + group * GROUP + i);
+        if constexpr (FORM == ActivationForm::BYTES) return load_signed_bytes(in_.codes(row) + group * GROUP + i);
+        if constexpr (FORM == ActivationForm::WORDS) return load_words(in_.words(row) + group * GROUP + i);
         const int8_t* from = in_.codes(row) + group * SPLIT_GROUP_BYTES + i;
         return load_signed_bytes(from) * 16 + load_signed_bytes(from + GROUP);
     }
 
-    template <Form FORM>
+    template <ActivationForm FORM>
     void dequantize(int row, const float* scales, act* to) const {
         for (int i = 0; i < site_.depth; i += LANES)
             store_acts(to + i, __builtin_convertvector(codes<FORM>(row, i / GROUP, i % GROUP), vf) * scales[i / GROUP]);
@@ -342,6 +342,6 @@ class Shrink final : public Op, public RowWork {
 
     const LoraSite& site_;
     const Rows in_;
-    const Form form_;
+    const ActivationForm form_;
     const int chunks_;
 };

@@ -63,12 +63,12 @@ constexpr int block_bytes(Format format) {
 // Panels of 8-bit floats: numbers of depth that share a scale, bytes of their codes, and of a block.
 constexpr int FP8_DEPTH = 128, FP8_CODE_BYTES = FP8_DEPTH * PANEL, FP8_BLOCK_BYTES = FP8_CODE_BYTES + 4 * PANEL;
 
-enum class Form : int;
+enum class ActivationForm : int;
 struct Lines;
 
 struct Matrix {
     Format format;
-    Form form;    // of the activations that it is multiplied with
+    ActivationForm form;    // of the activations that it is multiplied with
     int columns;  // outputs; a multiple of 16
     int depth;
     const uint8_t* panels;
@@ -111,12 +111,12 @@ INLINE vf load_acts(const act* from) { return load<vf>(from); }
 //
 // Activations should lose less precision than the weights, so int8 is only for throughput: with 4-bit weights it changes
 // 3 % of the most likely ids, 12 bits as many as 16.
-enum class Form : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3, BLOCKS = 4 };
+enum class ActivationForm : int { PLAIN = 0, BYTES = 1, WORDS = 2, SPLIT = 3, BLOCKS = 4 };
 
 constexpr int SPLIT_GROUP_BYTES = 2 * GROUP;
 constexpr int BLOCK_DEPTH = 256;
 
-// Whether K-quants are multiplied with Form::BLOCKS rather than with Form::SPLIT, where activations have more than 8 bits.
+// Whether K-quants are multiplied with ActivationForm::BLOCKS rather than with ActivationForm::SPLIT, where activations have more than 8 bits.
 // AMX and aarch64 have instructions for bytes alone, or faster ones.
 #if defined(ISA_PORTABLE) || defined(AMX)
 constexpr bool PREFERS_BLOCKS = false;
@@ -124,7 +124,7 @@ constexpr bool PREFERS_BLOCKS = false;
 constexpr bool PREFERS_BLOCKS = true;
 #endif
 
-// Largest sum of magnitudes of 64 codes in a row, in Form::BLOCKS. A code of Q6_K times its scale has a magnitude of 4,096
+// Largest sum of magnitudes of 64 codes in a row, in ActivationForm::BLOCKS. A code of Q6_K times its scale has a magnitude of 4,096
 // at most, one of Q5_K 1,953 and one of Q4_K 945, so sums of 64, 128 and 256 products are less than 2^31.
 constexpr int MOST_BLOCK_SUM = 1 << 19;
 
@@ -156,12 +156,12 @@ INLINE int padded_rows(int rows) {
 }
 
 // Bytes of a row: whole cache lines.
-INLINE size_t row_bytes(Form form, int width) {
+INLINE size_t row_bytes(ActivationForm form, int width) {
     const size_t groups = width / GROUP;
-    const size_t bytes = form == Form::PLAIN   ? width * sizeof(act)
-                         : form == Form::BYTES ? width + groups * 16
-                         : form == Form::WORDS ? 2 * width + groups * 4
-                         : form == Form::BLOCKS ? 4 * width + width / BLOCK_DEPTH * 4 + groups * 12
+    const size_t bytes = form == ActivationForm::PLAIN   ? width * sizeof(act)
+                         : form == ActivationForm::BYTES ? width + groups * 16
+                         : form == ActivationForm::WORDS ? 2 * width + groups * 4
+                         : form == ActivationForm::BLOCKS ? 4 * width + width / BLOCK_DEPTH * 4 + groups * 12
                                                : 2 * width + groups * 16;
     return (bytes + 63) / 64 * 64;
 }
@@ -241,7 +241,7 @@ constexpr float ROUND = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
 // largest magnitudes would lose that. `nothing` is the sum of the numbers, each times 0.
 INLINE void keep_nan(vf nothing, float& scale) { scale += sum(nothing); }
 
-// Quantizes a row of floats to Form::BLOCKS. The largest magnitude of a block becomes the largest code, unless the sum of
+// Quantizes a row of floats to ActivationForm::BLOCKS. The largest magnitude of a block becomes the largest code, unless the sum of
 // the magnitudes of 64 numbers would be too large. The largest code has an upper byte of 127.
 static void quantize_blocks(const float* from, const Rows& to, int row, int depth) {
     typedef int16_t words __attribute__((vector_size(2 * LANES)));
@@ -290,11 +290,11 @@ static void quantize_blocks(const float* from, const Rows& to, int row, int dept
 
 // Quantizes a row of floats: the largest magnitude of a group becomes the largest code. Groups that are nearly zero
 // become zero.
-static void quantize(const float* from, const Rows& to, int row, int depth, Form form) {
-    if (form == Form::BLOCKS) return quantize_blocks(from, to, row, depth);
+static void quantize(const float* from, const Rows& to, int row, int depth, ActivationForm form) {
+    if (form == ActivationForm::BLOCKS) return quantize_blocks(from, to, row, depth);
     const int groups = depth / GROUP;
-    const bool is_bytes = form == Form::BYTES;
-    const float most = is_bytes ? 127.0f : form == Form::SPLIT ? 2047.0f : 32767.0f;
+    const bool is_bytes = form == ActivationForm::BYTES;
+    const float most = is_bytes ? 127.0f : form == ActivationForm::SPLIT ? 2047.0f : 32767.0f;
     float* scales = is_bytes ? to.scales(row, depth) : to.word_scales(row, depth);
     vf nothing{};
     for (int g = 0; g < groups; g++, from += GROUP) {
@@ -315,7 +315,7 @@ static void quantize(const float* from, const Rows& to, int row, int depth, Form
         scales[g] = scale;
         if (is_bytes) {
             store_bytes(to.codes(row) + g * GROUP, numbers);
-        } else if (form == Form::SPLIT) {
+        } else if (form == ActivationForm::SPLIT) {
             vi high[GROUP / LANES], low[GROUP / LANES];
             for (int i = 0; i < GROUP / LANES; i++) high[i] = numbers[i] >> 4, low[i] = numbers[i] & 15;
             store_bytes(to.codes(row) + g * SPLIT_GROUP_BYTES, high);

@@ -63,7 +63,7 @@ class IsaUnavailableError(Exception):
     """The system does not let this process use an instruction set. The message says which."""
 
 
-class Form(IntEnum):
+class ActivationForm(IntEnum):
     """The form of activations for a matmul."""
 
     PLAIN = 0
@@ -101,18 +101,18 @@ def panel_format(format: Format) -> Format:
     return "bf16" if format in FLOAT_SOURCES else format
 
 
-def form_for(format: Format, activations: Activations, *, in_blocks: bool = False) -> Form:
+def form_for(format: Format, activations: Activations, *, in_blocks: bool = False) -> ActivationForm:
     """The form of activations for weights of a format. `activations` is the precision for weights with 4 to 6
     bits. With `in_blocks`, those for K-quants have a scale for each block, unless they have 8 bits."""
     match format:
         case "bf16" | "f32" | "f16" | "fp8":
-            return Form.PLAIN
+            return ActivationForm.PLAIN
         case "q8_0":
-            return Form.WORDS
+            return ActivationForm.WORDS
         case "q4_k" | "q5_k" | "q6_k" if in_blocks and activations != "int8":
-            return Form.BLOCKS
+            return ActivationForm.BLOCKS
         case _:
-            return Form.BYTES if activations == "int8" else Form.SPLIT
+            return ActivationForm.BYTES if activations == "int8" else ActivationForm.SPLIT
 
 
 class NativeStepArrays(Structure):
@@ -236,8 +236,8 @@ class NativeHeadNorms(Structure):
     )
 
 
-class NativeQueryForm(Structure):
-    """`QueryForm` in qkv.h."""
+class NativeQueryOptions(Structure):
+    """`QueryOptions` in qkv.h."""
 
     _fields_ = (("scale", c_float), ("growth", c_void_p))
 
@@ -254,8 +254,8 @@ class NativeVocabShare(Structure):
     _fields_ = (("ranks", c_void_p), ("best", c_void_p), ("threads", c_int), ("first", c_int), ("size", c_int))
 
 
-class NativeScoreForm(Structure):
-    """`ScoreForm` in attention.h."""
+class NativeScoreOptions(Structure):
+    """`ScoreOptions` in attention.h."""
 
     _fields_ = (("softcap", c_float), ("slopes", c_void_p), ("sinks", c_void_p))
 
@@ -272,8 +272,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "swi
 """`Activation` in activation.h."""
 
 
-class NativeRouteForm(Structure):
-    """`RouteForm` in experts.h."""
+class NativeRouteOptions(Structure):
+    """`RouteOptions` in experts.h."""
 
     _fields_ = (("scoring", c_int), ("normalized", c_int), ("scale", c_float), ("selection_bias", c_void_p))
 
@@ -369,14 +369,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [
             *(c_void_p, NativeRows, POINTER(NativeProduct), c_int, c_int, POINTER(NativeLayerMemory)),
-            *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p),
+            *(c_void_p, c_void_p, POINTER(NativeHeadNorms), POINTER(NativeQueryOptions), c_void_p),
         ],
     ),
     "program_qkv_rows": (
         None,
         [
             *(c_void_p, NativeRows, c_int, POINTER(NativeLayerMemory), c_void_p, c_void_p),
-            *(POINTER(NativeHeadNorms), POINTER(NativeQueryForm), c_void_p, POINTER(NativeHeadShare)),
+            *(POINTER(NativeHeadNorms), POINTER(NativeQueryOptions), c_void_p, POINTER(NativeHeadShare)),
         ],
     ),
     "program_use_tables": (None, [c_void_p, c_void_p, c_void_p]),
@@ -411,7 +411,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [
             *(c_void_p, NativeRows, c_int, NativeRows, POINTER(NativeLayerMemory), c_void_p),
-            POINTER(NativeScoreForm),
+            POINTER(NativeScoreOptions),
         ],
     ),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_float]),
@@ -422,7 +422,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_route": (
         c_void_p,
         [
-            *(c_void_p, c_void_p, c_int, POINTER(NativeRouteForm), c_int, c_int, c_int),
+            *(c_void_p, c_void_p, c_int, POINTER(NativeRouteOptions), c_int, c_int, c_int),
             *(POINTER(NativeGatheredRows), c_int),
         ],
     ),

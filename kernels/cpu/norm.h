@@ -9,7 +9,7 @@
 class Norm final : public Op {
    public:
     // With `sampled`, row i of `out` is the norm of the i-th sampled token.
-    Norm(Rows out, Form form, const float* residual, const float* weight, int width, float eps, bool sampled)
+    Norm(Rows out, ActivationForm form, const float* residual, const float* weight, int width, float eps, bool sampled)
         : Op("norm"), out_(out), form_(form), residual_(residual), weight_(weight), width_(width), eps_(eps),
           sampled_(sampled) {}
 
@@ -29,7 +29,7 @@ class Norm final : public Op {
         float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
         for (; i < width_; i++) total += from[i] * from[i];
         const float factor = 1.0f / std::sqrt(total / float(width_) + eps_);
-        if (form_ == Form::PLAIN) {
+        if (form_ == ActivationForm::PLAIN) {
             act* to = out_.plain(row);
             int j = 0;
             for (; j + LANES <= width_; j += LANES)
@@ -49,7 +49,7 @@ class Norm final : public Op {
 
    private:
     const Rows out_;
-    const Form form_;
+    const ActivationForm form_;
     const float *const residual_, *const weight_;
     const int width_;
     const float eps_;
@@ -95,7 +95,7 @@ struct NormWeights {
 class AnyNorm final : public Op {
    public:
     // With `sampled`, row i of `out` is the norm of the i-th sampled token.
-    AnyNorm(Rows out, Form form, const float* residual, const NormWeights& norm, int width, bool sampled)
+    AnyNorm(Rows out, ActivationForm form, const float* residual, const NormWeights& norm, int width, bool sampled)
         : Op("norm"), out_(out), form_(form), residual_(residual), norm_(norm), width_(width), sampled_(sampled) {}
 
     int tiles(const Step& step) const override { return sampled_ ? step.samples : step.tokens; }
@@ -104,7 +104,7 @@ class AnyNorm final : public Op {
     void tile(const Step& step, int row, const Scratch& scratch) override {
         float* normed = reinterpret_cast<float*>(scratch.memory);
         norm_.apply(residual_ + size_t(sampled_ ? step.sampled[row] : row) * width_, normed, width_);
-        if (form_ == Form::PLAIN) {
+        if (form_ == ActivationForm::PLAIN) {
             act* to = out_.plain(row);
             int j = 0;
             for (; j + LANES <= width_; j += LANES) store_acts(to + j, load<vf>(normed + j));
@@ -121,7 +121,7 @@ class AnyNorm final : public Op {
 
    private:
     const Rows out_;
-    const Form form_;
+    const ActivationForm form_;
     const float* const residual_;
     const NormWeights norm_;
     const int width_;
@@ -164,7 +164,7 @@ class AddNorm final : public Op {
 // Rows of float32 as codes in groups of 32.
 class Quantize final : public Op {
    public:
-    Quantize(Rows out, Form form, const float* from, int width, int rows_per_token = 1)
+    Quantize(Rows out, ActivationForm form, const float* from, int width, int rows_per_token = 1)
         : Op("quantize"), out_(out), form_(form), from_(from), width_(width), rows_per_token_(rows_per_token) {}
 
     int tiles(const Step& step) const override { return step.tokens * rows_per_token_; }
@@ -180,7 +180,7 @@ class Quantize final : public Op {
 
    private:
     const Rows out_;
-    const Form form_;
+    const ActivationForm form_;
     const float* const from_;
     const int width_, rows_per_token_;
 };

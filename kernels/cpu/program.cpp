@@ -330,7 +330,7 @@ void copy_blocks(ThreadPool* thread_pool, const Blocks* blocks, const int32_t* s
 int act_bytes() { return sizeof(act); }
 int prefers_blocks() { return PREFERS_BLOCKS; }
 
-size_t activation_bytes(int form, int width) { return row_bytes(Form(form), width); }
+size_t activation_bytes(int form, int width) { return row_bytes(ActivationForm(form), width); }
 int activation_rows(int rows) { return padded_rows(rows); }
 
 // --- recording
@@ -349,12 +349,12 @@ void program_positions(Program* program, float* residual, const Matrix* table, i
 
 void program_norm(Program* program, Rows out, int form, const float* residual, const float* weight, int width,
                   float eps, int sampled) {
-    program->add<Norm>(out, Form(form), residual, weight, width, eps, sampled != 0);
+    program->add<Norm>(out, ActivationForm(form), residual, weight, width, eps, sampled != 0);
 }
 
 void program_any_norm(Program* program, Rows out, int form, const float* residual, const NormWeights* norm, int width,
                       int sampled) {
-    program->add<AnyNorm>(out, Form(form), residual, *norm, width, sampled != 0);
+    program->add<AnyNorm>(out, ActivationForm(form), residual, *norm, width, sampled != 0);
 }
 
 // `from` may be null: then the residual itself is normalized.
@@ -365,12 +365,12 @@ void program_add_norm(Program* program, float* residual, const float* from, cons
 }
 
 void program_quantize(Program* program, Rows out, int form, const float* from, int width) {
-    program->add<Quantize>(out, Form(form), from, width);
+    program->add<Quantize>(out, ActivationForm(form), from, width);
 }
 
 // `norms` and `form` may be null. `values`, for norms of all heads, has room for the matmul's results; else it is null.
 void program_qkv(Program* program, Rows queries, const Product* products, int num_products, int num_heads, const KV* kv,
-                 const float* cos, const float* sin, const HeadNorms* norms, const QueryForm* form, float* values) {
+                 const float* cos, const float* sin, const HeadNorms* norms, const QueryOptions* form, float* values) {
     const QkvWriter writer(queries, num_heads, *kv, cos, sin, norms ? *norms : HeadNorms{}, form);
     if (!values) {
         program->add<Qkv>(writer, products, num_products);
@@ -383,7 +383,7 @@ void program_qkv(Program* program, Rows queries, const Product* products, int nu
 
 // The second half of the above, from `values` that all ranks have written.
 void program_qkv_rows(Program* program, Rows queries, int num_heads, const KV* kv, const float* cos, const float* sin,
-                      const HeadNorms* norms, const QueryForm* form, float* values, const HeadShare* share) {
+                      const HeadNorms* norms, const QueryOptions* form, float* values, const HeadShare* share) {
     program->add<QkvRows>(QkvWriter(queries, num_heads, *kv, cos, sin, *norms, form), values, *share);
 }
 
@@ -397,8 +397,8 @@ AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_k
 }
 
 void program_attention(Program* program, Rows out, int floats, Rows queries, const KV* kv,
-                       const AttentionPlan* plan, const ScoreForm* form) {
-    const ScoreForm scores = form ? *form : ScoreForm{};
+                       const AttentionPlan* plan, const ScoreOptions* form) {
+    const ScoreOptions scores = form ? *form : ScoreOptions{};
     if (kv->type == KVType::INT8)
         program->add<Attention<KVType::INT8>>(out, floats != 0, queries, *kv, *plan, scores);
     else
@@ -420,7 +420,7 @@ void program_stride(Program* program, int stride) { program->stride = stride; }
 // Adapters change the matmul that is recorded next, whose input is `in`.
 void program_lora(Program* program, LoraSite* site, Rows in, int form) {
     Op* const before = program->last();
-    Shrink& shrink = program->add<Shrink>(*site, in, Form(form));
+    Shrink& shrink = program->add<Shrink>(*site, in, ActivationForm(form));
     if (before && before->rows_out() == in.data) before->then(&shrink), shrink.follows = true;
     if (program->last_site && shrink.follows) program->last_site->next = &shrink;
     program->lora = program->last_site = site;
@@ -436,7 +436,7 @@ void program_activate(Program* program, Rows out, int floats, const Product* pro
 }
 
 // The functions of a mixture of experts begin with this one. `gathered` are the activations that its matmuls read.
-const Routing* program_route(Program* program, const float* logits, int stride, const RouteForm* form, int experts,
+const Routing* program_route(Program* program, const float* logits, int stride, const RouteOptions* form, int experts,
                              int per_token, int max_tokens, const GatheredRows* gathered, int num_gathered) {
     const Routing& routing = program->add<Route>(logits, stride, *form, experts, per_token, max_tokens, gathered,
                                                  num_gathered).routing;
@@ -455,7 +455,7 @@ void program_experts_gate_up(Program* program, Rows out, int floats, const Produ
 }
 
 void program_experts_quantize(Program* program, Rows out, int form, const float* from, int width, const Routing* routing) {
-    program->add<Quantize>(out, Form(form), from, width, routing->per_token);
+    program->add<Quantize>(out, ActivationForm(form), from, width, routing->per_token);
 }
 
 void program_experts_down(Program* program, float* out, Rows in, const Matrix* matrix, int width, const Routing* routing) {

@@ -15,7 +15,7 @@ struct HeadNorms {
 };
 
 // How queries are scaled: by `scale`, and by growth[position] where that is given.
-struct QueryForm {
+struct QueryOptions {
     float scale;
     const float* growth;
 };
@@ -36,12 +36,12 @@ struct QkvWriter {
     const KV kv_;
     const float *const cos_, *const sin_;
     const HeadNorms norms_;
-    const QueryForm form_;
+    const QueryOptions form_;
 
     QkvWriter(Rows queries, int num_heads, const KV& kv, const float* cos, const float* sin, const HeadNorms& norms,
-              const QueryForm* form)
+              const QueryOptions* form)
         : queries_(queries), num_heads_(num_heads), kv_(kv), cos_(cos), sin_(sin), norms_(norms),
-          form_(form ? *form : QueryForm{1.0f / std::sqrt(float(kv.head_dim)), nullptr}) {}
+          form_(form ? *form : QueryOptions{1.0f / std::sqrt(float(kv.head_dim)), nullptr}) {}
 
     int kind(int head) const { return head < num_heads_ ? QUERY : head < num_heads_ + kv_.heads ? KEY : VALUE; }
 

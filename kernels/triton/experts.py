@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.experts import ExpertActivation, RouteForm
+from pipeline.kernels.experts import ExpertActivation, RouteOptions
 from pipeline.kernels.triton.activations import activation, gated_activation
 from pipeline.kernels.triton.gemm.codes import code_number
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
@@ -59,7 +59,7 @@ class ExpertLinear:
 
 
 def route(
-    chosen: Tensor, weights: Tensor, split_k_partials: Tensor, form: RouteForm, selection_bias: Tensor | None = None
+    chosen: Tensor, weights: Tensor, split_k_partials: Tensor, form: RouteOptions, selection_bias: Tensor | None = None
 ) -> None:
     """chosen [M, C] int32, weights [M, C] float32, split_k_partials [P, M, E or more], the first of which are the
     logits; selection_bias [E] float32 is added to scores to choose experts. The largest comes first, among equal ones

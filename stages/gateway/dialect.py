@@ -108,7 +108,7 @@ class Dialect(ABC):
         """The path of a field, as clients of this API write it."""
         return name
 
-    def form_bytes(self, *, stream: bool) -> int:
+    def reply_bytes(self, *, stream: bool) -> int:
         """What the dialect keeps for the reply, and what the reply repeats of it."""
         return 0
 

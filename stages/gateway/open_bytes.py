@@ -141,7 +141,7 @@ def stop_bytes(stop: Sequence[str]) -> int:
     return 320 * sum(map(len, stop)) if stop else 0
 
 
-def form_bytes(parsed: ParsedRequest) -> int:
+def reply_bytes(parsed: ParsedRequest) -> int:
     """What a request keeps for its reply, whatever becomes of its prompts."""
     size = text_bytes(parsed.request_id)
     if parsed.echoed:
@@ -152,7 +152,7 @@ def form_bytes(parsed: ParsedRequest) -> int:
         size += sum(
             text_bytes(name) + text_bytes(schema) + 2 * VALUE_BYTES for name, schema in parsed.reply.tools.items()
         )
-    return size + parsed.dialect.form_bytes(stream=parsed.stream)
+    return size + parsed.dialect.reply_bytes(stream=parsed.stream)
 
 
 def json_bytes(value: object) -> int:
@@ -164,7 +164,7 @@ def measured(parsed: ParsedRequest) -> ParsedRequest:
     """The request with its size. The time for that grows with everything that the client sent: call it where the body
     is parsed."""
     sizes = [prompt_bytes(one) for one in parsed.prompts]
-    size = RequestSize(form_bytes(parsed), sizes, [typical_tokens(one) for one in parsed.prompts])
+    size = RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one) for one in parsed.prompts])
     return msgspec.structs.replace(parsed, size=size)
 
 
@@ -278,7 +278,7 @@ def output_bytes(cost: OutputCost, sequence: "Output") -> int:
 def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:
     """The size of a measured request without output, and what one more output id of each of its sequences adds at
     most."""
-    size = size_of(parsed).form + sum(submitted_bytes(parsed, fixed_bytes(parsed.options)))
+    size = size_of(parsed).reply_bytes + sum(submitted_bytes(parsed, fixed_bytes(parsed.options)))
     return size, len(parsed.prompts) * parsed.num_sequences * output_cost(parsed, hidden_size).most_id_bytes
 
 

@@ -245,17 +245,17 @@ class RequestTable:
         sized, fixed = size_of(parsed), fixed_bytes(parsed.options)
         estimates = [self.admission.estimate(one, is_computed=not parsed.is_prompt_only) for one in sized.num_tokens]
         now_s = time.monotonic()
-        form, sizes = sized.form, submitted_bytes(parsed, fixed)
+        reply_bytes, sizes = sized.reply_bytes, submitted_bytes(parsed, fixed)
         usage: RequestUsage | None = None
         if not replay.is_replaying:  # a recording has only what was admitted
-            parsed, usage = self._admitted(parsed, sum(estimates), now_s, form + sum(sizes))
+            parsed, usage = self._admitted(parsed, sum(estimates), now_s, reply_bytes + sum(sizes))
         if replay.is_recording:
             replay.event("open", self.num_opened, msgspec.json.encode(received))
         cost = output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
         request.usage = usage
         self._register(request)
-        self.keep(request, form, form)
+        self.keep(request, reply_bytes, reply_bytes)
         for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):
             submit = self._submit(parsed, prompt)
             ingest = self._ingest_of(submit.request_id)

@@ -7,7 +7,7 @@ from torch import Tensor
 from pipeline.kernels.experts import (
     ExpertActivation,
     ExpertMatrices,
-    RouteForm,
+    RouteOptions,
     add_gated,
     experts,
     experts_reference,
@@ -18,10 +18,10 @@ from pipeline.kernels.linear import linear
 
 NUM, CHOSEN, HIDDEN, INNER, TOKENS = 9, 3, 24, 16, 17
 FORMS = [
-    RouteForm(NUM, "softmax", False),
-    RouteForm(NUM, "softmax", True),
-    RouteForm(NUM, "sigmoid", False, 2.5),
-    RouteForm(NUM, "sigmoid", True, 2.5),
+    RouteOptions(NUM, "softmax", False),
+    RouteOptions(NUM, "softmax", True),
+    RouteOptions(NUM, "sigmoid", False, 2.5),
+    RouteOptions(NUM, "sigmoid", True, 2.5),
 ]
 
 
@@ -29,7 +29,7 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def routed(logits: Tensor, bias: Tensor | None, form: RouteForm) -> tuple[Tensor, Tensor]:
+def routed(logits: Tensor, bias: Tensor | None, form: RouteOptions) -> tuple[Tensor, Tensor]:
     chosen, weights = torch.empty(len(logits), CHOSEN, dtype=torch.int64), torch.empty(len(logits), CHOSEN)
     route(chosen, weights, logits, bias, form)
     return chosen, weights
@@ -37,7 +37,7 @@ def routed(logits: Tensor, bias: Tensor | None, form: RouteForm) -> tuple[Tensor
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_router_chooses_the_largest_scores(form: RouteForm, has_bias: bool) -> None:
+def test_a_router_chooses_the_largest_scores(form: RouteOptions, has_bias: bool) -> None:
     logits, bias = random(1, TOKENS, NUM + 1) * 3, random(2, NUM) if has_bias else None
     logits[0, :NUM] = 1.0  # all equal
     chosen, weights = routed(logits, bias, form)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels import activations, logits, rms_norm, rotary, silu_mul
-from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteForm, add_gated, experts, route
+from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions, add_gated, experts, route
 from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.linear import ROWS, linear, linear_upcast
 from pipeline.kernels.logprobs import log_softmax
 from pipeline.kernels.noise import halves
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm, paged_attention
+from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions, paged_attention
 from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.sample import sample
 from pipeline.kernels.step_inputs import BLOCK_SIZE
@@ -167,7 +167,7 @@ def test_experts(scoring: str, dtype: torch.dtype) -> None:
         def run(x: Tensor, normalized: bool = normalized) -> Tensor:
             scores = into(linear, num, dtype, router, None)(x)
             chosen, weights = torch.empty(len(x), 3, dtype=torch.int64), torch.empty(len(x), 3)
-            route(chosen, weights, scores, None, RouteForm(num, scoring, normalized))
+            route(chosen, weights, scores, None, RouteOptions(num, scoring, normalized))
             out = torch.empty(len(x), width, dtype=dtype)
             experts(out, x, chosen, weights, matrices, ExpertActivation("silu"), linear)
             return torch.cat([out.float(), weights], 1)
@@ -190,18 +190,18 @@ def test_samples_and_logprobs() -> None:
 
 
 FORMS = {
-    "plain": ScoreForm(),
-    "scaled": ScoreForm(scale=0.3),
-    "capped": ScoreForm(softcap=1.5),
-    "slopes": ScoreForm(slopes=torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1])),
-    "sinks": ScoreForm(has_sinks=True),
+    "plain": ScoreOptions(),
+    "scaled": ScoreOptions(scale=0.3),
+    "capped": ScoreOptions(softcap=1.5),
+    "slopes": ScoreOptions(slopes=torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1])),
+    "sinks": ScoreOptions(has_sinks=True),
 }
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5])
 HEADS, KV_HEADS = 6, 2
 
 
 def attend(
-    entries: list[tuple[int, int]], tables: np.ndarray, qkv: Tensor, kv: LayerKV, window: int | None, form: ScoreForm
+    entries: list[tuple[int, int]], tables: np.ndarray, qkv: Tensor, kv: LayerKV, window: int | None, form: ScoreOptions
 ) -> Tensor:
     """qkv are those of each entry's tokens, one after the other."""
     inputs = make_inputs(entries)

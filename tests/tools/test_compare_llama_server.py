@@ -15,45 +15,45 @@ from pipeline.text.formats.generic import tools_section
 from tools.compare_llama_server import __main__ as command
 from tools.compare_llama_server import small_file
 from tools.compare_llama_server.compare import Case, compare, is_same_reply
-from tools.compare_llama_server.forms import CONTENT, Form, forms
 from tools.compare_llama_server.inputs import WEATHER
 from tools.compare_llama_server.rules import RULES, rule_of
 from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply
+from tools.compare_llama_server.variants import CONTENT, FileVariant, forms
 from tools.tokenizer_vectors.texts import TEXTS
 
-FORMS = {form.name: form for form in forms()}
+FORMS = {variant.name: variant for variant in forms()}
 PLAIN = FORMS["byte-level"]
 SPM = FORMS["sentencepiece"]
 
 
 def test_each_form_has_what_it_says() -> None:
-    for form in FORMS.values():
-        keys = form.keys
-        assert len(set(keys["tokens"])) == len(keys["tokens"]), form.name
-        for key, value in form.changes.items():
-            assert (value is None) == (key not in keys), (form.name, key)
-        assert set(form.added) <= set(keys["tokens"]), form.name
-        order = small_file.cycle(keys["tokens"], form.types, 1)
-        assert sorted(order) == list(range(len(keys["tokens"]))), form.name
-        assert len(form.templates) == 1 or form.is_chat
+    for variant in FORMS.values():
+        keys = variant.keys
+        assert len(set(keys["tokens"])) == len(keys["tokens"]), variant.name
+        for key, value in variant.changes.items():
+            assert (value is None) == (key not in keys), (variant.name, key)
+        assert set(variant.added) <= set(keys["tokens"]), variant.name
+        order = small_file.cycle(keys["tokens"], variant.types, 1)
+        assert sorted(order) == list(range(len(keys["tokens"]))), variant.name
+        assert len(variant.templates) == 1 or variant.is_chat
 
 
 def test_two_words_are_before_each_special_token() -> None:
-    form = FORMS["bpe, ends, control"]
-    order = small_file.cycle(form.keys["tokens"], form.types, 1)
-    special = [place for place, token_id in enumerate(order) if form.types[token_id] == CONTROL]
+    variant = FORMS["bpe, ends, control"]
+    order = small_file.cycle(variant.keys["tokens"], variant.types, 1)
+    special = [place for place, token_id in enumerate(order) if variant.types[token_id] == CONTROL]
     assert len(special) > 10
-    assert all(form.types[order[place - step]] == NORMAL for place in special for step in (1, 2))
+    assert all(variant.types[order[place - step]] == NORMAL for place in special for step in (1, 2))
     with pytest.raises(ValueError, match="need 3 words, not 2"):
         small_file.cycle(["a", "b", "<s>"], [NORMAL, NORMAL, CONTROL], 1)
 
 
 def test_a_file_has_its_form(tmp_path: Path) -> None:
-    form = FORMS["spm, keys"]
-    order = small_file.write(tmp_path / "a.gguf", form)
+    variant = FORMS["spm, keys"]
+    order = small_file.write(tmp_path / "a.gguf", variant)
     metadata = Metadata(GgufFile(tmp_path / "a.gguf"))
     vocabulary = read_vocabulary(metadata, len(order))
-    assert vocabulary.tokens == form.keys["tokens"]
+    assert vocabulary.tokens == variant.keys["tokens"]
     assert [vocabulary.tokens[i] for i in vocabulary.end_ids][:2] == ["</s>", "<eot>"]
     assert metadata.get("tokenizer.chat_template", str) == CONTENT
     tensors = {"token_embd.weight", "output.weight", "blk.1.ffn_down.weight"}
@@ -98,10 +98,10 @@ class Fake:
     ],
 )
 def test_each_difference_is_found(name: str, wrong: str, whats: set[str]) -> None:
-    form = FORMS[name]
-    order = small_file.cycle(form.keys["tokens"], form.types, 1)
-    assert all(case.is_equal for case in compare(form, order, Fake(), Fake()))
-    cases = list(compare(form, order, Fake(), Fake(wrong)))
+    variant = FORMS[name]
+    order = small_file.cycle(variant.keys["tokens"], variant.types, 1)
+    assert all(case.is_equal for case in compare(variant, order, Fake(), Fake()))
+    cases = list(compare(variant, order, Fake(), Fake(wrong)))
     assert {case.what for case in cases if not case.is_equal} == whats
 
 
@@ -125,8 +125,8 @@ def of_ids(*ids: int, ends: bool = False) -> Reply:
     return Reply("ab", ends, list(ids), [-0.5] * len(ids))
 
 
-def case(form: Form, what: str, asked: Any, ours: Any, theirs: Any, again: Any = None) -> Case:
-    return Case(form, what, asked, ours, theirs, again)
+def case(variant: FileVariant, what: str, asked: Any, ours: Any, theirs: Any, again: Any = None) -> Case:
+    return Case(variant, what, asked, ours, theirs, again)
 
 
 END = PLAIN.keys["tokens"].index("a")

@@ -57,9 +57,9 @@ struct Library {
     void (*norm)(Program*, Rows, int, const float*, const float*, int, float, int);
     void (*quantize)(Program*, Rows, int, const float*, int);
     void (*qkv)(Program*, Rows, const Product*, int, int, const KV*, const float*, const float*, const HeadNorms*,
-                const QueryForm*, float*);
+                const QueryOptions*, float*);
     AttentionPlan* (*attention_plan)(Program*, int, int, int);
-    void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*, const ScoreForm*);
+    void (*attention)(Program*, Rows, int, Rows, const KV*, const AttentionPlan*, const ScoreOptions*);
     void (*linear_add)(Program*, float*, Rows, const Matrix*, int, float);
     void (*swiglu)(Program*, Rows, int, const Product*, int, int);
     void (*sample)(Program*, Rows, const Matrix*, int, float*, int, const MaskTicket*, const SamplingInputs*);
@@ -161,8 +161,8 @@ class Model {
     void record(const SamplingInputs& inputs, const Scores& scores, const int64_t* scored) {
         const auto& c = config;
         const int heads = c.num_heads + 2 * c.num_kv_heads, width = c.num_heads * c.head_dim;
-        const Form form = form_of(c.weights), head_form = form_of(c.head);
-        const bool floats = form != Form::PLAIN;
+        const ActivationForm form = form_of(c.weights), head_form = form_of(c.head);
+        const bool floats = form != ActivationForm::PLAIN;
         program = library.program_new(pool, &step);
         const Matrix* table = matrix(c.head, VOCAB, c.hidden, false);
         library.embed(program, residual, table, 1.0f);
@@ -198,10 +198,10 @@ class Model {
         library.score(scoring, normed, table, VOCAB, logits, MAX_ROWS, &scores);
     }
 
-    Form form_of(Format format) const {
-        if (format == Format::BF16) return Form::PLAIN;
-        if (format == Format::Q8_0) return Form::WORDS;
-        return config.bytes ? Form::BYTES : Form::SPLIT;
+    ActivationForm form_of(Format format) const {
+        if (format == Format::BF16) return ActivationForm::PLAIN;
+        if (format == Format::Q8_0) return ActivationForm::WORDS;
+        return config.bytes ? ActivationForm::BYTES : ActivationForm::SPLIT;
     }
 
     Rows rows(int width) {

@@ -28,8 +28,8 @@ from tests.compiled import link_kernels
 from tools.benchmarks.served import exit_code
 from tools.compare_llama_server import servers, small_file
 from tools.compare_llama_server.compare import Case, compare
-from tools.compare_llama_server.forms import Form, forms
 from tools.compare_llama_server.rules import RULES, rule_of
+from tools.compare_llama_server.variants import FileVariant, variants
 from tools.compare_peers.llama_cpp import VERSION, LlamaCpp
 
 BUILD = "tools/compare_peers --build-only --servers llama.cpp"
@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, metavar="FILE", help="write all differences to FILE, one JSON object a line"
     )
     args = parser.parse_args(arguments)
-    chosen = [form for form in forms() if not args.only or any(text in form.name for text in args.only)]
+    chosen = [variant for variant in variants() if not args.only or any(text in variant.name for text in args.only)]
     if args.list:
-        print("\n".join(form.name for form in chosen))
+        print("\n".join(variant.name for variant in chosen))
         return 0
     return exit_code("compare_llama_server", lambda: run(args, chosen))
 
@@ -68,7 +68,7 @@ def server_program(given: Path | None) -> Path:
     return program
 
 
-def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
+def run(args: argparse.Namespace, chosen: Sequence[FileVariant]) -> int:
     """Compare all files. Returns 1 if something differs without a rule."""
     program = server_program(args.server)
     if args.out is not None:
@@ -83,12 +83,12 @@ def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
     ):
         folder = Path(scratch)
         cache = link_kernels(folder / "cache")
-        for form in chosen:
+        for variant in chosen:
             try:
-                cases = _cases_of(form, program, folder, cache)
+                cases = _cases_of(variant, program, folder, cache)
             except (UserError, OSError, http.client.HTTPException) as error:
                 num_wrong += 1
-                print(f"{form.name}: {error}", flush=True)
+                print(f"{variant.name}: {error}", flush=True)
                 for name in ("llama-server", "pipeline"):
                     print("\n".join(_last_lines(folder / f"{name}.log")), flush=True)
                 continue
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
             by_rule.update(rule.name for rule in rules if rule is not None)
             num_cases, num_wrong = num_cases + len(cases), num_wrong + len(wrong)
             print(
-                f"{form.name}: {len(cases)} cases, {len(different) - len(wrong)} by rules, {len(wrong)} differ",
+                f"{variant.name}: {len(cases)} cases, {len(different) - len(wrong)} by rules, {len(wrong)} differ",
                 flush=True,
             )
             for case in wrong[:MAX_SHOWN]:
@@ -114,11 +114,11 @@ def run(args: argparse.Namespace, chosen: Sequence[Form]) -> int:
     return 1 if num_wrong or idle else 0
 
 
-def _cases_of(form: Form, program: Path, folder: Path, cache: Path) -> list[Case]:
+def _cases_of(variant: FileVariant, program: Path, folder: Path, cache: Path) -> list[Case]:
     file = folder / "file.gguf"
-    order = small_file.write(file, form)
-    with servers.both(program, file, cache, folder, _tell, specials_in_content=form.is_chat) as (ours, theirs):
-        return list(compare(form, order, ours, theirs))
+    order = small_file.write(file, variant)
+    with servers.both(program, file, cache, folder, _tell, specials_in_content=variant.is_chat) as (ours, theirs):
+        return list(compare(variant, order, ours, theirs))
 
 
 def _last_lines(log: Path) -> list[str]:
@@ -139,7 +139,13 @@ def _shown(case: Case) -> str:
 
 
 def _as_json(case: Case, rule: str | None) -> str:
-    fields = {"form": case.form.name, "what": case.what, "asked": case.asked, "ours": case.ours, "theirs": case.theirs}
+    fields = {
+        "form": case.variant.name,
+        "what": case.what,
+        "asked": case.asked,
+        "ours": case.ours,
+        "theirs": case.theirs,
+    }
     return json.dumps({**fields, "rule": rule}, ensure_ascii=False, default=str)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.stages.prepare.gguf.special_tokens import NORMAL
-from tools.compare_llama_server.forms import Form
 from tools.compare_llama_server.inputs import CHATS, PLAIN, marked, texts_of
 from tools.compare_llama_server.servers import Rendered, Reply, Server
+from tools.compare_llama_server.variants import FileVariant
 from tools.tokenizer_vectors.vocabularies import BYTE
 
 MAX_TOKENS = 24
@@ -24,7 +24,7 @@ in bfloat16 and in blocks, Pipeline always. Two such roundings of a logit of 10 
 class Case(NamedTuple):
     """One comparison: the question, and both results."""
 
-    form: Form
+    variant: FileVariant
     what: str
     asked: Any
     ours: Any
@@ -58,18 +58,18 @@ def is_same_reply(ours: Reply, theirs: Reply) -> bool:
     return True
 
 
-def compare(form: Form, order: Sequence[int], ours: Server, theirs: Server) -> Iterator[Case]:
+def compare(variant: FileVariant, order: Sequence[int], ours: Server, theirs: Server) -> Iterator[Case]:
     """All cases of a file, whose model writes the tokens in this `order`."""
 
     def case(what: str, asked: Any, method: str, *arguments: Any, **options: Any) -> Case:
         results = [getattr(server, method)(*arguments, **options) for server in (ours, theirs)]
-        return Case(form, what, asked, *results)
+        return Case(variant, what, asked, *results)
 
-    tokens = form.keys["tokens"]
-    special = [i for i, kind in enumerate(form.types) if kind not in (NORMAL, BYTE)]
+    tokens = variant.keys["tokens"]
+    special = [i for i, kind in enumerate(variant.types) if kind not in (NORMAL, BYTE)]
     marks = [tokens[i] for i in special]
-    if form.is_chat:
-        yield from _chats(form, marks, case)
+    if variant.is_chat:
+        yield from _chats(variant, marks, case)
         return
     for text in [*PLAIN, *texts_of(marks)]:
         yield case("tokenize", text, "tokenize", text, special=True, ends=False)
@@ -100,7 +100,7 @@ def _runs(order: Sequence[int], special: Sequence[int]) -> Iterator[list[int]]:
         yield [token_id, token_id]
 
 
-def _chats(form: Form, marks: Sequence[str], case: Any) -> Iterator[Case]:
+def _chats(variant: FileVariant, marks: Sequence[str], case: Any) -> Iterator[Case]:
     chats: Mapping[str, Any] = {**CHATS, "marks": marked(marks)}
     for name, body in chats.items():
         found = case("chat", name, "render", body)

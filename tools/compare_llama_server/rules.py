@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
 from pipeline.stages.prepare.gguf.special_tokens import NORMAL
 from tools.compare_llama_server.compare import Case, is_same_reply
-from tools.compare_llama_server.forms import UNUSED
 from tools.compare_llama_server.inputs import CHATS
 from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply
+from tools.compare_llama_server.variants import UNUSED
 from tools.tokenizer_vectors.texts import DIFFERENT, TEXTS
 from tools.tokenizer_vectors.vocabularies import BYTE
 

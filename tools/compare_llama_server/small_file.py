@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from pipeline.stages.prepare.gguf.special_tokens import NORMAL
-from tools.compare_llama_server.forms import Form
+from tools.compare_llama_server.variants import FileVariant
 from tools.tokenizer_vectors.vocabularies import BYTE
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 1, 32, 64
@@ -67,14 +67,14 @@ def cycle(tokens: Sequence[str], types: Sequence[int], seed: int) -> list[int]:
     return words + others
 
 
-def write(path: Path, form: Form, seed: int = 1) -> list[int]:
+def write(path: Path, variant: FileVariant, seed: int = 1) -> list[int]:
     """Write the file of a form. Returns the cycle of its tokens."""
-    keys = form.keys
+    keys = variant.keys
     num_tokens = len(keys["tokens"])
-    order = cycle(keys["tokens"], form.types, seed)
-    layout = LAYOUTS[form.architecture]
-    writer = gguf.GGUFWriter(path, form.architecture)
-    writer.add_name(form.model_name)
+    order = cycle(keys["tokens"], variant.types, seed)
+    layout = LAYOUTS[variant.architecture]
+    writer = gguf.GGUFWriter(path, variant.architecture)
+    writer.add_name(variant.model_name)
     writer.add_context_length(CONTEXT)
     writer.add_block_count(layout.num_layers)
     writer.add_embedding_length(HIDDEN)
@@ -93,12 +93,12 @@ def write(path: Path, form: Form, seed: int = 1) -> list[int]:
     }
     for key, value in keys.items():
         add[type(value)](f"tokenizer.ggml.{key}", value)
-    for key, value in form.parameters.items():
-        add[type(value)](f"{form.architecture}.{key}", value)
-    for name, template in form.templates.items():
+    for key, value in variant.parameters.items():
+        add[type(value)](f"{variant.architecture}.{key}", value)
+    for name, template in variant.templates.items():
         writer.add_string("tokenizer.chat_template" + (f".{name}" if name else ""), template)
-    for name, tensor in _tensors(num_tokens, order, form, layout, np.random.default_rng(seed)).items():
-        kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else form.weights
+    for name, tensor in _tensors(num_tokens, order, variant, layout, np.random.default_rng(seed)).items():
+        kind = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 else variant.weights
         writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -108,7 +108,7 @@ def write(path: Path, form: Form, seed: int = 1) -> list[int]:
 
 
 def _tensors(
-    num_tokens: int, order: Sequence[int], form: Form, layout: Layout, random: np.random.Generator
+    num_tokens: int, order: Sequence[int], variant: FileVariant, layout: Layout, random: np.random.Generator
 ) -> dict[str, Array]:
     """By the names in the file. Values are exact in bfloat16."""
 
@@ -118,7 +118,7 @@ def _tensors(
 
     embedding = normal(num_tokens, HIDDEN)
     tensors = {"token_embd.weight": embedding, "output_norm.weight": np.ones(HIDDEN, np.float32)}
-    if not form.tied:
+    if not variant.tied:
         head = np.empty_like(embedding)
         head[order] = embedding[np.roll(order, 1)]
         tensors["output.weight"] = head / 8

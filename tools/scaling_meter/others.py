@@ -17,7 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.api_keys import bearer
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.apis.responses.names import renamed
@@ -143,7 +143,7 @@ def _relayed(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
     return work
 
 
-OLLAMA = OllamaForm(route="chat", model="m")
+OLLAMA = OllamaFields(route="chat", model="m")
 MESSAGES: Mapping[str, Grow] = {repr(piece): repeated(piece) for piece in ("a", "'", "'a", "'a ", "'messages[0].", " ")}
 
 

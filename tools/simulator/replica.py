@@ -25,7 +25,7 @@ from tools.simulator.requests import SimRequest
 NEVER = math.inf
 
 
-class Events(Protocol):
+class ReplicaListener(Protocol):
     """Hears what happens in a replica."""
 
     def started(self, request: SimRequest, num_cached: int) -> None:
@@ -107,7 +107,7 @@ class Row:
 class FastReplica:
     """Simulates one replica. The driver calls `submit` for each request and `advance` at `next_s`."""
 
-    def __init__(self, profile: ReplicaProfile, block_tokens: int, events: Events) -> None:
+    def __init__(self, profile: ReplicaProfile, block_tokens: int, events: ReplicaListener) -> None:
         self.next_s = NEVER
         """When `advance` is due."""
         self.busy_s = 0.0

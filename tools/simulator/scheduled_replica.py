@@ -14,7 +14,7 @@ from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import MAX_TOKENS, UNLIMITED, SchedulerConfig
 from tools.simulator.costs import KnownCosts
-from tools.simulator.replica import NEVER, Events
+from tools.simulator.replica import NEVER, ReplicaListener
 from tools.simulator.requests import SimRequest
 
 MIN_BLOCK_TOKENS = 4
@@ -55,7 +55,7 @@ def config_of(profile: ReplicaProfile) -> SchedulerConfig:
 class ScheduledReplica:
     """Simulates one replica. The driver calls `submit` for each request and `advance` at `next_s`."""
 
-    def __init__(self, profile: ReplicaProfile, block_tokens: int, events: Events) -> None:
+    def __init__(self, profile: ReplicaProfile, block_tokens: int, events: ReplicaListener) -> None:
         assert block_tokens >= MIN_BLOCK_TOKENS
         self.next_s = NEVER
         """When `advance` is due."""

@@ -19,7 +19,7 @@ from pipeline.routing.router import Lease, ReplicaSpec, Router
 from pipeline.stages.gateway.admission import Admission
 from pipeline.stages.gateway.errors import ApiError
 from tools.simulator.costs import KnownCosts
-from tools.simulator.replica import NEVER, Events, FastReplica
+from tools.simulator.replica import NEVER, FastReplica, ReplicaListener
 from tools.simulator.requests import SimRequest, Trace
 from tools.simulator.scheduled_replica import MIN_BLOCK_TOKENS, ScheduledReplica
 
@@ -105,7 +105,9 @@ class Simulation:
             for cell in range(setup.num_cells):
                 tier.add(str(cell), spec)
         self._replicas: list[Replica] = []
-        kind: Callable[[ReplicaProfile, int, Events], Replica] = ScheduledReplica if setup.is_real else FastReplica
+        kind: Callable[[ReplicaProfile, int, ReplicaListener], Replica] = (
+            ScheduledReplica if setup.is_real else FastReplica
+        )
         for place in range(setup.num_replicas):
             self._replicas.append(kind(setup.profile, trace.block_tokens, self))
             first = place % setup.num_cells * setup.num_routers

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.triton.attention.plan import plan_kernel
 from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
@@ -167,11 +167,11 @@ class AttentionTasks:
         scratch: Scratch | None = None,
         tiles: Tiles | None = None,
         quantized: bool = False,
-        form: ScoreForm | None = None,
+        form: ScoreOptions | None = None,
     ) -> None:
         """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share
         `scratch` must have the same `tiles`."""
-        self.form = form = form or ScoreForm()
+        self.form = form = form or ScoreOptions()
         scale = head_dim**-0.5 if form.scale is None else form.scale
         assert scale > 0
         self.scale = scale * LOG2_E

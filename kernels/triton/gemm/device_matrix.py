@@ -48,7 +48,7 @@ from pipeline.kernels.triton.gemm.planes import Planes
 from pipeline.kernels.triton.gemm.quantize import to_int4, to_int8
 
 Quantization = Literal["int8", "int4"]
-Form = Literal["float", "int8", "int4", "fp8"]
+Storage = Literal["float", "int8", "int4", "fp8"]
 Scales = Literal["one", "scale and minimum", "two"]
 """What a group has: a scale; a scale and a minimum of 8 bits, or a scale of 8 bits for each half, and their factors."""
 
@@ -65,7 +65,7 @@ FP8_GROUP = 128
 class DeviceMatrix:
     """A weight [N, K] on a device, and the dtype of its activations."""
 
-    form: Form
+    form: Storage
     """How values are stored: as floats, in bytes, or in half bytes with `high` for the other bits."""
     values: Tensor
     """float: [N, K] of `dtype`; int8: int8 [N, P]; fp8: uint8 [N, P]; int4: uint8 [N, P / 2]. P is K, padded to whole

@@ -23,7 +23,7 @@ class Planes(NamedTuple):
     minimums: Tensor | None
     factors: Tensor | None
     FORM: Any
-    """`Form`, a constexpr like all that follow"""
+    """`Storage`, a constexpr like all that follow"""
     STRIDE: Any
     """Bytes of a row of `data`; the number of columns if they are floats"""
     GROUP: Any

@@ -86,7 +86,7 @@ class ChatConnection:
         """Yield the text of a reply, piece by piece, and update `answer`. Raises AnswerError. Closing the generator
         early closes the connection, and the server aborts the request."""
         body = {"model": self.model, "messages": turns, "stream": True, "stream_options": {"include_usage": True}}
-        events = _Events()
+        events = _EventParser()
         try:
             async with self._session.post(
                 f"{self._base}/chat/completions",
@@ -109,7 +109,7 @@ class ChatConnection:
             raise AnswerError("lost the connection to the server: the stream ended early", is_gone=True)
 
 
-class _Events:
+class _EventParser:
     """Splits a byte stream into events."""
 
     def __init__(self) -> None:

@@ -83,11 +83,11 @@ def report(args: argparse.Namespace, settings: Settings) -> tuple[Path, list[str
         f"{measured.kernels} against the same weights in float32; {source}: {len(ids)} tokens, {len(chunks)} chunks of "
         f"{CHUNK_SIZE}"
     )
-    return folder, [line, table_of(measured.forms)]
+    return folder, [line, table_of(measured.programs)]
 
 
 def table_of(forms: Sequence[Any]) -> Table:
-    """A row for each `MeasuredForm`. KL divergences are in nats."""
+    """A row for each `MeasuredProgram`. KL divergences are in nats."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=heading != HEADINGS[0])

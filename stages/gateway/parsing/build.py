@@ -23,7 +23,7 @@ from pipeline.stages.gateway.parsing.bodies import (
 )
 from pipeline.stages.gateway.parsing.conversation import (
     calls_grammar,
-    reply_form,
+    reply_parsing,
 )
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import (
@@ -54,19 +54,19 @@ def with_reply(
     formats = limits.formats
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
-    form = reply_form(prompt, formats, shows_specials=shows_specials, with_reasoning=with_reasoning)
-    if form is None:
+    parsing = reply_parsing(prompt, formats, shows_specials=shows_specials, with_reasoning=with_reasoning)
+    if parsing is None:
         return parsed
     replace = msgspec.structs.replace
     options = parsed.options
-    has_marks = formats.needs_specials(form.tool_choice)
+    has_marks = formats.needs_specials(parsing.tool_choice)
     skip = options.skip_special_tokens and not has_marks
     grammar = calls_grammar(prompt, formats, options.grammar, limits.caps)
     options = replace(options, skip_special_tokens=skip, with_special_spans=has_marks, grammar=grammar)
     check_grammar(options)
     return replace(
         parsed,
-        reply=form,
+        reply=parsing,
         options=options,
         prompt_options=replace(parsed.prompt_options, with_tail=formats.reasoning is not None),
     )

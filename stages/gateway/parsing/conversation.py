@@ -46,7 +46,7 @@ class _Kwargs(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class ReplyForm(msgspec.Struct, frozen=True):
+class ReplyParsing(msgspec.Struct, frozen=True):
     """What to parse in the reply to a chat."""
 
     tool_choice: str = "none"
@@ -108,9 +108,9 @@ def _num_parts(message: MessageParam) -> int:
     return max(1, num_texts) + len(message.tool_calls or ())
 
 
-def reply_form(
+def reply_parsing(
     prompt: m.ChatPrompt, formats: ChatFormats, *, shows_specials: bool, with_reasoning: bool
-) -> ReplyForm | None:
+) -> ReplyParsing | None:
     """What to parse in the reply; None for nothing. Raises ApiError if tool calls are not parsed."""
     choice = prompt.tool_choice if prompt.tools else "none"
     if choice == "auto" and formats.tools is None:
@@ -124,7 +124,7 @@ def reply_form(
     tools = {one.name: one.schema if is_typed else "" for one in functions}
     if choice == "none" and formats.reasoning is None:
         return None
-    return ReplyForm(choice, tools, prompt.parallel_tool_calls, shows_specials, with_reasoning)
+    return ReplyParsing(choice, tools, prompt.parallel_tool_calls, shows_specials, with_reasoning)
 
 
 def calls_grammar(prompt: m.ChatPrompt, formats: ChatFormats, output: m.Grammar | None, caps: Caps) -> m.Grammar | None:

@@ -8,7 +8,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.dialect import Dialect
-from pipeline.stages.gateway.parsing.conversation import ReplyForm
+from pipeline.stages.gateway.parsing.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from pipeline.text.formats.chat_formats import ChatFormats
 
@@ -88,7 +88,7 @@ class RequestSize(msgspec.Struct, frozen=True):
     """What is measured where a body is parsed, which is a thread if it takes long: it needs a walk through everything
     that the client sent. See open_bytes.py."""
 
-    form: int
+    reply_bytes: int
     """Bytes that are kept for the reply, whatever becomes of the prompts."""
     prompts: list[int]
     """Bytes of each prompt in one process."""
@@ -146,7 +146,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Each event of the stream has usage."""
     embedding: EmbeddingOptions | None = None
     """The reply has the prompts' embeddings."""
-    reply: ReplyForm | None = None
+    reply: ReplyParsing | None = None
     """What to parse in the output; None for nothing."""
     scope: str = ""
     """Scope of the client's API key (`Keys.scope_of`): requests of other scopes neither abort it nor find its

@@ -34,7 +34,7 @@ class ReplyReader:
 
     def __init__(self, request: Request, prompt_request: PromptRequest, sequence: SequenceOutput, place: int) -> None:
         assert request.parsed.reply is not None
-        self._form = request.parsed.reply
+        self._parsing = request.parsed.reply
         self._request = request
         self._prompt_request = prompt_request
         self._sequence = sequence
@@ -99,13 +99,13 @@ class ReplyReader:
         return message
 
     def _call(self, index: int, name: str, arguments: str) -> ReplyToolCall:
-        if name in self._form.custom:
+        if name in self._parsing.custom:
             return ReplyToolCall(self.call_id(index), UNSET, "custom", ReplyCustom(name, input_of(arguments)))
         return ReplyToolCall(self.call_id(index), ReplyFunction(name, arguments))
 
     def finish_reason(self, finish_reason: str) -> str:
         """The finish_reason of a choice that was parsed completely."""
-        if finish_reason == "stop" and self.has_complete_calls and self._form.tool_choice != "named":
+        if finish_reason == "stop" and self.has_complete_calls and self._parsing.tool_choice != "named":
             return "tool_calls"
         return finish_reason
 
@@ -117,9 +117,9 @@ class ReplyReader:
     @property
     def _parser(self) -> ReplyParser:
         if self._reply_parser is None:
-            form = self._form
+            parsing = self._parsing
             self._reply_parser = self._request.formats.parser(
-                form.tool_choice, form.tools, self._prompt_request.tail, shows_specials=form.shows_specials
+                parsing.tool_choice, parsing.tools, self._prompt_request.tail, shows_specials=parsing.shows_specials
             )
         return self._reply_parser
 
@@ -131,10 +131,10 @@ class ReplyReader:
                 case Content():
                     pass
                 case Reasoning():
-                    if not self._form.with_reasoning:
+                    if not self._parsing.with_reasoning:
                         continue
                 case CallBegun(index) | Arguments(index) | CallEnded(index):
-                    if index and not self._form.parallel:
+                    if index and not self._parsing.parallel:
                         continue
                     if isinstance(event, CallBegun) and event.id and event.id not in self._written:
                         self._ids[index] = event.id
@@ -153,7 +153,7 @@ class ReplyReader:
                     yield ChatDelta(content=text)
                 case Reasoning(text):
                     yield ChatDelta(reasoning_content=text, reasoning=text)
-                case CallBegun(index, name) if name in self._form.custom:
+                case CallBegun(index, name) if name in self._parsing.custom:
                     self._custom = (index, [])
                     custom = CustomDelta(name=name, input="")
                     yield ChatDelta(tool_calls=[ToolDelta(index, self.call_id(index), "custom", custom=custom)])
@@ -184,10 +184,10 @@ class ReplyReader:
         """The id that the model wrote, or a unique one, which is the same in a replay."""
         if (written := self.written_id(index)) is not None:
             return written
-        form = self._request.formats.tools_of(self._form.tool_choice)
-        assert form is not None, "a tool call was parsed without a tool call format"
+        parsing = self._request.formats.tools_of(self._parsing.tool_choice)
+        assert parsing is not None, "a tool call was parsed without a tool call format"
         seed = f"{self._request.salt:x} {self._place} {index}".encode()
-        return form.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
+        return parsing.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:

@@ -73,7 +73,7 @@ class ResumePoints:
         return PREFIX + f"failed {error.code or 'error'}\n\n".encode()
 
 
-class Events(Protocol):
+class StreamEvents(Protocol):
     has_more: bool
 
     def first(self) -> bytes: ...
@@ -142,7 +142,7 @@ class Continuation:
             )
             raise invalid(RESUME, message, "invalid_value")
 
-    def run(self, events: Events) -> None:
+    def run(self, events: StreamEvents) -> None:
         """All of it."""
         self.begin()
         events.first()

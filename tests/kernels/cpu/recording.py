@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import HAS_MINIMUMS, Matrix
 from pipeline.kernels.sampling_inputs import SamplingInputs
@@ -88,14 +88,18 @@ class Kept:
 
 ACTIVATIONS: Literal["int12", "int8", "blocks"] = "int12"
 """For weights of 4 to 6 bits; the fixture `format` sets it."""
-SUMMED = (Form.BYTES, Form.SPLIT)
+SUMMED = (ActivationForm.BYTES, ActivationForm.SPLIT)
 """Forms with the sums of their groups."""
-MOST = {Form.BYTES: (127, np.int8), Form.SPLIT: (2047, np.int16), Form.WORDS: (32767, np.int16)}
+MOST = {
+    ActivationForm.BYTES: (127, np.int8),
+    ActivationForm.SPLIT: (2047, np.int16),
+    ActivationForm.WORDS: (32767, np.int16),
+}
 """The largest code of each form with groups, and the type of its codes here."""
 BLOCK = 256
 MOST_BLOCK_CODE = 127 * 257
 MOST_BLOCK_SUM = 2**19
-"""Of the magnitudes of 64 codes of `Form.BLOCKS`"""
+"""Of the magnitudes of 64 codes of `ActivationForm.BLOCKS`"""
 
 
 class Recording:
@@ -150,7 +154,7 @@ class Recording:
 
     def rows(self, num: int, width: int) -> native.NativeRows:
         """Memory for activations of either form."""
-        stride = max(self.library.activation_bytes(form, width) for form in Form)
+        stride = max(self.library.activation_bytes(form, width) for form in ActivationForm)
         return self.wide_rows(self.library.activation_rows(num), stride)
 
     def wide_rows(self, num: int, stride: int) -> native.NativeRows:
@@ -166,16 +170,16 @@ class Recording:
         """As plain activations store values for this instruction set."""
         return values if self.wide else to_bf16(values)
 
-    def put(self, rows: native.NativeRows, values: np.ndarray, form: Form) -> Kept:
+    def put(self, rows: native.NativeRows, values: np.ndarray, form: ActivationForm) -> Kept:
         """Store float32 values as the input of a product. Returns what the product reads."""
         num, width = values.shape
         memory = rows.memory
-        if form is Form.PLAIN:
+        if form is ActivationForm.PLAIN:
             kept = self.as_act(values)
             bits = kept if self.wide else (kept.view(np.uint32) >> 16).astype(np.uint16)
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
             return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
-        if form is Form.BLOCKS:
+        if form is ActivationForm.BLOCKS:
             codes, scales = quantize_blocks(values)
             lower = (codes + 128) % 256 - 128
             groups = np.stack([(codes - lower) // 256, lower], 1).astype(np.int8).reshape(num, 2, -1, GROUP)
@@ -191,7 +195,7 @@ class Recording:
             memory[:num, : packed.shape[1]] = packed
             return self.read_blocks(rows, num, width)
         codes, scales = quantize_rows(values, form)
-        parts = [split(codes) if form is Form.SPLIT else codes, scales]
+        parts = [split(codes) if form is ActivationForm.SPLIT else codes, scales]
         if form in SUMMED:
             sums = codes.reshape(num, -1, GROUP).sum(-1, dtype=np.int32)
             halves = codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int16)
@@ -207,7 +211,7 @@ class Recording:
         return (words.astype(np.uint32) << 16).view(np.float32)
 
     def read_blocks(self, rows: native.NativeRows, num: int, width: int) -> Kept:
-        """Codes and scales of `Form.BLOCKS`. Also checks what else is stored of them."""
+        """Codes and scales of `ActivationForm.BLOCKS`. Also checks what else is stored of them."""
         sizes = 2 * width, 2 * width, 4 * width // BLOCK, 4 * width // GROUP, 8 * width // GROUP
         memory = np.split(np.ascontiguousarray(rows.memory[:num, : sum(sizes)]), np.cumsum(sizes)[:-1], axis=1)
         types = np.int16, np.int8, np.float32, np.float32, np.int32
@@ -223,14 +227,14 @@ class Recording:
         assert np.abs(codes.astype(np.int32)).reshape(num, -1, 64).sum(-1).max() < MOST_BLOCK_SUM
         return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(BLOCK, 1), codes, scales)
 
-    def read_groups(self, rows: native.NativeRows, num: int, width: int, form: Form) -> Kept:
+    def read_groups(self, rows: native.NativeRows, num: int, width: int, form: ActivationForm) -> Kept:
         """Codes and scales. Also checks the sums that follow the bytes."""
         groups = width // GROUP
-        codes_type = np.dtype(np.int16 if form is Form.WORDS else np.int8)
-        begin = width if form is Form.BYTES else 2 * width
+        codes_type = np.dtype(np.int16 if form is ActivationForm.WORDS else np.int8)
+        begin = width if form is ActivationForm.BYTES else 2 * width
         memory = np.ascontiguousarray(rows.memory[:num, : begin + 16 * groups])
         codes = np.ascontiguousarray(memory[:, :begin]).view(codes_type)
-        if form is Form.SPLIT:
+        if form is ActivationForm.SPLIT:
             codes = joined(codes)
         scales, sums, scaled, halves = (
             np.ascontiguousarray(memory[:, begin + 4 * groups * i :][:, : 4 * groups]).view(dtype)
@@ -311,7 +315,7 @@ def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
         made.close()
 
 
-def form_of(format: Format) -> Form:
+def form_of(format: Format) -> ActivationForm:
     if ACTIVATIONS == "blocks":
         return native.form_for(format, "int12", in_blocks=True)
     return native.form_for(format, ACTIVATIONS)
@@ -322,7 +326,7 @@ def read_floats(rows: native.NativeRows, num: int, width: int) -> np.ndarray:
 
 
 def split(codes: np.ndarray) -> np.ndarray:
-    """Codes of 12 bits [N, K] as `Form.SPLIT` stores them: [N, 2 K] int8."""
+    """Codes of 12 bits [N, K] as `ActivationForm.SPLIT` stores them: [N, 2 K] int8."""
     groups = codes.reshape(len(codes), -1, GROUP)
     return np.concatenate([groups >> 4, groups & 15], axis=-1).astype(np.int8).reshape(len(codes), -1)
 
@@ -334,7 +338,7 @@ def joined(halves: np.ndarray) -> np.ndarray:
     return (groups[..., :GROUP] * 16 + groups[..., GROUP:]).reshape(len(halves), -1)
 
 
-def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
+def quantize_rows(values: np.ndarray, form: ActivationForm) -> tuple[np.ndarray, np.ndarray]:
     """Codes [N, K] int8 or int16 (of 12 bits if split) and scales [N, K / 32] float32, rounded as
     quantize() in matrix.h writes it down."""
     groups = values.reshape(len(values), -1, GROUP)
@@ -347,7 +351,8 @@ def quantize_rows(values: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarra
 
 
 def quantize_blocks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] int16 and scales [N, K / 256] float32 of `Form.BLOCKS`, rounded as quantize_blocks() in matrix.h."""
+    """Codes [N, K] int16 and scales [N, K / 256] float32 of `ActivationForm.BLOCKS`, rounded as
+    quantize_blocks() in matrix.h."""
     blocks = values.reshape(len(values), -1, BLOCK)
     parts = np.abs(blocks).reshape(*blocks.shape[:2], 4, 4, 16)
     sums = ((parts[..., 0, :] + parts[..., 1, :]) + parts[..., 2, :]) + parts[..., 3, :]

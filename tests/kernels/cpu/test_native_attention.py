@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from tests.kernels.cpu.kv_memory import KVMemory, dequantized, hadamard, quantize_heads
 from tests.kernels.cpu.recording import (
@@ -122,7 +122,7 @@ class Attention:
         case: Case,
         floats: bool = False,
         stale: Sequence[float] = STALE,
-        form: native.NativeScoreForm | None = None,
+        form: native.NativeScoreOptions | None = None,
     ) -> None:
         self.r, self.case, self.floats = r, case, floats
         most = r.inputs.max_num_tokens
@@ -152,7 +152,7 @@ class Attention:
         r.fill(steps, tables=self.tables[[entry for entry, _, _ in entries]])
         queries = [case.queries[entry][start : start + count] for entry, start, count in entries]
         num = sum(count for _, count in steps)
-        r.put(self.queries, np.concatenate(queries).reshape(num, case.width), Form.PLAIN)
+        r.put(self.queries, np.concatenate(queries).reshape(num, case.width), ActivationForm.PLAIN)
         assert r.run() == 0
         out = read_floats(self.out, num, case.width) if self.floats else r.read_plain(self.out, num, case.width)
         return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])

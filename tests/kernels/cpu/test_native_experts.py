@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
-from pipeline.kernels.experts import RouteForm, route_reference
+from pipeline.kernels.cpu.native import ActivationForm
+from pipeline.kernels.experts import RouteOptions, route_reference
 from tests.kernels.cpu.recording import EPS, assert_near, random, recording
 
 NUM, CHOSEN, WIDTH = 21, 5, 530
 FORMS = [
-    RouteForm(NUM, "softmax", False),
-    RouteForm(NUM, "softmax", True, 0.5),
-    RouteForm(NUM, "sigmoid", False),
-    RouteForm(NUM, "sigmoid", True, 2.5),
+    RouteOptions(NUM, "softmax", False),
+    RouteOptions(NUM, "softmax", True, 0.5),
+    RouteOptions(NUM, "sigmoid", False),
+    RouteOptions(NUM, "sigmoid", True, 2.5),
 ]
 
 
@@ -31,7 +31,7 @@ def expert_order(chosen: list[list[int]]) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_are_routed_gathered_and_combined(
-    library: ctypes.CDLL, form: RouteForm, has_bias: bool, num_tokens: int
+    library: ctypes.CDLL, form: RouteOptions, has_bias: bool, num_tokens: int
 ) -> None:
     logits = random(1, num_tokens, NUM + 1, scale=3)
     logits[0, :NUM] = 1.0  # all equal: the first experts come first
@@ -51,7 +51,7 @@ def test_rows_are_routed_gathered_and_combined(
         gathered[0].target = native.NativeRows(target.ctypes.data, WIDTH * 4)
         gathered[0].bytes = WIDTH * 4
         bias_at = None if bias is None else r.floats(bias).ctypes.data
-        route_form = native.NativeRouteForm(native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at)
+        route_form = native.NativeRouteOptions(native.SCORINGS[form.scoring], form.normalized, form.scale, bias_at)
         stored = r.floats(logits)
         routing = library.program_route(
             r.program, stored.ctypes.data, NUM + 1, ctypes.byref(route_form), NUM, CHOSEN, 64, gathered, 1
@@ -90,13 +90,13 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         experts = Experts(num=3, num_per_token=1, intermediate_size=inner)
         ((part, order),) = stacked_parts(Linear(tuple(halves)), experts, range(inner), is_gated=True)
         rows, gathered_rows = r.rows(4, depth), r.rows(4 + 16, depth)
-        kept = r.put(rows, values, Form.PLAIN)
+        kept = r.put(rows, values, ActivationForm.PLAIN)
         out = r.floats(np.full((4 + 16, inner), np.nan))
         logits = r.floats(np.array([[0, 1, 0]] * 4, np.float32))
         gathered = (native.NativeGatheredRows * 1)()
         gathered[0].source, gathered[0].target = rows, gathered_rows
-        gathered[0].bytes = library.activation_bytes(Form.PLAIN, depth)
-        route_form = native.NativeRouteForm(0, 1, 1.0, None)
+        gathered[0].bytes = library.activation_bytes(ActivationForm.PLAIN, depth)
+        route_form = native.NativeRouteOptions(0, 1, 1.0, None)
         routing = library.program_route(
             r.program, logits.ctypes.data, 3, ctypes.byref(route_form), 3, 1, 16, gathered, 1
         )

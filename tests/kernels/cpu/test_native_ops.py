@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.hadamard import hadamard_reference
 from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
@@ -73,16 +73,23 @@ def test_a_norm_writes_plain_activations(library: ctypes.CDLL, width: int, scale
     with recording(library) as r:
         rows = r.rows(7, width)
         library.program_norm(
-            r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, width, 1e-5, 0
+            r.program,
+            rows,
+            ActivationForm.PLAIN,
+            r.floats(residual).ctypes.data,
+            r.floats(weight).ctypes.data,
+            width,
+            1e-5,
+            0,
         )
         r.tokens(7)
         assert r.run() == 0
         assert_kept(r, r.read_plain(rows, 7, width), *rms_norm(residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.SPLIT])
+@pytest.mark.parametrize("form", [ActivationForm.BYTES, ActivationForm.WORDS, ActivationForm.SPLIT])
 @pytest.mark.parametrize("width", [32, 64, 96, 576])
-def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: Form) -> None:
+def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: ActivationForm) -> None:
     residual, weight = random(3, 5, width, scale=20), random(4, width) + 1
     with recording(library, threads=3) as r:
         rows = r.rows(5, width)
@@ -94,8 +101,8 @@ def test_a_norm_writes_quantized_groups(library: ctypes.CDLL, width: int, form: 
         assert_groups(r.read_groups(rows, 5, width, form), *rms_norm(residual, weight, 1e-6))
 
 
-@pytest.mark.parametrize("form", [form for form in Form if form is not Form.BLOCKS])
-def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: Form) -> None:
+@pytest.mark.parametrize("form", [form for form in ActivationForm if form is not ActivationForm.BLOCKS])
+def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: ActivationForm) -> None:
     residual, weight = random(5, 12, 64), random(6, 64)
     with recording(library) as r:
         rows = r.rows(12, 64)
@@ -106,15 +113,15 @@ def test_a_norm_of_sampled_tokens_skips_the_others(library: ctypes.CDLL, form: F
         before = rows.memory.copy()
         assert r.run() == 0
         expected, error = rms_norm(residual[[2, 7, 11]], weight, 1e-5)
-        if form is Form.PLAIN:
+        if form is ActivationForm.PLAIN:
             assert_kept(r, r.read_plain(rows, 3, 64), expected, error)
         else:
             assert_groups(r.read_groups(rows, 3, 64, form), expected, error)
         np.testing.assert_array_equal(rows.memory[3:], before[3:])
 
 
-@pytest.mark.parametrize("form", [Form.BYTES, Form.WORDS, Form.SPLIT])
-def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL, form: Form) -> None:
+@pytest.mark.parametrize("form", [ActivationForm.BYTES, ActivationForm.WORDS, ActivationForm.SPLIT])
+def test_quantized_activations_match_the_definition_exactly(library: ctypes.CDLL, form: ActivationForm) -> None:
     values = random(7, 9, 160)
     values[0, :32] = 0
     values[1, 32:64] = -0.0
@@ -149,7 +156,7 @@ def test_activations_in_blocks_match_the_definition_exactly(library: ctypes.CDLL
     values[7, 64:128] *= 50
     with recording(library, threads=2) as r:
         rows = r.rows(8, 512)
-        library.program_quantize(r.program, rows, Form.BLOCKS, r.floats(values).ctypes.data, 512)
+        library.program_quantize(r.program, rows, ActivationForm.BLOCKS, r.floats(values).ctypes.data, 512)
         r.tokens(8)
         assert r.run() == 0
         kept = r.read_blocks(rows, 8, 512)
@@ -175,9 +182,9 @@ def test_the_largest_weights_and_activations_do_not_overflow(library: ctypes.CDL
         values = np.full((num, 256), sign, np.float32)
         with recording(library) as r:
             rows, out = r.rows(num, 256), r.floats(np.zeros((num, 16)))
-            kept = r.put(rows, values, Form.BLOCKS)
+            kept = r.put(rows, values, ActivationForm.BLOCKS)
             packed = r.pack(matrix)
-            packed._obj.form = Form.BLOCKS
+            packed._obj.form = ActivationForm.BLOCKS
             library.program_linear_add(r.program, out.ctypes.data, rows, packed, 16, 1.0)
             r.tokens(num)
             assert r.run() == 0
@@ -215,8 +222,8 @@ def test_a_number_that_is_not_finite_is_not_lost_and_stays_in_its_row(
             values[row, column] = value
         with recording(library) as r:
             rows, residual = r.rows(20, depth), r.floats(np.zeros((20, 32)))
-            if form_of(format) == Form.PLAIN:
-                r.put(rows, values, Form.PLAIN)
+            if form_of(format) == ActivationForm.PLAIN:
+                r.put(rows, values, ActivationForm.PLAIN)
             else:
                 library.program_quantize(r.program, rows, form_of(format), r.floats(values).ctypes.data, depth)
             library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 32, 1.0)
@@ -237,7 +244,14 @@ def test_a_product_with_the_identity_returns_its_input(library: ctypes.CDLL) -> 
     with recording(library) as r:
         rows, out = r.rows(11, 80), r.floats(np.zeros((11, 80)))
         library.program_norm(
-            r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, r.floats(weight).ctypes.data, 80, 1e-5, 0
+            r.program,
+            rows,
+            ActivationForm.PLAIN,
+            r.floats(residual).ctypes.data,
+            r.floats(weight).ctypes.data,
+            80,
+            1e-5,
+            0,
         )
         library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(identity), 80, 1.0)
         r.tokens(11)
@@ -277,7 +291,7 @@ def test_every_8_bit_float_is_widened_exactly(library: ctypes.CDLL) -> None:
     for num in (1, 2, 20):
         with recording(library) as r:
             rows, out = r.rows(num, 128), r.floats(np.zeros((num, 254)))
-            r.put(rows, np.ones((num, 128), np.float32), Form.PLAIN)
+            r.put(rows, np.ones((num, 128), np.float32), ActivationForm.PLAIN)
             library.program_linear_add(r.program, out.ctypes.data, rows, r.pack(matrix), 254, 1.0)
             r.tokens(num)
             assert r.run() == 0
@@ -358,7 +372,7 @@ def test_swiglu_with_gates_of_any_size(library: ctypes.CDLL, gate: float) -> Non
     bias = np.concatenate([np.full(16, gate), np.full(16, 3.0)])
     with recording(library) as r:
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
-        r.put(rows, random(21, 1, 32), Form.PLAIN)
+        r.put(rows, random(21, 1, 32), ActivationForm.PLAIN)
         weights = r.pack(matrix, gated_order(16), bias)
         library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1, 0)
         r.tokens(1)
@@ -377,7 +391,7 @@ def test_nan_is_not_lost_in_an_activation(library: ctypes.CDLL, kind: int, gate:
     bias[[3, 19]] = 1.0
     with recording(library) as r:
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
-        r.put(rows, random(21, 1, 32), Form.PLAIN)
+        r.put(rows, random(21, 1, 32), ActivationForm.PLAIN)
         weights = r.pack(matrix, gated_order(16), bias)
         library.program_swiglu(r.program, out, True, r.products((weights, rows)), 1, kind)
         r.tokens(1)
@@ -575,7 +589,7 @@ def test_keys_and_values_in_8_bits_are_those_of_the_reference(library: ctypes.CD
         identity = np.zeros((3 * head_dim, 2 * head_dim), np.float32)
         identity[head_dim:] = np.eye(2 * head_dim)
         matrix = Matrix("bf16", torch.from_numpy(identity).bfloat16(), *identity.shape)
-        kept = r.put(inputs, rows, Form.PLAIN)
+        kept = r.put(inputs, rows, ActivationForm.PLAIN)
         order = turned_order(2, 3, head_dim)
         angles = np.zeros((64, head_dim // 2), np.float32)
         library.program_qkv(
@@ -610,8 +624,8 @@ def test_a_profile_names_every_op_and_its_cost(library: ctypes.CDLL) -> None:
     matrix = random_matrix(26, 48, 64, "q4_0")
     with recording(library, threads=2) as r:
         rows, residual = r.rows(5, 64), r.floats(np.zeros((5, 48)))
-        r.put(rows, random(27, 5, 64), Form.BYTES)
-        library.program_quantize(r.program, rows, Form.BYTES, r.floats(random(28, 5, 64)).ctypes.data, 64)
+        r.put(rows, random(27, 5, 64), ActivationForm.BYTES)
+        library.program_quantize(r.program, rows, ActivationForm.BYTES, r.floats(random(28, 5, 64)).ctypes.data, 64)
         library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 48, 1.0)
         r.tokens(5)
         seconds = np.full(2, np.nan)
@@ -634,7 +648,7 @@ def test_a_program_repeats_its_results_in_every_step(library: ctypes.CDLL) -> No
 
 
 def repeat(r: Recording, rows: native.NativeRows, residual: np.ndarray, matrix: Matrix) -> None:
-    r.put(rows, random(31, 7, 64), Form.PLAIN)
+    r.put(rows, random(31, 7, 64), ActivationForm.PLAIN)
     r.library.program_linear_add(r.program, residual.ctypes.data, rows, r.pack(matrix), 512, 1.0)
     r.tokens(7)
     assert r.run() == 0

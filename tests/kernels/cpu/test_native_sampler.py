@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.cpu.sample_reference import sample_reference
 from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.logits_processors import apply_logits_processors, mask
@@ -97,7 +97,7 @@ def test_of_equal_logits_the_lowest_id_wins(library: ctypes.CDLL, is_emulated: b
         with recording(library, threads=threads) as r:
             # Earlier work wakes all threads; whichever starts first then gets the lowest ids.
             rows, residual = r.rows(20, DEPTH), r.floats(np.zeros((20, 1024)))
-            r.put(rows, activations, Form.PLAIN)
+            r.put(rows, activations, ActivationForm.PLAIN)
             before = r.pack(random_matrix(24, 1024, DEPTH, "bf16"))
             library.program_linear_add(r.program, residual.ctypes.data, rows, before, 1024, 1.0)
             head = Head(r, quantize(torch.from_numpy(weights), "bf16"))

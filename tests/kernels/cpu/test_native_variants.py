@@ -8,7 +8,7 @@ import torch
 
 from pipeline.kernels.activations import activation_reference
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.matrix import quantize
 from pipeline.kernels.rms_norm import layer_norm_reference, rms_norm_reference
 from tests.kernels.cpu.recording import EPS, assert_near, exact, random, random_matrix, read_floats, recording
@@ -25,7 +25,7 @@ def test_activations_of_any_size(library: ctypes.CDLL, kind: str, gated: bool) -
     number = native.ACTIVATIONS[kind]
     with recording(library) as r:
         rows, out = r.rows(1, 32), r.wide_rows(1, 64)
-        r.put(rows, random(2, 1, 32), Form.PLAIN)
+        r.put(rows, random(2, 1, 32), ActivationForm.PLAIN)
         if gated:
             order = [i for first in (0, 8) for i in (*range(first, first + 8), *range(16 + first, 24 + first))]
             weights = r.pack(quantize(torch.zeros(32, 32), "bf16"), order, np.concatenate([GATES, ups]))
@@ -55,7 +55,7 @@ def test_norms_of_any_kind(library: ctypes.CDLL, kind: str, width: int) -> None:
         norm = native.NativeNorm(native.NORM_KINDS[kind], *values, 1e-5)
         rows, total, place = r.rows(5, width), r.floats(residual), r.floats(residual)
         library.program_any_norm(
-            r.program, rows, Form.PLAIN, r.floats(residual).ctypes.data, ctypes.byref(norm), width, 0
+            r.program, rows, ActivationForm.PLAIN, r.floats(residual).ctypes.data, ctypes.byref(norm), width, 0
         )
         from_ = r.floats(result).ctypes.data
         library.program_add_norm(r.program, total.ctypes.data, from_, ctypes.byref(norm), width, 0.25)
@@ -96,7 +96,7 @@ def test_a_factor_of_a_result(library: ctypes.CDLL) -> None:
     matrix, before = random_matrix(9, 40, 64, "bf16"), random(10, 3, 40)
     with recording(library) as r:
         rows, residual, alone = r.rows(3, 64), r.floats(before), r.floats(np.zeros((3, 40)))
-        r.put(rows, random(11, 3, 64), Form.PLAIN)
+        r.put(rows, random(11, 3, 64), ActivationForm.PLAIN)
         packed = r.pack(matrix)
         library.program_linear(r.program, alone.ctypes.data, rows, packed, 40)
         library.program_linear_add(r.program, residual.ctypes.data, rows, packed, 40, 0.25)

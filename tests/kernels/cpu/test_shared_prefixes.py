@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from tests.kernels.cpu.recording import Recording, bf16_bits, random, read_floats, recording
 
@@ -80,7 +80,7 @@ class Attention:
         self.r.fill([tree.entries[row] for row in rows], tables=tables[list(rows)])
         given = [self.given[ends[row] - tree.counts[row] : ends[row]] for row in rows]
         num = sum(len(queries) for queries in given)
-        self.r.put(self.queries, np.concatenate(given), Form.PLAIN)
+        self.r.put(self.queries, np.concatenate(given), ActivationForm.PLAIN)
         assert self.r.run() == 0
         made = read_floats(self.out, num, self.width).copy()
         return np.split(made, np.cumsum([len(queries) for queries in given])[:-1])

@@ -32,11 +32,11 @@ def same_bits(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-def form_of(r: Recording, case: Case) -> native.NativeScoreForm:
+def form_of(r: Recording, case: Case) -> native.NativeScoreOptions:
     """Everything that can change scores."""
     heads = case.kv_heads * case.group
     slopes, sinks = (r.floats(random(seed, heads, scale=0.1)).ctypes.data for seed in (7, 8))
-    return native.NativeScoreForm(3.0, slopes, sinks)
+    return native.NativeScoreOptions(3.0, slopes, sinks)
 
 
 @pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.name)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.kv_layout import dequantize_heads, quantize_heads
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.kv_cache import codes_and_scales, is_quantized, shape_of
 from pipeline.kernels.triton.rows import StepArrays
@@ -110,11 +110,11 @@ def attention_reference(
     step: StepArrays,
     num_heads: int,
     window: int | None,
-    form: ScoreForm | None = None,
+    form: ScoreOptions | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The formula in float64, one token at a time. queries [T, Q * D]; returns [T, Q, D], NaN for padding."""
-    form = form or ScoreForm()
+    form = form or ScoreOptions()
     keys, values = dequantized(keys), dequantized(values)
     _, num_kv_heads, _, head_dim = keys.shape
     wide = queries.double().view(len(queries), num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles
@@ -20,10 +20,10 @@ POISON = -7.0
 
 
 FORMS = {
-    "scale, cap": ScoreForm(scale=0.4, softcap=1.5),
-    "slopes": ScoreForm(slopes=torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1])),
-    "sinks": ScoreForm(has_sinks=True),
-    "all": ScoreForm(0.3, 2.0, torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1]), has_sinks=True),
+    "scale, cap": ScoreOptions(scale=0.4, softcap=1.5),
+    "slopes": ScoreOptions(slopes=torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1])),
+    "sinks": ScoreOptions(has_sinks=True),
+    "all": ScoreOptions(0.3, 2.0, torch.tensor([0.5, 0.05, 0.2, 0.01, 0.3, 0.1]), has_sinks=True),
 }
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 6.0, -0.5])
 """Of the six heads of `FORMS`."""
@@ -34,7 +34,7 @@ def tasks_for(
     window: int | None,
     tiles: Tiles | None = SMALL,
     dtype: torch.dtype = torch.float32,
-    form: ScoreForm | None = None,
+    form: ScoreOptions | None = None,
 ) -> AttentionTasks:
     return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles, form=form)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.kernels.hadamard import hadamard_reference
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.rotary import NO_GROWTH, QueryGrowth
@@ -28,7 +28,7 @@ def check(
     tolerance: float = 5e-5,
     seed: int = 0,
     quantized: bool = False,
-    form: ScoreForm | None = None,
+    form: ScoreOptions | None = None,
     growth: QueryGrowth = NO_GROWTH,
 ) -> int:
     """Returns the number of splits inside of units."""

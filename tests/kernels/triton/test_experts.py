@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteForm, experts_reference, route_reference
+from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions, experts_reference, route_reference
 from pipeline.kernels.triton.experts import ExpertLinear, Order, combine, down, gate_up, route, sort
 from tests.kernels.triton.gemms import FORMATS, TOLERANCE, assert_near, columns_of, device_matrix, poisoned, random
 
@@ -17,7 +17,7 @@ def test_a_router_chooses_the_largest_scores(num_tokens: int, normalized: bool, 
     partials[:, 0] = 1.0  # all equal
     chosen = torch.full((num_tokens, CHOICES), -1, dtype=torch.int32)
     weights = poisoned(num_tokens, CHOICES, dtype=torch.float32)
-    form = RouteForm(NUM, scoring, normalized, 1.5)
+    form = RouteOptions(NUM, scoring, normalized, 1.5)
     bias = random(NUM, seed=2) if biased else None
     route(chosen, weights, partials, form, bias)
     expected, factors = route_reference(partials.sum(0)[:, :NUM], CHOICES, bias, form)
@@ -31,7 +31,7 @@ def test_a_router_chooses_the_largest_scores(num_tokens: int, normalized: bool, 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_token_that_is_not_finite_has_different_experts(scoring: str, biased: bool, value: float) -> None:
     """Twice the same one would write beyond the expert's list, into those of others."""
-    form, bias = RouteForm(NUM, scoring, True, 1.0), random(NUM, seed=2) if biased else None
+    form, bias = RouteOptions(NUM, scoring, True, 1.0), random(NUM, seed=2) if biased else None
     partials, found = random(2, 6, NUM + 1, seed=1), []
     for is_spoilt in (False, True):
         if is_spoilt:
@@ -68,7 +68,7 @@ def test_choices_are_sorted_by_expert(num_tokens: int) -> None:
 def test_tokens_are_computed_by_their_experts(format: str, kind: str, gated: bool, biased: bool) -> None:
     num, num_choices = 3, 2  # the interpreter takes long for each
     hidden, inner, dtype, num_tokens = columns_of(format, 64), columns_of(format, 96), torch.float32, 21
-    form, route_form = ExpertActivation(kind, gated, 1.7, 0.8), RouteForm(num, "softmax", True)
+    form, route_form = ExpertActivation(kind, gated, 1.7, 0.8), RouteOptions(num, "softmax", True)
 
     def linear(num_rows: int, num_columns: int, seed: int) -> ExpertLinear:
         bias = random(num_rows, seed=seed + 10) if biased else None

@@ -47,4 +47,4 @@ def test_its_most_likely_tokens_are_those_of_float32(folder: Path) -> None:
     ids, bos_id = encode(folder, BUILT_IN.read_text("utf-8"))
     chunk = chunks_of(ids, bos_id, "the built-in text")[0][:NUM_POSITIONS]
     measured = fidelity.measure(Settings(), folder, [chunk], lambda _: None)
-    assert measured.forms[0].divergence.summary().top1 >= 0.97
+    assert measured.programs[0].divergence.summary().top1 >= 0.97

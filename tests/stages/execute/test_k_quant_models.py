@@ -43,6 +43,6 @@ def test_its_most_likely_tokens_are_those_of_float32(folder: Path) -> None:
     ids, bos_id = encode(folder, BUILT_IN.read_text("utf-8"))
     chunk = chunks_of(ids, bos_id, "the built-in text")[0][:NUM_POSITIONS]
     measured = fidelity.measure(Settings(), folder, [chunk], lambda _: None)
-    default, int8 = (form.divergence.summary() for form in measured.forms)
+    default, int8 = (form.divergence.summary() for form in measured.programs)
     assert default.top1 > 0.985
     assert int8.top1 > 0.95

@@ -22,7 +22,7 @@ from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway import open_bytes
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.apis.responses.parsing import parse_response
-from pipeline.stages.gateway.apis.responses.reply import form_of, response_of
+from pipeline.stages.gateway.apis.responses.reply import reply_fields_of, response_of
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import logprobs
@@ -120,7 +120,7 @@ class TestSubmitted:
         packed = msgspec.msgpack.encode(submit)
         in_ingest = msgspec.msgpack.decode(packed, type=m.Submit)
         taken = deep_bytes(parsed, set()) + deep_bytes(in_ingest, set())
-        counted = open_bytes.form_bytes(parsed) + submitted_bytes(parsed)
+        counted = open_bytes.reply_bytes(parsed) + submitted_bytes(parsed)
         assert counted >= taken, name
         fixed = open_bytes.REQUEST_BYTES + open_bytes.SEQUENCE_BYTES
         options = parsed.options  # schedule and detokenize have them too
@@ -184,8 +184,8 @@ class TestManyPrompts:
     def test_a_message_that_each_choice_repeats_counts_for_each(self) -> None:
         body = {"messages": turns(1, "a" * 10_000), "add_generation_prompt": False, "echo": True}
         one, many = chat(**body), chat(**body, n=100)
-        assert open_bytes.form_bytes(one) >= 30_000
-        assert open_bytes.form_bytes(many) - open_bytes.form_bytes(one) >= 99 * 20_000
+        assert open_bytes.reply_bytes(one) >= 30_000
+        assert open_bytes.reply_bytes(many) - open_bytes.reply_bytes(one) >= 99 * 20_000
 
 
 class TestForm:
@@ -202,8 +202,8 @@ class TestForm:
         request = Request(parsed, stage, 1, limits.formats)
         response = response_of(request, "in_progress", [])
         event = len(msgspec.json.encode(response))
-        taken = 2 * event + deep_bytes(form_of(request.parsed), set())
-        counted = open_bytes.form_bytes(parsed)
+        taken = 2 * event + deep_bytes(reply_fields_of(request.parsed), set())
+        counted = open_bytes.reply_bytes(parsed)
         assert taken - 2 * 2000 <= counted <= 1.5 * taken, "an event has about 1 kB of its own"
 
 

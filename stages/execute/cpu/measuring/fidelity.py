@@ -43,7 +43,7 @@ Report = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class MeasuredForm:
+class MeasuredProgram:
     """One program, and how far it is from the reference."""
 
     weights: str
@@ -59,7 +59,7 @@ class MeasuredForm:
 class MeasuredFidelity:
     kernels: str
     """The measured back end, such as `cpu, amx`."""
-    forms: list[MeasuredForm]
+    programs: list[MeasuredProgram]
 
 
 def measure(
@@ -84,17 +84,17 @@ def measure(
     with ExitStack() as stack:
         reference = stack.enter_context(closing(load(settings, folder, "float32", "torch", make=streamed_program)))
         measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
-        forms = [_form(measured[0], "int12")]
+        programs = [_program(measured[0], "int12")]
         if isinstance(measured[0].program, NativeProgram) and set(FEW_BITS) & set(_formats(measured[0])):
             measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
-            forms.append(_form(measured[1], "int8"))
-        against_bf16: MeasuredForm | None = None
+            programs.append(_program(measured[1], "int8"))
+        against_bf16: MeasuredProgram | None = None
         if (kv_dtype := settings.execute.kv_dtype) != "auto":
             measured.append(
                 stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, kv_dtype=kv_dtype)))
             )
-            forms.append(_form(measured[-1], "int12", f"{kv_dtype} KV cache"))
-            against_bf16 = _form(measured[-1], "int12", f"{kv_dtype} against bf16 KV cache")
+            programs.append(_program(measured[-1], "int12", f"{kv_dtype} KV cache"))
+            against_bf16 = _program(measured[-1], "int12", f"{kv_dtype} against bf16 KV cache")
         for i, chunk in enumerate(chunks):
             expected = logits_of(reference, chunk)
             if not np.isfinite(expected).all():
@@ -102,12 +102,12 @@ def measure(
             if base is not None:
                 base.add(chunks, expected)
             found = [logits_of(runner, chunk) for runner in measured]
-            for logits, form in zip(found, forms, strict=True):
-                form.divergence.add(expected, logits)
+            for logits, program in zip(found, programs, strict=True):
+                program.divergence.add(expected, logits)
             if against_bf16 is not None:
                 against_bf16.divergence.add(found[0], found[-1])
             report(i + 1)
-        return MeasuredFidelity(measured[0].name, forms if against_bf16 is None else [*forms, against_bf16])
+        return MeasuredFidelity(measured[0].name, programs if against_bf16 is None else [*programs, against_bf16])
 
 
 def load(
@@ -169,11 +169,11 @@ def _formats(runner: CpuRunner) -> list[str]:
     return runner.weight_formats.split("+")
 
 
-def _form(runner: CpuRunner, activations: str, kv_cache: str = "") -> MeasuredForm:
+def _program(runner: CpuRunner, activations: str, kv_cache: str = "") -> MeasuredProgram:
     """`activations` is what the runner takes for weights of 4 to 6 bits."""
     used = [_activations(runner, format, activations) for format in _formats(runner)]
     form = used[0] if len(set(used)) == 1 else "+".join(used)
-    return MeasuredForm(runner.weight_formats, form, kv_cache=kv_cache)
+    return MeasuredProgram(runner.weight_formats, form, kv_cache=kv_cache)
 
 
 def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import StepInputs, block_bytes
 from pipeline.runtime.model_folder import ModelConfig, Rope
 from pipeline.stages.execute.adapters.slots import OUT, QKV
@@ -78,7 +78,7 @@ class NativeAttention:
         self,
         weights: AttentionWeights,
         place: int = 0,
-        inputs_at: "Callable[[Form], native.NativeRows] | None" = None,
+        inputs_at: "Callable[[ActivationForm], native.NativeRows] | None" = None,
     ) -> None:
         """Record a layer after its norm, whose results are at `place`, or of other inputs."""
         config, library, share = self._config, self._library, self._share
@@ -95,7 +95,7 @@ class NativeAttention:
         form = self._score_form
         if weights.sinks is not None:
             sinks = np.asarray(weights.sinks, np.float32)[share.heads.start : share.heads.stop]
-            form = native.NativeScoreForm(form.softcap, form.slopes, self._memory.vector(sinks))
+            form = native.NativeScoreOptions(form.softcap, form.slopes, self._memory.vector(sinks))
         library.program_attention(self._program, rows, floats, self._queries, kv, plan, ctypes.byref(form))
         self._layers.barrier("attention")
         self._layers.add(self._attended, width, weights.out, weights.post_norm, OUT, "o")
@@ -119,7 +119,7 @@ class NativeAttention:
         )
 
     def _record_qkv(
-        self, weights: AttentionWeights, kv: Any, place: int, inputs_at: Callable[[Form], native.NativeRows]
+        self, weights: AttentionWeights, kv: Any, place: int, inputs_at: Callable[[ActivationForm], native.NativeRows]
     ) -> None:
         """Record the matmuls of queries, keys and values, their norms and rotation, and the writing of keys and
         values."""
@@ -147,7 +147,9 @@ class NativeAttention:
                 *(norms, self._query_form, self._qkv),
             )
 
-    def _gather_qkv(self, qkv: Linear, heads: list[int], inputs_at: Callable[[Form], native.NativeRows]) -> None:
+    def _gather_qkv(
+        self, qkv: Linear, heads: list[int], inputs_at: Callable[[ActivationForm], native.NativeRows]
+    ) -> None:
         """Record the matmul of these heads, which are adjacent and of one kind; the results of all ranks lie side by
         side."""
         config, library = self._config, self._library
@@ -182,7 +184,7 @@ class NativeAttention:
             self._calibrated.append(CalibratedLayer(kv, group, center, factors))
         return kv
 
-    def _forms(self) -> tuple[Any, native.NativeScoreForm]:
+    def _forms(self) -> tuple[Any, native.NativeScoreOptions]:
         """What differs from plain attention in the scale of queries, or null, and in scores."""
         config, query = self._config, None
         if config.query_scale is not None or config.query_growth:
@@ -191,12 +193,12 @@ class NativeAttention:
             if config.query_growth:
                 periods = np.arange(self._max_model_len) // config.query_growth_period
                 growth = self._memory.vector((1 + config.query_growth * np.log1p(periods)).astype(np.float32))
-            query = native.NativeQueryForm(scale, growth)
+            query = native.NativeQueryOptions(scale, growth)
         heads = self._share.heads
         slopes = None
         if config.alibi_slopes is not None:
             slopes = self._memory.vector(np.array(config.alibi_slopes[heads.start : heads.stop], np.float32))
-        score = native.NativeScoreForm(config.attention_softcap or 0.0, slopes, None)
+        score = native.NativeScoreOptions(config.attention_softcap or 0.0, slopes, None)
         return query and ctypes.byref(query), score
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:

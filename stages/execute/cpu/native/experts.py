@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model_folder import Experts, ModelConfig
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, have_one_format, swiglu_order
@@ -39,7 +39,7 @@ class NativeExperts:
         memory: NativeMemory,
         config: ModelConfig,
         max_num_tokens: int,
-        normed_rows: Callable[[Form], native.NativeRows],
+        normed_rows: Callable[[ActivationForm], native.NativeRows],
         gathered: RankMemory,
         share: Share,
     ) -> None:
@@ -53,7 +53,7 @@ class NativeExperts:
         self._num_rows = max_num_tokens * experts.num_per_token + SPARE_ROWS
         inner, self._shared_inner = experts.intermediate_size, experts.shared_intermediate_size
         self._logits = memory.floats(max_num_tokens, experts.num + experts.shared_gate)
-        self._gathered: dict[Form, native.NativeRows] = {}
+        self._gathered: dict[ActivationForm, native.NativeRows] = {}
         self._inner = gathered.rows(self._num_rows, inner)
         self._wide = gathered.floats(self._num_rows, _padded(inner))
         self._parts = memory.floats(self._num_rows, len(share.hidden))
@@ -98,7 +98,9 @@ class NativeExperts:
             rows.source, rows.target = self._normed_rows(form), self._gathered_rows(form)
             rows.bytes = self._library.activation_bytes(form, hidden)
         bias = None if weights.selection_bias is None else self._memory.vector(weights.selection_bias)
-        route_form = native.NativeRouteForm(native.SCORINGS[experts.scoring], experts.normalized, experts.scale, bias)
+        route_form = native.NativeRouteOptions(
+            native.SCORINGS[experts.scoring], experts.normalized, experts.scale, bias
+        )
         sizes = experts.num, experts.num_per_token, self._max_num_tokens
         return int(
             self._library.program_route(
@@ -106,12 +108,12 @@ class NativeExperts:
             )
         )
 
-    def _gathered_rows(self, form: Form) -> native.NativeRows:
+    def _gathered_rows(self, form: ActivationForm) -> native.NativeRows:
         if form not in self._gathered:
             self._gathered[form] = self._memory.rows(self._num_rows, self._config.hidden_size, form)
         return self._gathered[form]
 
-    def _gate_up(self, program: int, linear: Linear, form_of_down: Form, routing: int) -> None:
+    def _gate_up(self, program: int, linear: Linear, form_of_down: ActivationForm, routing: int) -> None:
         config, experts, memory = self._config, self._experts, self._memory
         inner, activation = experts.intermediate_size, native.ACTIVATIONS[config.activation]
         part_of_each = self._share.experts_inner
@@ -121,7 +123,7 @@ class NativeExperts:
             product.matrix = memory.pack(part.matrices, order, part.bias)
             product.rows = self._gathered_rows(memory.form(part.matrices[0]))
         rows, floats = self._columns_of(self._inner, part_of_each), False
-        if form_of_down is not Form.PLAIN:
+        if form_of_down is not ActivationForm.PLAIN:
             rows, floats = native.NativeRows(self._wide + 4 * part_of_each.start, inner * 4), True
         self._library.program_experts_gate_up(
             *(program, rows, floats, products, len(products), activation, config.swiglu_alpha, config.swiglu_limit),
@@ -132,7 +134,7 @@ class NativeExperts:
         library, memory, inner = self._library, self._memory, self._experts.intermediate_size
         hidden, part = self._config.hidden_size, self._share.hidden
         form = memory.form(linear.matrices[0])
-        if form is not Form.PLAIN:
+        if form is not ActivationForm.PLAIN:
             library.program_experts_quantize(program, self._inner, form, self._wide, inner, routing)
         packed = memory.pack(linear.matrices, stacked_order(hidden, self._experts.num, part), linear.bias)
         library.program_experts_down(program, self._parts, self._inner, packed, len(part), routing)
@@ -147,7 +149,7 @@ class NativeExperts:
         form, activation = memory.form(down.matrices[0]), native.ACTIVATIONS[config.activation]
         part = self._share.shared_inner
         rows, floats = self._columns_of(self._shared_rows, part), False
-        if form is not Form.PLAIN:
+        if form is not ActivationForm.PLAIN:
             rows, floats = native.NativeRows(self._shared_wide + 4 * part.start, inner * 4), True
         outputs = np.arange(part.start, part.stop, dtype=np.int32)
         order = np.concatenate([outputs, inner + outputs]) if config.gated else outputs
@@ -163,7 +165,7 @@ class NativeExperts:
         """Record its second half."""
         library, memory, inner, part = self._library, self._memory, self._shared_inner, self._share.hidden
         form = memory.form(down.matrices[0])
-        if form is not Form.PLAIN:
+        if form is not ActivationForm.PLAIN:
             library.program_quantize(program, self._shared_rows, form, self._shared_wide, inner)
         packed = memory.pack(down.matrices, np.arange(part.start, part.stop, dtype=np.int32))
         library.program_linear(program, self._shared_out, self._shared_rows, packed, len(part))

@@ -6,7 +6,7 @@ norm ─► matmul that adapters may change ─► attention, or activation ─�
 import ctypes
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.lora.adapter_file import Target
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native.lora import NativeLora
@@ -78,7 +78,7 @@ class NativeLayers:
     ) -> tuple[native.NativeRows, bool]:
         """The output rows of an op before a matmul from column `first` on, and whether they are floats that are
         quantized afterwards."""
-        if self._memory.form(matrix) is Form.PLAIN:
+        if self._memory.form(matrix) is ActivationForm.PLAIN:
             return native.NativeRows(rows.data + first * self._library.act_bytes(), rows.stride), False
         return native.NativeRows(self._wide + first * 4, width * 4), True
 
@@ -95,7 +95,7 @@ class NativeLayers:
         (matrix,) = linear.matrices
         library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
         form = self._memory.form(matrix)
-        if form is not Form.PLAIN:
+        if form is not ActivationForm.PLAIN:
             library.program_quantize(self._program, rows, form, self._wide, width)
         if self._lora is not None:
             self._lora.record(self._program, self.num - 1, targets, rows, form, width)

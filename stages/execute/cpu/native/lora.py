@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
@@ -79,7 +79,7 @@ class NativeLora:
         layer: int,
         targets: tuple[Target, ...],
         rows: native.NativeRows,
-        form: Form,
+        form: ActivationForm,
         depth: int,
         *,
         interleaved: bool = False,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Activations, Form
+from pipeline.kernels.cpu.native import ActivationForm, Activations
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore, key_of
@@ -43,7 +43,7 @@ class NativeMemory:
     def free(self) -> None:
         self.kept.clear()
 
-    def form(self, matrix: AnyMatrix) -> Form:
+    def form(self, matrix: AnyMatrix) -> ActivationForm:
         """The form of activations for a matmul with a matrix."""
         return native.form_for(matrix.format, self._activations, in_blocks=bool(self._library.prefers_blocks()))
 
@@ -59,10 +59,11 @@ class NativeMemory:
     def floats(self, rows: int, width: int) -> int:
         return self.allocate(rows * width * 4)
 
-    def rows(self, rows: int, width: int, form: Form | None = None) -> native.NativeRows:
+    def rows(self, rows: int, width: int, form: ActivationForm | None = None) -> native.NativeRows:
         """Rows of activations, by default of any form."""
         stride = max(
-            self._library.activation_bytes(any_form, width) for any_form in (Form if form is None else (form,))
+            self._library.activation_bytes(any_form, width)
+            for any_form in (ActivationForm if form is None else (form,))
         )
         return native.NativeRows(self.allocate(self._library.activation_rows(rows) * stride), stride)
 
@@ -104,7 +105,7 @@ class NativeMemory:
             packed.bias = self.vector(np.append(np.asarray(bias, np.float32), np.float32(0))[order])
         return packed
 
-    def products(self, linear: Linear, order: IntArray, inputs: Callable[[Form], native.NativeRows]) -> Any:
+    def products(self, linear: Linear, order: IntArray, inputs: Callable[[ActivationForm], native.NativeRows]) -> Any:
         """Pack stacked matrices: into one if they have one format, else each by itself. Output i is row order[i]; the
         order keeps the rows of each matrix together, and may leave some out. `inputs` are the activations in a form.
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.program import Linear, Norm
@@ -20,18 +20,18 @@ class NativeNorms:
         """`residual` is the address of float32 [tokens, hidden_size]."""
         self._library, self._memory, self._config = library, memory, config
         self._max_num_tokens, self._residual = max_num_tokens, residual
-        self._rows: dict[tuple[Form, int], native.NativeRows] = {}
+        self._rows: dict[tuple[ActivationForm, int], native.NativeRows] = {}
         """By form and place: parallel layers read the results of two norms."""
 
-    def rows(self, form: Form, place: int = 0) -> native.NativeRows:
+    def rows(self, form: ActivationForm, place: int = 0) -> native.NativeRows:
         """The output of norms in a form. Norms write several if the matrices after them need several."""
         if (form, place) not in self._rows:
             self._rows[form, place] = self._memory.rows(self._max_num_tokens, self._config.hidden_size, form)
         return self._rows[form, place]
 
     def record_before(
-        self, program: int, norm: Norm | None, linear: Linear, place: int = 0, written: Collection[Form] = ()
-    ) -> set[Form]:
+        self, program: int, norm: Norm | None, linear: Linear, place: int = 0, written: Collection[ActivationForm] = ()
+    ) -> set[ActivationForm]:
         """Record the norm before a matmul, in every form that its matrices need and that is not in `written`. Returns
         these forms."""
         forms = dict.fromkeys(self._memory.form(matrix) for matrix in linear.matrices)
@@ -40,7 +40,9 @@ class NativeNorms:
                 self.record(program, form, norm, place=place)
         return set(forms)
 
-    def record(self, program: int, form: Form, norm: Norm | None, *, place: int = 0, sampled: bool = False) -> None:
+    def record(
+        self, program: int, form: ActivationForm, norm: Norm | None, *, place: int = 0, sampled: bool = False
+    ) -> None:
         """Record a norm in one form, of all tokens or of those that are sampled."""
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
         rows = self.rows(form, place)

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Activations, Form, KVType
+from pipeline.kernels.cpu.native import ActivationForm, Activations, KVType
 from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
@@ -159,7 +159,7 @@ class NativeProgram(Program):
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         max_num_tokens = self._inputs.max_num_tokens
         self._given = self._memory.floats(max_num_tokens, width), width
-        rows: dict[Form, native.NativeRows] = {}
+        rows: dict[ActivationForm, native.NativeRows] = {}
         for form in dict.fromkeys(self._memory.form(matrix) for matrix in weights.qkv.matrices):
             rows[form] = self._memory.rows(max_num_tokens, width, form)
             self._library.program_any_norm(
@@ -171,10 +171,10 @@ class NativeProgram(Program):
         """Keep the residual before a captured layer, in the precision of activations."""
         if self._layers.num in self.captured_layers:
             size = self._config.hidden_size
-            rows = self._memory.rows(self._inputs.max_num_tokens, size, Form.PLAIN)
+            rows = self._memory.rows(self._inputs.max_num_tokens, size, ActivationForm.PLAIN)
             self._captured.append(rows)
             none = self._norms.native_norm(None)
-            self._library.program_any_norm(self._handle, rows, Form.PLAIN, self._residual, none, size, False)
+            self._library.program_any_norm(self._handle, rows, ActivationForm.PLAIN, self._residual, none, size, False)
 
     def mlp(self, weights: MlpWeights) -> None:
         self._norms.record_before(self._handle, weights.norm, weights.gate_up)

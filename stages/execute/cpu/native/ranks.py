@@ -3,7 +3,7 @@
 import ctypes
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.cpu.native import Form
+from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
 
@@ -27,7 +27,7 @@ class RankMemory:
     def rows(self, rows: int, width: int) -> native.NativeRows:
         """Rows of activations of any form."""
         library = self._library
-        stride = max(library.activation_bytes(form, width) for form in Form)
+        stride = max(library.activation_bytes(form, width) for form in ActivationForm)
         return native.NativeRows(self._allocate(library.activation_rows(rows) * stride), stride)
 
     def use(self, program: int, num_threads: int = 0, max_num_samples: int = 0) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteForm
+from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions
 from pipeline.kernels.kv_layout import LayerKV, layers_of
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.logprobs import write_logprobs
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreForm
+from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
@@ -113,7 +113,7 @@ class TorchProgram(Program):
         self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
         self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
-        self._score_form = ScoreForm(config.query_scale, config.attention_softcap, slopes, config.sinks)
+        self._score_form = ScoreOptions(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
     def embed(self, embedding: Embedding | None) -> None:
         config, calls, ops = self._config, self._calls, self._ops
@@ -167,7 +167,7 @@ class TorchProgram(Program):
         self._norm(x, self._residual, weights.norm)
         self._multiply(self._router_logits, x, weights.router)
         bias = None if weights.selection_bias is None else as_tensor(weights.selection_bias)
-        form = RouteForm(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
+        form = RouteOptions(sizes.num, sizes.scoring, sizes.normalized, sizes.scale)
         calls.add(ops.route, self._chosen, self._expert_weights, self._router_logits, bias, form)
         activation = ExpertActivation(config.activation, config.gated, config.swiglu_alpha, config.swiglu_limit)
         matrices = self._expert_matrices(weights, sizes.num)

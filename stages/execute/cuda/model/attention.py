@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.matrix import as_tensor
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.triton import kv_cache
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
@@ -55,7 +55,7 @@ class DeviceAttention:
         self._config, self._dtype, self._where = config, dtype, where
         self._max_num_tokens, self._max_num_rows = max_num_tokens, max_num_rows
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
-        self._form = ScoreForm(config.query_scale, config.attention_softcap, slopes, config.sinks)
+        self._form = ScoreOptions(config.query_scale, config.attention_softcap, slopes, config.sinks)
         self._growth = config.query_growth, config.query_growth_period
         self._queries = torch.zeros(max_num_tokens, config.num_heads * config.head_dim, dtype=dtype, device=where)
         self._has_qk_norm = config.qk_norm and (config.qk_norm_kind != "head" or config.norm == "layer")

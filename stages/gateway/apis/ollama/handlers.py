@@ -67,15 +67,15 @@ class OllamaApi:
 
     async def _generate(self, http_request: web.Request, api: str) -> web.StreamResponse:
         parsed, received = await self._read(http_request, api)
-        form = reply.form_of(parsed)
+        reply_fields = reply.reply_fields_of(parsed)
         if not parsed.prompts:
-            return web.Response(body=reply.loaded(form), content_type="application/json")
+            return web.Response(body=reply.loaded(reply_fields), content_type="application/json")
         response = self._respond(http_request, parsed, received)
         del parsed, received  # as in `_respond`
         try:
             return await response
         except ApiError as error:
-            raise renamed(error, form) from error
+            raise renamed(error, reply_fields) from error
 
     async def ollama_tags(self, http_request: web.Request) -> web.StreamResponse:
         model = self._served()

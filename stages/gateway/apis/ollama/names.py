@@ -1,6 +1,6 @@
 """Errors with the field names of Ollama's API."""
 
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.field_names import FieldNames
 
@@ -21,6 +21,6 @@ _NAMES = {
 }
 
 
-def renamed(error: ApiError, form: OllamaForm) -> ApiError:
+def renamed(error: ApiError, reply_fields: OllamaFields) -> ApiError:
     """The error with the field's name in this API, also where the message quotes it."""
-    return _NAMES[form.route].renamed(error)
+    return _NAMES[reply_fields.route].renamed(error)

@@ -16,7 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.embeddings.parsing import EmbeddingsBody, embeddings_request_of
 from pipeline.stages.gateway.apis.ollama import bodies as b
 from pipeline.stages.gateway.apis.ollama.conversation import messages_of
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.reply import OllamaDialect
 from pipeline.stages.gateway.apis.openai.parsing import chat_request_of
@@ -53,36 +53,36 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /api/chat. Raises ApiError."""
     chat = decode(_chats, body, b.OLLAMA_UNSUPPORTED_FIELDS)
     check_name(chat.model, limits)
-    form = OllamaForm(route="chat", model=chat.model)
+    reply_fields = OllamaFields(route="chat", model=chat.model)
     if not chat.messages:
-        return _no_prompt(form, chat.keep_alive, limits)
+        return _no_prompt(reply_fields, chat.keep_alive, limits)
     check_num_messages(len(chat.messages), limits)
     messages = messages_of(chat.messages)
     last = chat.messages[-1]
     fields = _fields(chat, limits) | {"continue_final_message": last.role == "assistant" and not last.tool_calls}
-    return _chat(form, ChatBody(messages=messages, tools=chat.tools, **fields), limits)
+    return _chat(reply_fields, ChatBody(messages=messages, tools=chat.tools, **fields), limits)
 
 
 def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /api/generate. Raises ApiError."""
     decoded = decode(_generates, body, b.OLLAMA_GENERATE_UNSUPPORTED_FIELDS)
     check_name(decoded.model, limits)
-    form = OllamaForm(route="generate", model=decoded.model)
+    reply_fields = OllamaFields(route="generate", model=decoded.model)
     if decoded.images:
         raise unsupported("images", "the prompt must be text")
     if not decoded.prompt and not decoded.suffix:
-        return _no_prompt(form, decoded.keep_alive, limits)
+        return _no_prompt(reply_fields, decoded.keep_alive, limits)
     prompt = decoded.prompt or ""
     if decoded.raw:
-        return _text(form, prompt, decoded, limits, "raw = true")
+        return _text(reply_fields, prompt, decoded, limits, "raw = true")
     if decoded.suffix:
         tokens = fill_in_tokens(limits.formats.added, "suffix")
-        return _text(form, tokens.prompt(prompt, decoded.suffix), decoded, limits, "a suffix")
+        return _text(reply_fields, tokens.prompt(prompt, decoded.suffix), decoded, limits, "a suffix")
     if not limits.formats.template:
-        return _text(form, prompt, decoded, limits, "a model without a chat template")
+        return _text(reply_fields, prompt, decoded, limits, "a model without a chat template")
     messages = [MessageParam("system", decoded.system)] if decoded.system else []
     messages.append(MessageParam("user", prompt))
-    return _chat(form, ChatBody(messages=messages, **_fields(decoded, limits)), limits)
+    return _chat(reply_fields, ChatBody(messages=messages, **_fields(decoded, limits)), limits)
 
 
 def parse_embed(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -90,15 +90,15 @@ def parse_embed(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_embeds, body, {})
     truncate = None if decoded.truncate is False else -1
     return _embedding(
-        OllamaForm(route="embed", model=decoded.model), decoded.input, truncate, decoded.dimensions, limits
+        OllamaFields(route="embed", model=decoded.model), decoded.input, truncate, decoded.dimensions, limits
     )
 
 
 def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
     """Read the body of POST /api/embeddings. Raises ApiError."""
     decoded = decode(_embeddings, body, {})
-    form = OllamaForm(route="embeddings", model=decoded.model)
-    return _embedding(form, decoded.prompt or "", -1, None, limits, "prompt")
+    reply_fields = OllamaFields(route="embeddings", model=decoded.model)
+    return _embedding(reply_fields, decoded.prompt or "", -1, None, limits, "prompt")
 
 
 def read_show(body: bytes, limits: RequestLimits) -> b.OllamaShowBody:
@@ -125,23 +125,23 @@ def check_name(name: str, limits: RequestLimits) -> str:
     raise ApiError(HTTPStatus.NOT_FOUND, message, code="model_not_found")
 
 
-def _no_prompt(form: OllamaForm, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
+def _no_prompt(reply_fields: OllamaFields, keep_alive: float | str | None, limits: RequestLimits) -> ParsedRequest:
     """A request to load the model, which has happened, or to unload it, which changes nothing."""
-    form = msgspec.structs.replace(form, unloads=keep_alive in (0, "0", "0s"))
-    return _of(form, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
+    reply_fields = msgspec.structs.replace(reply_fields, unloads=keep_alive in (0, "0", "0s"))
+    return _of(reply_fields, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
 
 
-def _chat(form: OllamaForm, chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
+def _chat(reply_fields: OllamaFields, chat: ChatBody, limits: RequestLimits) -> ParsedRequest:
     try:
         parsed = chat_request_of(chat, limits)
     except ApiError as error:
-        raise _own(error, form, limits) from error
-    param = "messages" if form.route == "chat" else "prompt"
-    return _of(form, _bounded(parsed), max_tokens_param=MAX_TOKENS, prompt_param=param)
+        raise _own(error, reply_fields, limits) from error
+    param = "messages" if reply_fields.route == "chat" else "prompt"
+    return _of(reply_fields, _bounded(parsed), max_tokens_param=MAX_TOKENS, prompt_param=param)
 
 
 def _text(
-    form: OllamaForm, prompt: str, decoded: b.OllamaGenerateBody, limits: RequestLimits, why: str
+    reply_fields: OllamaFields, prompt: str, decoded: b.OllamaGenerateBody, limits: RequestLimits, why: str
 ) -> ParsedRequest:
     """A request whose prompt is used as it is."""
     for name in ("system", "think"):
@@ -167,13 +167,13 @@ def _text(
             details=details,
         )
     except ApiError as error:
-        raise _own(error, form, limits) from error
-    return _of(form, _bounded(parsed))
+        raise _own(error, reply_fields, limits) from error
+    return _of(reply_fields, _bounded(parsed))
 
 
-def _of(form: OllamaForm, parsed: ParsedRequest, **changes: Any) -> ParsedRequest:
+def _of(reply_fields: OllamaFields, parsed: ParsedRequest, **changes: Any) -> ParsedRequest:
     """The request with a reply of this API."""
-    return msgspec.structs.replace(parsed, dialect=OllamaDialect(form, parsed.dialect.id_prefix), **changes)
+    return msgspec.structs.replace(parsed, dialect=OllamaDialect(reply_fields, parsed.dialect.id_prefix), **changes)
 
 
 def _bounded(parsed: ParsedRequest) -> ParsedRequest:
@@ -183,20 +183,20 @@ def _bounded(parsed: ParsedRequest) -> ParsedRequest:
 
 
 def _embedding(
-    form: OllamaForm,
+    reply_fields: OllamaFields,
     texts: str | list[str],
     truncate: int | None,
     dimensions: int | None,
     limits: RequestLimits,
     param: str = "input",
 ) -> ParsedRequest:
-    name = check_name(form.model, limits)
+    name = check_name(reply_fields.model, limits)
     if not texts:
-        return _of(form, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
+        return _of(reply_fields, prompt_only(m.TextPrompt(""), m.PromptOptions(), "", limits, COMPLETION), prompts=[])
     inputs: Any = texts  # lists are invariant
     body = EmbeddingsBody(model=name, input=inputs, truncate_prompt_tokens=truncate, dimensions=dimensions)
     parsed = embeddings_request_of(body, limits)
-    return _of(form, parsed, prompt_param=param, max_tokens_param=param)
+    return _of(reply_fields, parsed, prompt_param=param, max_tokens_param=param)
 
 
 # --------------------------------------------------------------------------------------------------------------- fields
@@ -269,11 +269,10 @@ def _response_format(raw: Raw) -> ResponseFormat | None:
     return ResponseFormat("json_schema", JsonSchemaFormat(schema=raw))
 
 
-def _own(error: ApiError, form: OllamaForm, limits: RequestLimits) -> ApiError:
+def _own(error: ApiError, reply_fields: OllamaFields, limits: RequestLimits) -> ApiError:
     """The error as Ollama's clients expect it."""
     if error.param == "tools" and error.code == "unsupported":
-        what = (
-            f'"{shown(form.model)}" does not support tools: it has no chat template, or chat.tool_call_parser is "none"'
-        )
+        why = 'it has no chat template, or chat.tool_call_parser is "none"'
+        what = f'"{shown(reply_fields.model)}" does not support tools: {why}'
         return unsupported("tools", what)
-    return renamed(error, form)
+    return renamed(error, reply_fields)

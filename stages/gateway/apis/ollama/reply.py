@@ -17,7 +17,7 @@ from pipeline.http_server.ollama_errors import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.reply import MessageReader, object_or_empty
 from pipeline.stages.gateway.apis.embeddings.reply import vector_of
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.types import (
     OllamaChatReply,
@@ -94,9 +94,9 @@ class PieceReader:
 
 def whole(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if an input has no embedding."""
-    form = form_of(request.parsed)
-    if form.route in ("embed", "embeddings"):
-        return _embedded(request, form)
+    reply_fields = reply_fields_of(request.parsed)
+    if reply_fields.route in ("embed", "embeddings"):
+        return _embedded(request, reply_fields)
     (sequence,) = request.sequences
     text = sequence.take_text()
     pieces = PieceReader(request).pieces(text, is_over=True)
@@ -109,19 +109,19 @@ def whole(request: Request) -> bytes:
     return body
 
 
-def loaded(form: OllamaForm) -> bytes:
+def loaded(reply_fields: OllamaFields) -> bytes:
     """The response body of a request without a prompt."""
-    if form.route == "embed":
-        return _encoder.encode(OllamaEmbedReply(form.model, [], 0, 0, 0))
-    if form.route == "embeddings":
+    if reply_fields.route == "embed":
+        return _encoder.encode(OllamaEmbedReply(reply_fields.model, [], 0, 0, 0))
+    if reply_fields.route == "embeddings":
         return _encoder.encode(OllamaEmbeddingsReply([]))
     fields: dict[str, Any] = {
-        "model": form.model,
+        "model": reply_fields.model,
         "created_at": rfc3339(int(time.time())),
         "done": True,
-        "done_reason": "unload" if form.unloads else "load",
+        "done_reason": "unload" if reply_fields.unloads else "load",
     }
-    if form.route == "chat":
+    if reply_fields.route == "chat":
         return _encoder.encode(OllamaChatReply(message=OllamaReplyMessage(), **fields))
     return _encoder.encode(OllamaGenerateReply(**fields))
 
@@ -158,7 +158,7 @@ class OllamaLines(ReplyEvents):
         return _line(reply)
 
     def failed(self, error: ApiError) -> bytes:
-        return error_json(renamed(error, form_of(self._request.parsed))) + b"\n"
+        return error_json(renamed(error, reply_fields_of(self._request.parsed))) + b"\n"
 
 
 def rfc3339(unix_s: float) -> str:
@@ -172,17 +172,17 @@ def _line(reply: OllamaChatReply | OllamaGenerateReply) -> bytes:
 
 def _object(request: Request, pieces: list[Piece]) -> OllamaChatReply | OllamaGenerateReply:
     """An object with these pieces, without figures."""
-    form = form_of(request.parsed)
+    reply_fields = reply_fields_of(request.parsed)
     content = "".join(piece.content for piece in pieces)
     thinking = "".join(piece.thinking for piece in pieces) or UNSET
     created_at = rfc3339(request.created)
-    if form.route == "generate":
+    if reply_fields.route == "generate":
         return OllamaGenerateReply(
-            model=form.model, created_at=created_at, response=content, thinking=thinking, done=False
+            model=reply_fields.model, created_at=created_at, response=content, thinking=thinking, done=False
         )
     calls = [piece.call for piece in pieces if piece.call is not None]
     message = OllamaReplyMessage(content=content, thinking=thinking, tool_calls=calls or UNSET)
-    return OllamaChatReply(model=form.model, created_at=created_at, message=message, done=False)
+    return OllamaChatReply(model=reply_fields.model, created_at=created_at, message=message, done=False)
 
 
 def _finish(reply: OllamaChatReply | OllamaGenerateReply, request: Request) -> None:
@@ -199,14 +199,14 @@ def _finish(reply: OllamaChatReply | OllamaGenerateReply, request: Request) -> N
     reply.eval_duration = _ns(stamps_s[-1] - stamps_s[FIRST_TOKEN])
 
 
-def _embedded(request: Request, form: OllamaForm) -> bytes:
+def _embedded(request: Request, reply_fields: OllamaFields) -> bytes:
     options = request.parsed.embedding
     assert options is not None
     vectors = [vector_of(sequence, options).tolist() for sequence in request.sequences]
-    if form.route == "embeddings":
+    if reply_fields.route == "embeddings":
         return _encoder.encode(OllamaEmbeddingsReply(vectors[0]))
     total_s = max(one.stamps_s[-1] - one.stamps_s[0] for one in times_of(request).sequences)
-    return _encoder.encode(OllamaEmbedReply(form.model, vectors, _ns(total_s), 0, request.num_prompt_tokens))
+    return _encoder.encode(OllamaEmbedReply(reply_fields.model, vectors, _ns(total_s), 0, request.num_prompt_tokens))
 
 
 def _formatter(request: Request) -> TokenDetailFormatter:
@@ -228,7 +228,7 @@ def _ns(seconds: float) -> int:
 class OllamaDialect(Dialect):
     """The routes below /api"""
 
-    form: OllamaForm
+    reply_fields: OllamaFields
     id_prefix: str
 
     media_type = "application/x-ndjson"
@@ -241,7 +241,7 @@ class OllamaDialect(Dialect):
         return OllamaLines(request)
 
 
-def form_of(parsed: ParsedRequest) -> OllamaForm:
+def reply_fields_of(parsed: ParsedRequest) -> OllamaFields:
     """What a request of this API asks for besides its output."""
     assert isinstance(parsed.dialect, OllamaDialect)
-    return parsed.dialect.form
+    return parsed.dialect.reply_fields

@@ -94,12 +94,12 @@ class ResponsesApi:
         received = msgspec.structs.replace(received, seed=seed, referred=stored.referred)
         request = self._requests.open(parsed, received)
         del parsed, received  # so that the request alone decides how long its prompts are kept
-        form, scope = reply.form_of(request.parsed), request.parsed.scope
-        set_opened(http_request, request, in_background=form.background)
-        log = EventLog() if form.background and request.parsed.stream else None
-        if form.store:  # `open` has counted the conversation, which is kept until the response is stored
+        fields, scope = reply.reply_fields_of(request.parsed), request.parsed.scope
+        set_opened(http_request, request, in_background=fields.background)
+        log = EventLog() if fields.background and request.parsed.stream else None
+        if fields.store:  # `open` has counted the conversation, which is kept until the response is stored
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
-        if form.background:
+        if fields.background:
             queued = self._start(request, items, log, client_address(http_request.transport))
             return _json(queued) if log is None else await self._send_log(http_request, log, 0, request.id)
         try:

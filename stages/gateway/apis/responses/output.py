@@ -16,7 +16,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipeline.stages.gateway.apis.openai.types import ChatDelta
-from pipeline.stages.gateway.apis.responses.form import CalledTool
+from pipeline.stages.gateway.apis.responses.fields import CalledTool
 from pipeline.stages.gateway.apis.responses.items import (
     CustomToolCallItem,
     FunctionCallItem,
@@ -37,7 +37,7 @@ class OutputBuilder:
     """The output of one response. Take each event before the next one: events refer to items that change."""
 
     def __init__(self, seed: str, called: Mapping[str, CalledTool] = MappingProxyType({})) -> None:
-        """`seed` makes the ids of items unique. `called`: as in `ResponseForm`."""
+        """`seed` makes the ids of items unique. `called`: as in `ResponseFields`."""
         self.items: list[Item] = []
         """Complete ones; the last one may be open."""
         self._seed = seed

@@ -17,7 +17,7 @@ from pipeline.stages.gateway.apis.responses.body import (
     ResponsesBody,
     TextConfig,
 )
-from pipeline.stages.gateway.apis.responses.form import ResponseForm
+from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import (
     LEFT_OUT_ITEMS,
     InputText,
@@ -157,13 +157,13 @@ def finish_response(read: ReadResponse, limits: RequestLimits, stored: Stored) -
             details=details,
         )
         parsed = with_reply(parsed, limits)
-    form = _form(response, tools, read.is_stored, sum_of(items) if read.is_stored else 0)
+    fields = _fields(response, tools, read.is_stored, sum_of(items) if read.is_stored else 0)
     options = _renamed_grammar(parsed.options, tools)
     return ParsedResponse(
         msgspec.structs.replace(
             parsed,
             options=options,
-            dialect=ResponsesDialect(form),
+            dialect=ResponsesDialect(fields),
             prompt_param="input",
             left_out=shown_types(tools.left_out),
         ),
@@ -304,7 +304,7 @@ def _num_top(response: ResponsesBody, limits: RequestLimits) -> int | None:
     return check_num_top("top_logprobs", response.top_logprobs or 0, limits.caps)
 
 
-def _form(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversation_bytes: int) -> ResponseForm:
+def _fields(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversation_bytes: int) -> ResponseFields:
     text_format: dict[str, Any] = {"type": "text"}
     if response.text is not None and response.text.format is not None:
         given = response.text.format
@@ -321,7 +321,7 @@ def _form(response: ResponsesBody, tools: ChatTools, is_stored: bool, conversati
     verbosity = (None if response.text is None else response.text.verbosity) or "medium"
     reasoning = response.reasoning
     summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
-    return ResponseForm(
+    return ResponseFields(
         background=bool(response.background),
         store=is_stored,
         instructions=response.instructions,

@@ -16,7 +16,7 @@ from msgspec import Raw
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import usage_of
 from pipeline.stages.gateway.apis.openai.types import ChatDelta
-from pipeline.stages.gateway.apis.responses.form import ResponseForm
+from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import Item, ReasoningItem, Status
 from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.apis.responses.output import OutputBuilder
@@ -62,31 +62,31 @@ _encoder = msgspec.json.Encoder()
 def response_of(request: Request, status: ResponseStatus, output: list[Item]) -> ResponseObject:
     """The response, without usage."""
     parsed = request.parsed
-    form = form_of(request.parsed)
+    fields = reply_fields_of(request.parsed)
     return ResponseObject(
         id=request.id,
         created_at=request.created,
         status=status,
-        background=form.background,
-        instructions=form.instructions,
-        max_output_tokens=form.max_output_tokens,
+        background=fields.background,
+        instructions=fields.instructions,
+        max_output_tokens=fields.max_output_tokens,
         model=parsed.model,
         output=output,
-        parallel_tool_calls=form.parallel_tool_calls,
-        previous_response_id=form.previous_response_id,
-        prompt_cache_key=form.prompt_cache_key,
-        reasoning=ReasoningEcho(form.effort, form.summary),
-        safety_identifier=form.safety_identifier,
-        store=form.store,
+        parallel_tool_calls=fields.parallel_tool_calls,
+        previous_response_id=fields.previous_response_id,
+        prompt_cache_key=fields.prompt_cache_key,
+        reasoning=ReasoningEcho(fields.effort, fields.summary),
+        safety_identifier=fields.safety_identifier,
+        store=fields.store,
         temperature=parsed.options.temperature,
-        text=Raw(form.text.encode()),
-        tool_choice=Raw(form.tool_choice.encode()),
-        tools=Raw(form.tools.encode()),
-        top_logprobs=form.top_logprobs,
+        text=Raw(fields.text.encode()),
+        tool_choice=Raw(fields.tool_choice.encode()),
+        tools=Raw(fields.tools.encode()),
+        top_logprobs=fields.top_logprobs,
         top_p=parsed.options.top_p,
-        truncation=form.truncation,
-        user=form.user,
-        metadata=form.metadata,
+        truncation=fields.truncation,
+        user=fields.user,
+        metadata=fields.metadata,
     )
 
 
@@ -105,7 +105,7 @@ def whole(request: Request) -> bytes:
 
 def failed(request: Request, error: ApiError, output: list[Item]) -> ResponseObject:
     """The response of a request that has failed. Background responses that a shutdown ends are cancelled."""
-    is_cancelled = form_of(request.parsed).background and error.code == SHUTTING_DOWN
+    is_cancelled = reply_fields_of(request.parsed).background and error.code == SHUTTING_DOWN
     response = response_of(request, "cancelled" if is_cancelled else "failed", output)
     code = error.code or ("server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_prompt")
     response.error = ResponseError(code, error.message, error.param)
@@ -154,7 +154,7 @@ class _Reader:
         self._request = request
         (self._prompt_request,) = request.prompt_requests
         (self._sequence,) = request.sequences
-        self.builder = OutputBuilder(f"{request.salt:x}", form_of(request.parsed).called)
+        self.builder = OutputBuilder(f"{request.salt:x}", reply_fields_of(request.parsed).called)
         self._reader = None
         if request.parsed.reply is not None:
             self._reader = ReplyReader(request, self._prompt_request, self._sequence, 0)
@@ -197,7 +197,7 @@ class ResponseEvents(ReplyEvents):
         return self._reader.is_over and self._request.is_finished and self._request.failure is None
 
     def _first(self) -> bytes:
-        self._is_queued = form_of(self._request.parsed).background
+        self._is_queued = reply_fields_of(self._request.parsed).background
         status: ResponseStatus = "queued" if self._is_queued else "in_progress"
         response = response_of(self._request, status, [])
         names = ("created", status)
@@ -235,7 +235,7 @@ class ResponseEvents(ReplyEvents):
 class ResponsesDialect(Dialect):
     """/v1/responses"""
 
-    form: ResponseForm
+    fields: ResponseFields
 
     id_prefix = "resp_"
     takes_id = False  # clients refer to stored responses by their ids
@@ -245,7 +245,7 @@ class ResponsesDialect(Dialect):
 
     @property
     def keeps_events(self) -> bool:  # type: ignore[override]
-        return self.form.background
+        return self.fields.background
 
     def whole(self, request: Request) -> bytes:
         return whole(request)
@@ -253,19 +253,19 @@ class ResponsesDialect(Dialect):
     def events(self, request: Request) -> ResponseEvents:
         return ResponseEvents(request)
 
-    def form_bytes(self, *, stream: bool) -> int:
-        form = self.form
-        own = form.instructions, form.user, form.prompt_cache_key, form.safety_identifier
-        raw = form.text, form.tool_choice, form.tools  # JSON already
-        size = form.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
-        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in form.metadata.items())
-        for name, one in form.called.items():
+    def reply_bytes(self, *, stream: bool) -> int:
+        fields = self.fields
+        own = fields.instructions, fields.user, fields.prompt_cache_key, fields.safety_identifier
+        raw = fields.text, fields.tool_choice, fields.tools  # JSON already
+        size = fields.conversation_bytes + sum(map(text_bytes, own)) + sum(map(text_bytes, raw))
+        size += sum(text_bytes(key) + text_bytes(value) + 2 * VALUE_BYTES for key, value in fields.metadata.items())
+        for name, one in fields.called.items():
             size += text_bytes(name) + text_bytes(one.name) + text_bytes(one.namespace) + 2 * VALUE_BYTES
-        repeated = sum(map(json_bytes, own)) + sum(map(utf8_bytes, raw)) + json_bytes(form.metadata)
+        repeated = sum(map(json_bytes, own)) + sum(map(utf8_bytes, raw)) + json_bytes(fields.metadata)
         return size + (FIRST_EVENTS if stream else ECHO_COPIES) * repeated
 
 
-def form_of(parsed: ParsedRequest) -> ResponseForm:
+def reply_fields_of(parsed: ParsedRequest) -> ResponseFields:
     """What a request of this API asks for besides its output."""
     assert isinstance(parsed.dialect, ResponsesDialect)
-    return parsed.dialect.form
+    return parsed.dialect.fields

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from pipeline.stages.gateway.apis.responses.body import FunctionChoice, FunctionTool, ResponseTool
-from pipeline.stages.gateway.apis.responses.form import CalledTool
+from pipeline.stages.gateway.apis.responses.fields import CalledTool
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.parsing.custom_tools import INPUT_SCHEMA, format_text
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.kernels.paged_attention import ScoreForm
+from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks
@@ -21,7 +21,7 @@ GEMMA = (8, 4, 256)
 MQA = (32, 1, 96)
 GEMMA_2_9B = (16, 8, 256)
 GPT_OSS = (64, 8, 64)
-CAPPED = ScoreForm(scale=1 / 16, softcap=50.0)
+CAPPED = ScoreOptions(scale=1 / 16, softcap=50.0)
 
 
 def _launch(
@@ -35,7 +35,7 @@ def _launch(
     fused: bool = True,
     pdl: bool = False,
     quantized: bool = False,
-    form: ScoreForm | None = None,
+    form: ScoreOptions | None = None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
@@ -76,7 +76,7 @@ def launches() -> None:
     _launch(LLAMA_8B, 4, 1024, quantized=True)
     _launch(GEMMA_2_9B, 4, 4, window=4096, form=CAPPED)
     _launch(GEMMA_2_9B, 4, 1024, window=4096, form=CAPPED)
-    _launch(GPT_OSS, 4, 1024, window=128, form=ScoreForm(has_sinks=True))
+    _launch(GPT_OSS, 4, 1024, window=128, form=ScoreOptions(has_sinks=True))
 
 
 def all_launches() -> None:
@@ -90,6 +90,6 @@ def all_launches() -> None:
                 _launch(shape, 4, 4, dtype=dtype, window=window, normed=window is not None)
             _launch(shape, 4, 1024, dtype=dtype, quantized=True)
             _launch(shape, 4, 4, dtype=dtype, quantized=True)
-            for form in (CAPPED, ScoreForm(has_sinks=True), ScoreForm(slopes=torch.zeros(shape[0]))):
+            for form in (CAPPED, ScoreOptions(has_sinks=True), ScoreOptions(slopes=torch.zeros(shape[0]))):
                 _launch(shape, 4, 1024, dtype=dtype, form=form)
                 _launch(shape, 4, 4, dtype=dtype, form=form)

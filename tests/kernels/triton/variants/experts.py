@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.kernels.experts import ExpertActivation, RouteForm
+from pipeline.kernels.experts import ExpertActivation, RouteOptions
 from pipeline.kernels.triton import experts
 from pipeline.kernels.triton.experts import ExpertLinear, Order
 from tests.kernels.triton.variants.dense import BF16
@@ -55,7 +55,7 @@ def _layer(sizes: Sizes, format: str, num_tokens: int) -> None:
         return ExpertLinear(matrix_of(format, num_rows, num_columns), bias)
 
     up, last, x = linear(inner, hidden), linear(hidden, inner), torch.empty(num_tokens, hidden, dtype=BF16)
-    experts.route(chosen, weights, logits, RouteForm(num, "softmax", True))
+    experts.route(chosen, weights, logits, RouteOptions(num, "softmax", True))
     experts.sort(order, chosen)
     experts.gate_up(middle, x, order, up, up, count, ExpertActivation(sizes.kind, True, 1.702, 7.0))
     experts.down(parts, middle, order, last, num_tokens)

@@ -15,7 +15,7 @@ from pipeline.stages.gateway.apis.anthropic.events import MESSAGES
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.openai.reply import CHAT
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.conversation import ReplyForm
+from pipeline.stages.gateway.parsing.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.parsing.bodies import chat
@@ -215,7 +215,7 @@ def test_tool_choices(choice: Any, expected: tuple[str, str, bool]) -> None:
     assert isinstance(prompt, m.ChatPrompt)
     assert (prompt.tool_choice, prompt.tool_name, prompt.parallel_tool_calls) == expected
     names = [] if expected[0] == "none" else ["find", "now"]
-    assert parsed.reply == ReplyForm(expected[0], dict.fromkeys(names, ""), expected[2])
+    assert parsed.reply == ReplyParsing(expected[0], dict.fromkeys(names, ""), expected[2])
     assert (parsed.options.grammar is not None) == (expected[0] in ("required", "named"))
 
 
@@ -229,7 +229,7 @@ def test_a_grammar_names_the_field_of_this_api() -> None:
 
 def test_long_tool_names_are_accepted() -> None:
     name = "mcp__server__" + "x" * 115
-    assert parse(tools=[NOW | {"name": name}]).reply == ReplyForm("auto", {name: ""})
+    assert parse(tools=[NOW | {"name": name}]).reply == ReplyParsing("auto", {name: ""})
 
 
 # ------------------------------------------------------------------------------------------------------------ thinking
@@ -252,7 +252,7 @@ def test_thinking_becomes_variables_of_the_template(fields: Any, kwargs: Any, sh
     (prompt,) = parsed.prompts
     assert isinstance(prompt, m.ChatPrompt)
     assert (json.loads(prompt.template_kwargs) if prompt.template_kwargs else None) == kwargs
-    assert parsed.reply == ReplyForm(with_reasoning=shown)
+    assert parsed.reply == ReplyParsing(with_reasoning=shown)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -353,7 +353,7 @@ def test_tools_need_a_known_format_unless_they_are_required() -> None:
     limits = msgspec.structs.replace(LIMITS, formats=ChatFormats())
     with pytest.raises(ApiError, match=r"'tools' is not supported.*chat\.tool_call_parser.*any"):
         parse(limits, tools=[NOW])
-    assert parse(limits, tools=[NOW], tool_choice={"type": "any"}).reply == ReplyForm("required", {"now": ""})
+    assert parse(limits, tools=[NOW], tool_choice={"type": "any"}).reply == ReplyParsing("required", {"now": ""})
     assert parse(limits, tools=[NOW], tool_choice={"type": "none"}).reply is None
 
 

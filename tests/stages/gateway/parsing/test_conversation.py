@@ -10,7 +10,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.conversation import ReplyForm
+from pipeline.stages.gateway.parsing.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
@@ -188,12 +188,12 @@ class TestReplies:
     def test_replies_are_parsed_only_for_tools_or_reasoning(self) -> None:
         assert parsed().reply is None
         assert parsed(tools=[FIND], tool_choice="none").reply is None
-        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyForm(
+        assert parsed(tools=[FIND, NOW], parallel_tool_calls=False).reply == ReplyParsing(
             "auto", {"find": "", "now": ""}, False
         )
         typed = parsed(formats=TYPED, tools=[FIND, NOW]).reply
         assert typed is not None and typed.tools == {"find": '{"type": "object"}', "now": NO_PARAMETERS}
-        assert parsed(formats=THINKING).reply == ReplyForm("none")
+        assert parsed(formats=THINKING).reply == ReplyParsing("none")
 
     def test_strict_functions_have_a_grammar_if_the_format_shows_where_a_call_begins(self) -> None:
         function = {"name": "find", "parameters": {"type": "object"}, "strict": True}
@@ -210,7 +210,7 @@ class TestReplies:
         assert answer is not None and answer.kind.endswith("json_object")
 
     def test_reasoning_is_returned_unless_the_client_declines(self) -> None:
-        assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyForm("none", with_reasoning=False)
+        assert parsed(formats=THINKING, include_reasoning=False).reply == ReplyParsing("none", with_reasoning=False)
         assert parsed(formats=THINKING).prompt_options.with_tail
         assert not parsed(tools=[FIND]).prompt_options.with_tail
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.parsing import (
     parse_chat,
@@ -17,7 +17,7 @@ from pipeline.stages.gateway.apis.ollama.parsing import (
     parse_generate,
     read_show,
 )
-from pipeline.stages.gateway.apis.ollama.reply import form_of, loaded
+from pipeline.stages.gateway.apis.ollama.reply import loaded, reply_fields_of
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -68,7 +68,7 @@ def test_the_defaults_are_ollama_s_and_the_reply_is_streamed() -> None:
     for body in (CHAT, CHAT | {"stream": None}):
         parsed = parse(body)
         assert parsed.options == chat(**DEFAULTS).options
-        assert parsed.stream and form_of(parsed) == OllamaForm(route="chat", model="tiny")
+        assert parsed.stream and reply_fields_of(parsed) == OllamaFields(route="chat", model="tiny")
     assert not parse(CHAT | {"stream": False}).stream
 
 
@@ -138,9 +138,9 @@ def test_bad_options_are_rejected_by_name(options: dict[str, Any], param: str) -
 
 
 def test_the_model_s_name_may_have_a_tag() -> None:
-    assert form_of(parse(CHAT | {"model": "tiny:latest"})) == OllamaForm(route="chat", model="tiny:latest")
+    assert reply_fields_of(parse(CHAT | {"model": "tiny:latest"})) == OllamaFields(route="chat", model="tiny:latest")
     for name in ("Tiny", "TINY:Latest"):  # Ollama ignores the case
-        assert form_of(parse(CHAT | {"model": name})) == OllamaForm(route="chat", model=name)
+        assert reply_fields_of(parse(CHAT | {"model": name})) == OllamaFields(route="chat", model=name)
         assert parse_embed(json.dumps({"model": name, "input": "x"}).encode(), LIMITS).model == "tiny"
     for name in ("tiny:8b", "tiny:latest:latest"):
         error = refused(CHAT | {"model": name})
@@ -153,7 +153,7 @@ def test_a_request_to_load_the_model_has_no_prompt(body: dict[str, Any]) -> None
     for zero in (0, 0.0, "0", "0s"):
         parsed = parse({"model": "tiny", "keep_alive": zero} | body)
         assert parsed.prompts == []
-        reply = json.loads(loaded(form_of(parsed)))
+        reply = json.loads(loaded(reply_fields_of(parsed)))
         assert (reply["done"], reply["done_reason"]) == (True, "unload"), "as Ollama's; nothing is unloaded"
     for wrong in ("soon", "", [], {}, True, "5 m"):
         error = refused({"model": "tiny", "keep_alive": wrong} | body)
@@ -336,7 +336,7 @@ def test_a_suffix_needs_a_model_that_fills_in() -> None:
     ],
 )
 def test_errors_have_the_names_of_this_api(route: Any, param: str, expected: str) -> None:
-    error = renamed(ApiError(503, f"'{param}' is no good", param, "x", 7), OllamaForm(route=route, model="tiny"))
+    error = renamed(ApiError(503, f"'{param}' is no good", param, "x", 7), OllamaFields(route=route, model="tiny"))
     assert (error.param, error.message) == (expected, f"'{expected}' is no good")
     assert (error.status, error.code, error.retry_after_s) == (503, "x", 7)
 

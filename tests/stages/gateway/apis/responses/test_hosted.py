@@ -9,7 +9,16 @@ from openai.types.responses.tool_choice_allowed import ToolChoiceAllowed
 
 from pipeline.stages.gateway.apis.responses.items import LEFT_OUT_ITEMS
 from pipeline.stages.gateway.errors import ApiError
-from tests.stages.gateway.apis.responses.test_parsing import CALL, FIND, OUTPUT, WEB, form, parsed, prompt, request
+from tests.stages.gateway.apis.responses.test_parsing import (
+    CALL,
+    FIND,
+    OUTPUT,
+    WEB,
+    parsed,
+    prompt,
+    reply_fields,
+    request,
+)
 from tests.stages.gateway.apis.responses.test_tools import MCP, PATCH, functions
 
 TOOLS = [WEB, PATCH, MCP, FIND]
@@ -49,7 +58,7 @@ def test_a_choice_of_none_of_the_tools() -> None:
 
 def test_the_response_repeats_the_choice_and_all_tools() -> None:
     choice = allowed({"type": "function", "name": "find"}, {"type": "web_search"})
-    found = form(tools=TOOLS, tool_choice=choice)
+    found = reply_fields(tools=TOOLS, tool_choice=choice)
     assert json.loads(found.tool_choice) == choice
     assert ToolChoiceAllowed.model_validate_json(found.tool_choice).to_dict() == choice
     assert json.loads(found.tools) == [PATCH, MCP, FIND]
@@ -144,4 +153,4 @@ def test_items_that_stand_for_more_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("verbosity", ["low", "medium", "high"])
 def test_verbosity_is_repeated(verbosity: str) -> None:
-    assert json.loads(form(text={"verbosity": verbosity}).text)["verbosity"] == verbosity
+    assert json.loads(reply_fields(text={"verbosity": verbosity}).text)["verbosity"] == verbosity

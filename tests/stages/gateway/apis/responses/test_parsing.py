@@ -8,7 +8,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.responses.body import RESPONSES_UNSUPPORTED_FIELDS, ResponsesBody
-from pipeline.stages.gateway.apis.responses.form import ResponseForm
+from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import (
     FunctionCallItem,
     InputText,
@@ -23,7 +23,7 @@ from pipeline.stages.gateway.apis.responses.parsing import (
     parse_response,
     read_response,
 )
-from pipeline.stages.gateway.apis.responses.reply import form_of
+from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, sized, sum_of
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -105,8 +105,8 @@ def request(**fields: Any) -> ParsedRequest:
     return parsed(**fields).request
 
 
-def form(**fields: Any) -> ResponseForm:
-    return form_of(request(**fields))
+def reply_fields(**fields: Any) -> ResponseFields:
+    return reply_fields_of(request(**fields))
 
 
 def messages(**fields: Any) -> list[m.ChatMessage]:
@@ -205,9 +205,9 @@ def test_what_is_stored_is_counted_with_the_items_of_the_body() -> None:
         "input": [{"id": "msg_9"}, {"role": "user", "content": "a" * 500}] * 2,
     }
     found = parsed(**fields)
-    assert form_of(found.request).conversation_bytes == sum_of(found.items) > 2 * 500
+    assert reply_fields_of(found.request).conversation_bytes == sum_of(found.items) > 2 * 500
     assert found.items.count(THERE) == 2
-    assert form(**fields, store=False).conversation_bytes == 0, "only the prompt is kept"
+    assert reply_fields(**fields, store=False).conversation_bytes == 0, "only the prompt is kept"
     checked = Stored()
     parse_response(json.dumps(fields).encode(), LIMITS, checked, "seed")
     before = sum_of(checked.conversation("resp_1"))
@@ -249,7 +249,7 @@ def test_functions_are_a_chat_s_tools() -> None:
         },
         {"type": "function", "function": {"name": "now"}},
     ]
-    assert json.loads(form(tools=[FIND, NOW]).tools) == [FIND, NOW]
+    assert json.loads(reply_fields(tools=[FIND, NOW]).tools) == [FIND, NOW]
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ def test_functions_are_a_chat_s_tools() -> None:
 def test_tool_choice(choice: Any, expected: tuple[str, str]) -> None:
     found = prompt(tools=[FIND, NOW], tool_choice=choice)
     assert (found.tool_choice, found.tool_name) == expected
-    assert json.loads(form(tools=[FIND, NOW], tool_choice=choice).tool_choice) == (choice or "auto")
+    assert json.loads(reply_fields(tools=[FIND, NOW], tool_choice=choice).tool_choice) == (choice or "auto")
 
 
 def test_parallel_tool_calls() -> None:
     assert not prompt(tools=[FIND], parallel_tool_calls=False).parallel_tool_calls
-    assert not form(parallel_tool_calls=False).parallel_tool_calls
-    assert form().parallel_tool_calls
+    assert not reply_fields(parallel_tool_calls=False).parallel_tool_calls
+    assert reply_fields().parallel_tool_calls
 
 
 @pytest.mark.parametrize(
@@ -286,13 +286,13 @@ def test_parallel_tool_calls() -> None:
 def test_text_format(given: Any, kind: str | None, param: str | None) -> None:
     grammar = request(text={"format": given}).options.grammar
     assert (grammar and grammar.kind, grammar and grammar.param) == (kind, param)
-    assert json.loads(form(text={"format": given}).text)["format"].items() >= given.items()
+    assert json.loads(reply_fields(text={"format": given}).text)["format"].items() >= given.items()
 
 
 def test_reasoning() -> None:
     kwargs = json.loads(prompt(reasoning={"effort": "none", "summary": "auto"}).template_kwargs)
     assert kwargs == {"reasoning_effort": "none", "enable_thinking": False}
-    found = form(reasoning={"effort": "low", "generate_summary": "auto"})
+    found = reply_fields(reasoning={"effort": "low", "generate_summary": "auto"})
     assert (found.effort, found.summary) == ("low", "auto")
 
 
@@ -311,16 +311,16 @@ def test_truncation() -> None:
 
 def test_fields_that_the_response_repeats() -> None:
     given = {"metadata": {"a": "b"}, "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
-    found = form(**given, instructions="i", max_output_tokens=9)
+    found = reply_fields(**given, instructions="i", max_output_tokens=9)
     assert {name: getattr(found, name) for name in given} == given
     assert (found.instructions, found.max_output_tokens) == ("i", 9)
 
 
 def test_store_background_and_stream() -> None:
-    assert form().store and not form(store=False).store and not form().background
-    assert form(background=True).background
+    assert reply_fields().store and not reply_fields(store=False).store and not reply_fields().background
+    assert reply_fields(background=True).background
     assert request(stream=True, stream_options={"include_obfuscation": False}).stream
-    assert not form(is_on=False).store and not form(is_on=False, store=True).store
+    assert not reply_fields(is_on=False).store and not reply_fields(is_on=False, store=True).store
 
 
 def test_other_fields_that_change_how_it_runs() -> None:

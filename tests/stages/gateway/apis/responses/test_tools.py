@@ -14,7 +14,7 @@ from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.responses.body import FunctionChoice, ResponseTool
 from pipeline.stages.gateway.apis.responses.parsing import ParsedResponse, parse_response
-from pipeline.stages.gateway.apis.responses.reply import form_of
+from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
 from pipeline.stages.gateway.apis.responses.tools import ChatTools, chat_name
 from pipeline.stages.gateway.parsing.custom_tools import arguments_of, input_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
@@ -22,7 +22,7 @@ from pipeline.text.formats.chat_formats import ChatFormats
 from tests.logs import lines_of
 from tests.stages.gateway.apis.responses.test_handlers import events_of as stream_of
 from tests.stages.gateway.apis.responses.test_output import OutputBuilder, arguments, call, events_of, names
-from tests.stages.gateway.apis.responses.test_parsing import FIND, NOW, WEB, Stored, form, prompt
+from tests.stages.gateway.apis.responses.test_parsing import FIND, NOW, WEB, Stored, prompt, reply_fields
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.replies.dialects import DIALECTS, kept
 from tools.scaling_meter.bodies import a_namespace
@@ -117,15 +117,15 @@ def test_codex_s_tools_become_functions() -> None:
     assert each["mcp__docs__search"]["description"] == "Tools in the mcp__docs namespace.\n\nIt searches."
     assert each["mcp__docs__now"] == {"name": "mcp__docs__now"}
     assert found.request.left_out == ["image_generation", "tool_search", "web_search"]
-    assert json.loads(form_of(found.request).tools) == [SHELL, PATCH, MCP], "those that it has"
+    assert json.loads(reply_fields_of(found.request).tools) == [SHELL, PATCH, MCP], "those that it has"
 
 
 @pytest.mark.parametrize("tool", LEFT_OUT, ids=lambda tool: tool["type"])
 def test_tools_that_only_their_provider_runs_are_left_out(tool: dict[str, Any]) -> None:
     assert list(functions(prompt(tools=[tool, NOW]))) == ["now"]
-    assert json.loads(form(tools=[tool, NOW]).tools) == [NOW]
+    assert json.loads(reply_fields(tools=[tool, NOW]).tools) == [NOW]
     assert prompt(tools=[tool]).tools == ""
-    assert json.loads(form(tools=[tool]).tools) == []
+    assert json.loads(reply_fields(tools=[tool]).tools) == []
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_reply_and_its_results_are_items_of_the_tools(stream: bool) -> None:
 
 
 def test_the_events_of_a_custom_call() -> None:
-    builder = OutputBuilder("s", form_of(parsed(codex()).request).called)
+    builder = OutputBuilder("s", reply_fields_of(parsed(codex()).request).called)
     written = json.dumps({"input": INPUT})
     events = events_of(builder, [call(0, "apply_patch"), arguments(0, written[:9])], [arguments(0, written[9:])])
     begins, ends = "output_item.added", "output_item.done"

@@ -11,7 +11,7 @@ class CalledTool(msgspec.Struct, frozen=True):
     is_custom: bool = False
 
 
-class ResponseForm(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     """A request of POST /v1/responses, besides its prompt and its sampling options."""
 
     background: bool = False

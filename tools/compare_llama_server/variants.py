@@ -26,7 +26,7 @@ MARK = re.compile(r"<\|[^\s|<>{}'\"\\]{1,40}\|?>|<｜[^｜<>]{1,40}｜>|</?[a-z_
 """The tokens that a chat template writes."""
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
+class FileVariant(msgspec.Struct, frozen=True, kw_only=True):
     """One file. `changes` are keys below `tokenizer.ggml`: tokens for keys of ids, None for keys that it lacks."""
 
     name: str
@@ -76,52 +76,52 @@ def _vocabulary(name: str) -> Keys:
     return vocabularies()[name]
 
 
-def forms() -> list[Form]:
+def variants() -> list[FileVariant]:
     """All of them. Vocabularies of WordPiece have no models that write texts."""
     made = [*_vocabularies(), *_flags(), *_special_tokens(), *_weights(), *_architectures(), *_templates()]
-    assert len({form.name for form in made}) == len(made)
+    assert len({variant.name for variant in made}) == len(made)
     return made
 
 
-def _vocabularies() -> Iterator[Form]:
+def _vocabularies() -> Iterator[FileVariant]:
     for name in ("byte-level", "gemma4", "sentencepiece", "sentencepiece without prefix"):
-        yield Form(name=name, vocabulary=name)
+        yield FileVariant(name=name, vocabulary=name)
     for name in ("unigram", "unigram with all spaces"):
-        yield Form(name=name, vocabulary=name)
-    yield Form(name="unigram, no add_space_prefix", vocabulary="unigram", changes={"add_space_prefix": None})
+        yield FileVariant(name=name, vocabulary=name)
+    yield FileVariant(name="unigram, no add_space_prefix", vocabulary="unigram", changes={"add_space_prefix": None})
     for pre in ("llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-v3", "deepseek-llm", "falcon", "bloom", "qwen35"):
-        yield Form(name=f"pre {pre}", changes={"pre": pre})
-    yield Form(name="no pre", changes={"pre": None})
+        yield FileVariant(name=f"pre {pre}", changes={"pre": pre})
+    yield FileVariant(name="no pre", changes={"pre": None})
 
 
-def _flags() -> Iterator[Form]:
+def _flags() -> Iterator[FileVariant]:
     for vocabulary, short in (("byte-level", "bpe"), ("sentencepiece", "spm"), ("unigram", "unigram")):
         for key in ("add_bos_token", "add_eos_token"):
             for value in (True, False):
                 if (short, key, value) == ("unigram", "add_bos_token", True):
                     continue  # it has no BOS
-                yield Form(name=f"{short}, {key} {value}", vocabulary=vocabulary, changes={key: value})
+                yield FileVariant(name=f"{short}, {key} {value}", vocabulary=vocabulary, changes={key: value})
         for key in ("bos_token_id", "eos_token_id", "unknown_token_id"):
-            yield Form(name=f"{short}, no {key}", vocabulary=vocabulary, changes={key: None})
+            yield FileVariant(name=f"{short}, no {key}", vocabulary=vocabulary, changes={key: None})
     both = {"add_bos_token": True, "add_eos_token": True}
-    yield Form(name="bpe, bos and eos", changes=both)
-    yield Form(name="spm, bos and eos", vocabulary="sentencepiece", changes=both)
-    yield Form(name="bpe, add_sep", changes={"add_sep_token": True, "seperator_token_id": "</s>"})
-    yield Form(name="spm, no scores", vocabulary="sentencepiece", changes={"scores": None})
-    yield Form(name="spm, add_space_prefix True", vocabulary="sentencepiece", changes={"add_space_prefix": True})
+    yield FileVariant(name="bpe, bos and eos", changes=both)
+    yield FileVariant(name="spm, bos and eos", vocabulary="sentencepiece", changes=both)
+    yield FileVariant(name="bpe, add_sep", changes={"add_sep_token": True, "seperator_token_id": "</s>"})
+    yield FileVariant(name="spm, no scores", vocabulary="sentencepiece", changes={"scores": None})
+    yield FileVariant(name="spm, add_space_prefix True", vocabulary="sentencepiece", changes={"add_space_prefix": True})
     for vocabulary, short in (("byte-level", "bpe"), ("sentencepiece", "spm")):
         suppressed = {"suppress_tokens": [-1, *range(0, 900, SUPPRESSED), 10**6]}
-        yield Form(name=f"{short}, suppress_tokens", vocabulary=vocabulary, changes=suppressed)
-    yield Form(name="bpe, add_space_prefix True", changes={"add_space_prefix": True})
-    yield Form(name="bpe, add_space_prefix False", changes={"add_space_prefix": False})
+        yield FileVariant(name=f"{short}, suppress_tokens", vocabulary=vocabulary, changes=suppressed)
+    yield FileVariant(name="bpe, add_space_prefix True", changes={"add_space_prefix": True})
+    yield FileVariant(name="bpe, add_space_prefix False", changes={"add_space_prefix": False})
     for name in ("byte-level", "sentencepiece"):
-        yield Form(name=f"{name}, no token_type", vocabulary=name, changes={"token_type": None})
-        yield Form(name=f"{name}, one end", vocabulary=name, changes={"bos_token_id": "</s>"})
+        yield FileVariant(name=f"{name}, no token_type", vocabulary=name, changes={"token_type": None})
+        yield FileVariant(name=f"{name}, one end", vocabulary=name, changes={"bos_token_id": "</s>"})
         unused = {"[unused0]": UNUSED, "<extra_id_0>": USER_DEFINED, "<pad>": CONTROL, "<gone>": UNKNOWN}
-        yield Form(name=f"{name}, unused", vocabulary=name, added=unused, changes={"padding_token_id": "<pad>"})
+        yield FileVariant(name=f"{name}, unused", vocabulary=name, added=unused, changes={"padding_token_id": "<pad>"})
 
 
-def _special_tokens() -> Iterator[Form]:
+def _special_tokens() -> Iterator[FileVariant]:
     kinds = ((NORMAL, "normal"), (CONTROL, "control"), (USER_DEFINED, "user-defined"))
     keys = {key: f"<{key[:-9]}>" for role in ROLES for key in role.keys[:1] if key != "eos_token_id"}
     named = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>", "<unk>", "<mask>", "[MASK]"]
@@ -129,33 +129,33 @@ def _special_tokens() -> Iterator[Form]:
     ends = [text for text in END_TEXTS if text not in (*harmony, "</s>", "<|tool_response>", "<|flush|>", "<|calls|>")]
     for vocabulary, short in (("byte-level", "bpe"), ("sentencepiece", "spm")):
 
-        def form(name: str, tokens: Sequence[str], kind: int, model: str = "tiny", **changes: Any) -> Form:
+        def variant(name: str, tokens: Sequence[str], kind: int, model: str = "tiny", **changes: Any) -> FileVariant:
             added = dict.fromkeys(tokens, kind)
-            return Form(name=name, vocabulary=vocabulary, added=added, changes=changes, model_name=model)  # noqa: B023
+            return FileVariant(name=name, vocabulary=vocabulary, added=added, changes=changes, model_name=model)  # noqa: B023
 
         # llama.cpp takes any of a role's texts, in the order of its hash table: a file has one of each role.
         for number in range(max(len(role.texts) for role in ROLES[2:])):
             kind, word = kinds[number % len(kinds)]
             texts = [role.texts[number] for role in ROLES[2:] if number < len(role.texts)]
-            yield form(f"{short}, roles by text {number}, {word}", texts, kind)
+            yield variant(f"{short}, roles by text {number}, {word}", texts, kind)
         for kind, word in kinds:
-            yield form(f"{short}, ends, {word}", ends, kind)
-            yield form(f"{short}, gpt-oss, {word}", harmony, kind)
-        yield form(f"{short}, solar-open", ["<|end|>", "<|flush|>", "<|calls|>"], CONTROL)
-        yield form(f"{short}, keys", list(keys.values()), NORMAL, **keys)
-        yield form(f"{short}, keys of control tokens", list(keys.values()), CONTROL, **keys)
-        yield form(f"{short}, Gemma 4", ["<turn|>", "<|tool_response>", "<|turn>", "<eos>"], CONTROL)
-        yield form(f"{short}, Phi-3", named, CONTROL, "Phi-3-mini")
-        yield form(f"{short}, Phi-3, user-defined", named, USER_DEFINED, "phi3")
-        yield form(f"{short}, ModernBERT", named, CONTROL, "ModernBERT modern-bert-base")
-    yield Form(name="bpe, jina", added=dict.fromkeys(named, CONTROL), changes={"pre": "jina-v2-code"})
+            yield variant(f"{short}, ends, {word}", ends, kind)
+            yield variant(f"{short}, gpt-oss, {word}", harmony, kind)
+        yield variant(f"{short}, solar-open", ["<|end|>", "<|flush|>", "<|calls|>"], CONTROL)
+        yield variant(f"{short}, keys", list(keys.values()), NORMAL, **keys)
+        yield variant(f"{short}, keys of control tokens", list(keys.values()), CONTROL, **keys)
+        yield variant(f"{short}, Gemma 4", ["<turn|>", "<|tool_response>", "<|turn>", "<eos>"], CONTROL)
+        yield variant(f"{short}, Phi-3", named, CONTROL, "Phi-3-mini")
+        yield variant(f"{short}, Phi-3, user-defined", named, USER_DEFINED, "phi3")
+        yield variant(f"{short}, ModernBERT", named, CONTROL, "ModernBERT modern-bert-base")
+    yield FileVariant(name="bpe, jina", added=dict.fromkeys(named, CONTROL), changes={"pre": "jina-v2-code"})
 
 
-def _weights() -> Iterator[Form]:
+def _weights() -> Iterator[FileVariant]:
     for kind in (Kind.BF16, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1):
-        yield Form(name=f"weights {kind.name}", weights=kind)
-    yield Form(name="tied", tied=True)
-    yield Form(name="tied, Q8_0", tied=True, weights=Kind.Q8_0)
+        yield FileVariant(name=f"weights {kind.name}", weights=kind)
+    yield FileVariant(name="tied", tied=True)
+    yield FileVariant(name="tied, Q8_0", tied=True, weights=Kind.Q8_0)
 
 
 YARN = {
@@ -169,7 +169,7 @@ YARN = {
 """As llama.cpp's converter writes it for OLMo 3."""
 
 
-def _architectures() -> Iterator[Form]:
+def _architectures() -> Iterator[FileVariant]:
     """Windows are shorter than replies."""
     window = {"attention.sliding_window": 8}
     layers = [True, False, False, True, True]
@@ -181,8 +181,8 @@ def _architectures() -> Iterator[Form]:
         "OLMo 3, list of layers, YaRN": window | YARN | {"attention.sliding_window_pattern": layers},
     }
     for name, parameters in olmo.items():
-        yield Form(name=name, architecture="olmo2", parameters=parameters)
-    yield Form(name="llama, YaRN", parameters=YARN)
+        yield FileVariant(name=name, architecture="olmo2", parameters=parameters)
+    yield FileVariant(name="llama, YaRN", parameters=YARN)
 
 
 NOT_BY_LLAMA_CPP = ("gemma3",)
@@ -192,7 +192,7 @@ SENTENCEPIECE = ("gemma2", "mistral3", "phi3.5")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|END_OF_TURN_TOKEN|>")
 
 
-def _templates() -> Iterator[Form]:
+def _templates() -> Iterator[FileVariant]:
     sources = {path.name.removesuffix(".jinja"): path.read_text("utf-8") for path in sorted(TEMPLATES.glob("*.jinja"))}
     for name, source in sources.items():
         if name.endswith(".tool_use") or name in NOT_BY_LLAMA_CPP:
@@ -209,9 +209,11 @@ def _templates() -> Iterator[Form]:
     yield _chat("chat, no BOS token", "byte-level", {"": sources["llama3.2"]}, {"bos_token_id": None})
 
 
-def _chat(name: str, vocabulary: str, templates: Mapping[str, str], flags: Mapping[str, Any]) -> Form:
+def _chat(name: str, vocabulary: str, templates: Mapping[str, str], flags: Mapping[str, Any]) -> FileVariant:
     marks = sorted({mark for source in templates.values() for mark in MARK.findall(source)} - {"<s>", "</s>"})
     added = {mark: CONTROL if mark[:2] in ("<|", "<｜") or mark[0] == "[" else USER_DEFINED for mark in marks}
     ends = [mark for mark in TURN_ENDS if mark in added]
     changes = {**({"eos_token_id": ends[0]} if ends else {}), **flags}
-    return Form(name=name, vocabulary=vocabulary, added=added, changes=changes, templates=templates, is_chat=True)
+    return FileVariant(
+        name=name, vocabulary=vocabulary, added=added, changes=changes, templates=templates, is_chat=True
+    )

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 
-class OllamaForm(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaFields(msgspec.Struct, frozen=True, kw_only=True):
     """A request of Ollama's API, besides its prompt and its sampling options."""
 
     route: Literal["chat", "generate", "embed", "embeddings"]
