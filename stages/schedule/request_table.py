@@ -294,7 +294,7 @@ class RequestStates:
                 if sequence.detokenize == replica:
                     if is_removed:
                         sequence.detokenize = shard(sequence.seq, self.num_detokenize)
-                    opening = self._opening_of(sequence, self._given_outputs(sequence))
+                    opening = self._opening_of(sequence, self._resumed_outputs(sequence))
                     openings.append((sequence.detokenize, opening))
                     self._output_buffer.resend(sequence)
         for request_id, (place, rejection) in list(self._rejections.items()):
@@ -304,7 +304,7 @@ class RequestStates:
                 openings.append((to, rejection))
         return openings
 
-    def _given_outputs(self, sequence: Sequence) -> Ids:
+    def _resumed_outputs(self, sequence: Sequence) -> Ids:
         if sequence.request.beam_search is not None:
             return sequence.resumed_outputs
         num_prompt = len(sequence.request.prompt)

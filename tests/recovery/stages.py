@@ -81,7 +81,7 @@ class ScheduleProcess:
         assert (load.num_running, load.num_waiting, load.num_swapped, load.num_blocks_held) == (0, 0, 0, 0)
         assert load.num_swap_blocks_free == load.num_swap_blocks_total
         table = scheduler._request_table
-        assert not table._refusals, "a refusal was not forgotten"
+        assert not table._rejections, "a refusal was not forgotten"
         # A gateway that has died sends no `Closed` after its `Abort`.
         assert not table._tombstones or "gateway" in num_deaths, "an abort was not forgotten"
         assert not scheduler.lifecycle.quarantine.is_active

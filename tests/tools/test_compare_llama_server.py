@@ -18,10 +18,10 @@ from tools.compare_llama_server.compare import Case, compare, is_same_reply
 from tools.compare_llama_server.inputs import WEATHER
 from tools.compare_llama_server.rules import RULES, rule_of
 from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply
-from tools.compare_llama_server.variants import CONTENT, FileVariant, forms
+from tools.compare_llama_server.variants import CONTENT, FileVariant, variants
 from tools.tokenizer_vectors.texts import TEXTS
 
-FORMS = {variant.name: variant for variant in forms()}
+FORMS = {variant.name: variant for variant in variants()}
 PLAIN = FORMS["byte-level"]
 SPM = FORMS["sentencepiece"]
 

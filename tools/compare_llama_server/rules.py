@@ -68,11 +68,11 @@ def _are_incomplete(case: Case, ours: str, theirs: str) -> bool:
 
 
 def _is_space_left_out(case: Case, ours: str, theirs: str) -> bool:
-    return case.form.vocabulary != "byte-level" and theirs[:1] == " " and _whole(ours) == _whole(theirs[1:])
+    return case.variant.vocabulary != "byte-level" and theirs[:1] == " " and _whole(ours) == _whole(theirs[1:])
 
 
 def _is_end_left_out(case: Case, ours: str, theirs: str) -> bool:
-    tokens = case.form.keys["tokens"]
+    tokens = case.variant.keys["tokens"]
     if not (isinstance(case.ours, Reply) and case.ours.ends):
         return False
     return any(_whole(theirs) == _whole(ours) + tokens[i] for i in case.ours.ids[-1:])
@@ -84,21 +84,23 @@ def _are_marks_shown(case: Case, ours: str, theirs: str) -> bool:
 
 def _are_marks_found(case: Case) -> bool:
     """llama.cpp finds them in texts whose special tokens are text, too."""
-    marks = set(SHOWN) & set(case.form.added)
+    marks = set(SHOWN) & set(case.variant.added)
     return case.what == "tokenize marks as text" and any(mark in case.asked for mark in marks)
 
 
 def _are_unused_shown(case: Case, ours: str, theirs: str) -> bool:
-    unused = [token for token, kind in case.form.added.items() if kind == UNUSED]
+    unused = [token for token, kind in case.variant.added.items() if kind == UNUSED]
     return bool(unused) and _without(ours, *unused) == _without(theirs, *unused)
 
 
 def _are_spaces_of_specials(case: Case, ours: str, theirs: str) -> bool:
-    return case.form.vocabulary != "byte-level" and _whole(ours).strip() == _whole(theirs).replace(SPACE, " ").strip()
+    return (
+        case.variant.vocabulary != "byte-level" and _whole(ours).strip() == _whole(theirs).replace(SPACE, " ").strip()
+    )
 
 
 def _are_bytes_without_types(case: Case, ours: str, theirs: str) -> bool:
-    if "token_type" not in case.form.changes:
+    if "token_type" not in case.variant.changes:
         return False
     by_bytes = re.sub("(?:<0x[0-9A-F]{2}>)+", _decoded, theirs)
     return _whole(ours).strip() == _whole(by_bytes).strip()
@@ -112,32 +114,32 @@ def _is_by_pattern(case: Case) -> bool:
     """Texts that llama.cpp's own patterns split otherwise; see tools/tokenizer_vectors/texts.py."""
     if not case.what.startswith("tokenize") or case.asked not in TEXTS:
         return False
-    names = {case.form.vocabulary, case.form.keys.get("pre")}
+    names = {case.variant.vocabulary, case.variant.keys.get("pre")}
     number = TEXTS.index(case.asked)
     return any(number in numbers and names & set(pres.split()) for pres, numbers in DIFFERENT)
 
 
 def _is_composed(case: Case) -> bool:
-    pre = PRE_TOKENIZERS.get(case.form.keys.get("pre", ""))
+    pre = PRE_TOKENIZERS.get(case.variant.keys.get("pre", ""))
     is_text = case.what.startswith("tokenize")
     return is_text and pre is not None and pre.composes and unicodedata.normalize("NFC", case.asked) != case.asked
 
 
 def _is_by_spaces(case: Case) -> bool:
     """Of a unigram model that keeps all spaces: the ids without repetitions."""
-    if not (case.what.startswith("tokenize") and case.form.vocabulary == "unigram with all spaces"):
+    if not (case.what.startswith("tokenize") and case.variant.vocabulary == "unigram with all spaces"):
         return False
     return [i for i, _ in itertools.groupby(case.ours)] == [i for i, _ in itertools.groupby(case.theirs)]
 
 
 def _is_by_comma(case: Case) -> bool:
     """What llama.cpp makes of its default id of a byte-level vocabulary."""
-    if case.form.vocabulary != "byte-level":
+    if case.variant.vocabulary != "byte-level":
         return False
     if isinstance(case.theirs, Reply):
-        return "eos_token_id" in case.form.changes and COMMA in case.ours.ids and case.theirs.ends
+        return "eos_token_id" in case.variant.changes and COMMA in case.ours.ids and case.theirs.ends
     ids = _ids(case.theirs)
-    return "bos_token_id" in case.form.changes and ids[:1] == [COMMA] and ids[1:] == _ids(case.ours)
+    return "bos_token_id" in case.variant.changes and ids[:1] == [COMMA] and ids[1:] == _ids(case.ours)
 
 
 def _has_separator(case: Case) -> bool:
@@ -150,7 +152,7 @@ def _ids(result: Any) -> list[int]:
 
 def _plain_ids(case: Case, result: Any) -> list[int]:
     """The ids of a prompt without BOS and EOS at its ends."""
-    keys, ids = case.form.keys, _ids(result)
+    keys, ids = case.variant.keys, _ids(result)
     if ids[:1] == [keys.get("bos_token_id")]:
         ids = ids[1:]
     return ids[:-1] if ids[-1:] == [keys.get("eos_token_id")] else ids
@@ -200,7 +202,7 @@ def _has_call(case: Case) -> bool:
         return False
     pairs = zip(case.ours.ids, case.theirs.ids, strict=False)
     same = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return bool(same) and case.form.types[same[-1]] not in (NORMAL, BYTE)
+    return bool(same) and case.variant.types[same[-1]] not in (NORMAL, BYTE)
 
 
 def _ends_by_format(case: Case) -> bool:
@@ -264,7 +266,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "equal scores",
         "of pairs with equal scores, the token with the smaller id is merged first; no tokenizer writes such scores",
-        lambda case: "scores" in case.form.changes and case.what.startswith("tokenize"),
+        lambda case: "scores" in case.variant.changes and case.what.startswith("tokenize"),
     ),
     Rule(
         "separator", "texts end with the separator if the file says so; llama.cpp only reranks with it", _has_separator

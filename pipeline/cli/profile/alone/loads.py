@@ -206,18 +206,18 @@ class _Steps:
     def __init__(self, load: StageDriver) -> None:
         self._load = load
         self._waiting: deque[tuple[int, float]] = deque()
-        self._num_given = 0
+        self._num_sent = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def given(self, num_tokens: int) -> None:
-        self._num_given += num_tokens
-        self._waiting.append((self._num_given, time.monotonic()))
+    def sent(self, num_tokens: int) -> None:
+        self._num_sent += num_tokens
+        self._waiting.append((self._num_sent, time.monotonic()))
 
     def came(self, num_tokens: int) -> None:
         """This many tokens have come out since the start."""
-        assert num_tokens <= self._num_given, "more came out than went in"
+        assert num_tokens <= self._num_sent, "more came out than went in"
         while self._waiting and self._waiting[0][0] <= num_tokens:
             self._load.latencies_s.append(time.monotonic() - self._waiting.popleft()[1])
 
@@ -274,7 +274,7 @@ class DetokenizeDriver(_NothingToClose):
             finishes=put((is_last * np.uint8(m.Finish.LENGTH)).tobytes()),
         )
         self._harness.send(message, "schedule.0")
-        self._steps.given(len(self._seqs))
+        self._steps.sent(len(self._seqs))
         self._starts += 1
         for place in np.flatnonzero(is_last).tolist():
             self._seqs[place] = self._next_seq
@@ -350,7 +350,7 @@ class GatewayDriver:
             stop_reasons=[None] * num,
         )
         self._harness.send(message, "detokenize.0")
-        self._steps.given(num)
+        self._steps.sent(num)
         alive = [i for i, left in enumerate(self._lefts) if left]
         self._request_ids = [self._request_ids[i] for i in alive]
         self._places = [self._places[i] + 1 for i in alive]
