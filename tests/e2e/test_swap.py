@@ -19,10 +19,10 @@ KILLED = ("execute", "schedule", "detokenize", "ingest")[: None if os.environ.ge
 NUM_TRIES = 10
 
 
-def sets(tiny_model: Path, swap_bytes: str, kernels: str = "torch") -> list[str]:
+def sets(tiny_model: Path, swap_bytes: str) -> list[str]:
     """Models are prepared beside their folder."""
     model = [f"model={tiny_model}", f"cache_dir={link_kernels(tiny_model.parent / 'cache')}"]
-    return [*model, f"execute.kernels={kernels}", "execute.num_threads=1", f"execute.swap_bytes={swap_bytes}"]
+    return [*model, "execute.num_threads=1", f"execute.swap_bytes={swap_bytes}"]
 
 
 def has_swap(process: psutil.Process) -> bool:
@@ -78,7 +78,7 @@ def test_a_server_that_swaps_returns_the_texts_of_each_request_alone(tiny_model:
     rules = ["execute.kv_cache_bytes=1MiB", "schedule.prefix_caching=false", "schedule.preemption=swap"]
     prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(28)]
     rules += ["schedule.max_steps_in_flight=2", "supervisor.max_restarts=100"]
-    with Server(*sets(tiny_model, "4MiB", "auto"), *rules) as server:
+    with Server(*sets(tiny_model, "4MiB"), *rules) as server:
         with ThreadPoolExecutor(len(prompts)) as clients:
             together = list(clients.map(lambda prompt: complete(server, prompt, 190), prompts))
         num_out, num_in = (
@@ -144,7 +144,7 @@ def test_swap_space_below_one_block_is_a_clear_error(tiny_model: Path) -> None:
 def test_after_a_death_the_blocks_of_running_sequences_are_copied_back_or_still_there(tiny_model: Path) -> None:
     """Those of swap space after a death of execute; after one of schedule, execute still has them."""
     prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(8)]
-    with Server(*sets(tiny_model, "8MiB", "auto"), "schedule.kv_offload=true", "execute.kv_cache_bytes=8MiB") as server:
+    with Server(*sets(tiny_model, "8MiB"), "schedule.kv_offload=true", "execute.kv_cache_bytes=8MiB") as server:
         alone = [complete(server, prompt, 190)["choices"] for prompt in prompts]
         for stage in ("execute", "schedule", "execute"):
             reset_prefix_cache(server)
