@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from tests.e2e.server import Server
-from tools.check_page import checks, pictures
+from tools.check_page import checks, hostile, pictures
 from tools.check_page.devtools import PageError, Tab, browser, find_browser
 
 KEY = "sk-of-the-page-check"
@@ -44,7 +44,7 @@ async def run(program: str, only: str, folder: Path | None) -> int:
     failed = 0
     with Server() as server:
         async with browser(program) as chromium:
-            if chosen := [check for check in checks.CHECKS if only in check.__name__]:
+            if chosen := [check for check in (*checks.CHECKS, *hostile.CHECKS) if only in check.__name__]:
                 tab = await chromium.tab()
                 await tab.resize(1280, 820)
                 await tab.set_media()

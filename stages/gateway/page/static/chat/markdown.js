@@ -21,12 +21,16 @@ import { inline } from "./inline.js";
  */
 
 const MAX_DEPTH = 6;
-const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
+/** Of a table: browsers take minutes to lay out ten thousand. */
+const MAX_COLUMNS = 256;
+/** No two parts of a pattern that stand side by side take the same characters, so each is linear in its line. */
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const LANGUAGE = /^[ \t]*([\w+#.-]*)/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t]([^]*))?$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
-const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*(?:\|[ \t]*)?$/;
 
 /**
  * @param {string} text
@@ -69,7 +73,7 @@ function blockAt(lines, at, depth) {
   if (fence) return fenceAt(lines, at, fence);
   const heading = HEADING.exec(line);
   if (heading) {
-    const words = (heading[2] ?? "").trimEnd().replace(/ #+$/, "");
+    const words = (heading[2] ?? "").trim().replace(/(^| )#+$/, "");
     return [{ type: "heading", level: heading[1].length, children: inline(words) }, at + 1];
   }
   if (RULE.test(line)) return [{ type: "rule" }, at + 1];
@@ -102,7 +106,8 @@ function interrupts(lines, at, depth) {
  * @returns {[Block, number]}
  */
 function fenceAt(lines, at, fence) {
-  const [, mark, language] = fence;
+  const [, mark, rest] = fence;
+  const language = LANGUAGE.exec(rest)?.[1] ?? "";
   const indent = lines[at].length - lines[at].trimStart().length;
   let end = at + 1;
   const isClosing = (/** @type {string} */ line) => {
@@ -176,12 +181,13 @@ const indentOf = (line) => line.length - line.trimStart().length;
  * @param {number} at
  */
 function isTableAt(lines, at) {
-  return (
-    lines[at].includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]) && lines[at + 1].includes("-")
-  );
+  const isRuled = lines[at].includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]);
+  return isRuled && cells(lines[at]).length <= MAX_COLUMNS;
 }
 
 /**
+ * A row has at most the columns of the head, and no cells besides its own: filled up, short rows below a wide head would
+ * make a million cells of a few kilobytes.
  * @param {string[]} lines
  * @param {number} at
  * @returns {[Block, number]}
@@ -194,7 +200,11 @@ function tableAt(lines, at) {
   });
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
-  const rows = lines.slice(at + 2, end).map((line) => head.map((_, place) => inline(cells(line)[place] ?? "")));
+  const rows = lines.slice(at + 2, end).map((line) =>
+    cells(line)
+      .slice(0, head.length)
+      .map((cell) => inline(cell)),
+  );
   return [{ type: "table", head: head.map((cell) => inline(cell)), align, rows }, end];
 }
 

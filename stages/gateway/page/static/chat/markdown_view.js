@@ -15,6 +15,8 @@ import { parse } from "./markdown.js";
 export class MarkdownView {
   /** @type {string[]} */
   #sources = [];
+  /** Its children: their live collection is counted anew after each change. @type {Element[]} */
+  #nodes = [];
 
   constructor() {
     this.element = el("div", { class: "prose" });
@@ -23,14 +25,14 @@ export class MarkdownView {
   /** @param {string} text all of it */
   update(text) {
     const parts = parse(text);
-    const nodes = this.element.children;
     parts.forEach(({ source, block }, place) => {
       if (this.#sources[place] === source) return;
       const node = blockNode(block);
-      if (place < nodes.length) nodes[place].replaceWith(node);
+      if (place < this.#nodes.length) this.#nodes[place].replaceWith(node);
       else this.element.append(node);
+      this.#nodes[place] = node;
     });
-    while (nodes.length > parts.length) nodes[nodes.length - 1].remove();
+    for (const node of this.#nodes.splice(parts.length)) node.remove();
     this.#sources = parts.map(({ source }) => source);
   }
 }
@@ -42,17 +44,17 @@ export class MarkdownView {
 function blockNode(block) {
   switch (block.type) {
     case "paragraph":
-      return el("p", {}, ...block.children.map(inlineNode));
+      return el("p", {}, block.children.map(inlineNode));
     case "heading":
-      return el(headingTag(block.level), {}, ...block.children.map(inlineNode));
+      return el(headingTag(block.level), {}, block.children.map(inlineNode));
     case "fence":
       return codeNode(block.text, block.language);
     case "list": {
-      const items = block.items.map((item) => el("li", {}, ...tight(item)));
-      return block.ordered ? el("ol", { start: block.start }, ...items) : el("ul", {}, ...items);
+      const items = block.items.map((item) => el("li", {}, tight(item)));
+      return block.ordered ? el("ol", { start: block.start }, items) : el("ul", {}, items);
     }
     case "quote":
-      return el("blockquote", {}, ...block.children.map(blockNode));
+      return el("blockquote", {}, block.children.map(blockNode));
     case "table":
       return tableNode(block);
     case "rule":
@@ -95,7 +97,7 @@ function codeNode(text, language) {
       el("span", {}, language || "code"),
       copyButton(() => text, "Copy the code"),
     ),
-    el("pre", { tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" }, el("code", {}, ...parts)),
+    el("pre", { tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" }, el("code", {}, parts)),
   );
 }
 
@@ -105,15 +107,15 @@ function codeNode(text, language) {
  */
 function tableNode({ head, align, rows }) {
   const cell = (/** @type {"th" | "td"} */ tag, /** @type {Inline[]} */ children, /** @type {number} */ place) =>
-    el(tag, { class: align[place] === "start" ? undefined : `to-${align[place]}` }, ...children.map(inlineNode));
+    el(tag, { class: align[place] === "start" ? undefined : `to-${align[place]}` }, children.map(inlineNode));
   return el(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table" },
     el(
       "table",
       {},
-      el("thead", {}, el("tr", {}, ...head.map((children, place) => cell("th", children, place)))),
-      el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map((children, place) => cell("td", children, place))))),
+      el("thead", {}, el("tr", {}, head.map((children, place) => cell("th", children, place)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((children, place) => cell("td", children, place))))),
     ),
   );
 }
@@ -132,9 +134,9 @@ function inlineNode(node) {
       return el("br");
     case "link": {
       const props = { href: node.href, rel: "noopener noreferrer nofollow", target: "_blank", title: node.href };
-      return el("a", props, ...node.children.map(inlineNode));
+      return el("a", props, node.children.map(inlineNode));
     }
     default:
-      return el(node.type, {}, ...node.children.map(inlineNode));
+      return el(node.type, {}, node.children.map(inlineNode));
   }
 }

@@ -3,7 +3,8 @@
  * @module
  */
 
-/** @typedef {Node | string | null | undefined | false} Child */
+/** @typedef {Node | string | null | undefined | false} One */
+/** @typedef {One | One[]} Child an array where there may be many: arguments are limited, to about a hundred thousand */
 /** @typedef {Record<string, string | number | boolean | null | undefined | ((event: any) => void)>} Props */
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -46,7 +47,7 @@ function fill(element, props, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, String(value));
   }
-  element.append(...present(children));
+  append(element, children);
   return element;
 }
 
@@ -56,15 +57,18 @@ function fill(element, props, children) {
  * @param {...Child} children
  */
 export function replace(element, ...children) {
-  element.replaceChildren(...present(children));
+  element.replaceChildren();
+  append(element, children);
 }
 
 /**
+ * @param {Element} element
  * @param {Child[]} children
- * @returns {(Node | string)[]}
  */
-function present(children) {
-  return /** @type {(Node | string)[]} */ (children.filter((child) => child || child === ""));
+function append(element, children) {
+  for (const child of children.flat()) {
+    if (child || child === "") element.append(child);
+  }
 }
 
 /**

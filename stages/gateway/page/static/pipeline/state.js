@@ -112,7 +112,7 @@ export function hitShare({ prompt_tokens, cached_tokens }) {
  * @typedef {{key: string, from: number, to: number}} Move places on ROUTE
  */
 
-/** The requests of all answers, each gateway's newest. */
+/** The requests of all answers: the newest of each gateway that the server has now. */
 export class Tracker {
   /** @type {Map<number, Row[]>} */
   #byGateway = new Map();
@@ -123,8 +123,10 @@ export class Tracker {
    * @param {PipelineState} state
    * @returns {{rows: Row[], moves: Move[]}} rows with the newest first, and which of them have moved
    */
-  update({ gateway, requests }) {
+  update({ gateway, requests, stages }) {
     const isFirst = !this.#byGateway.has(gateway);
+    const names = new Set(stages.map(({ name }) => name));
+    for (const one of this.#byGateway.keys()) if (!names.has(`gateway.${one}`)) this.#byGateway.delete(one);
     const own = requests.map((one) => ({ ...one, gateway, key: `${gateway}-${one.id}-${one.index}` }));
     this.#byGateway.set(gateway, own);
     /** @type {Move[]} */

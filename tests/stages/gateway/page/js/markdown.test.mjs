@@ -26,6 +26,8 @@ test("paragraphs, headings and rules", () => {
     { type: "heading", level: 2, children: [text("Three")] },
   ]);
   assert.equal(blocks("#no heading")[0].type, "paragraph");
+  assert.deepEqual(blocks("#"), [{ type: "heading", level: 1, children: [] }]);
+  assert.deepEqual(blocks("# ##"), [{ type: "heading", level: 1, children: [] }]);
 });
 
 test("emphasis, code and deletions", () => {
@@ -58,6 +60,7 @@ test("a block of code ends with its mark, or with the text", () => {
   ]);
   assert.deepEqual(blocks("~~~\nopen"), [{ type: "fence", language: "", text: "open" }]);
   assert.deepEqual(blocks("````\n```\n````")[0], { type: "fence", language: "", text: "```" });
+  assert.deepEqual(blocks("```  C++ and more\nx")[0], { type: "fence", language: "c++", text: "x" });
 });
 
 test("lists, also nested and with code", () => {
@@ -88,7 +91,7 @@ test("quotes and tables", () => {
     table.rows.map((row) => row.map(words)),
     [
       ["1", "2"],
-      ["3", ""],
+      ["3"],
     ],
   );
   assert.equal(blocks("a | b\nc | d")[0].type, "paragraph");
@@ -174,6 +177,41 @@ test("no text takes long", () => {
     const begin = performance.now();
     parse(long);
     assert.ok(performance.now() - begin < 1500, `${JSON.stringify(part)} took ${performance.now() - begin} ms`);
+  }
+});
+
+test("no line takes long, whatever its length", () => {
+  const size = 160_000;
+  const space = " ".repeat(size);
+  for (const long of [
+    `a|b\n|---${space}x`,
+    `a|b\n|---${"\t".repeat(size / 4)}x`,
+    `\`\`\`${space}\``,
+    `\`\`\`${"a".repeat(size)}\``,
+    `#${space}\rx`,
+    `# a ${"#".repeat(size)}x`,
+    `*${space}*x`,
+    `${space}x`,
+  ]) {
+    const begin = performance.now();
+    parse(long);
+    assert.ok(performance.now() - begin < 1500, `${JSON.stringify(long.slice(0, 12))} took long`);
+  }
+});
+
+test("a table has no more cells than were written, and no more columns than a browser can lay out", () => {
+  const num = 20_000;
+  const head = (columns) => `${"|a".repeat(columns)}\n${"|-".repeat(columns)}\n`;
+  for (const [rows, most] of [
+    ["|\n".repeat(num), num],
+    ["|b".repeat(num), 256],
+  ]) {
+    const [table] = blocks(head(256) + rows);
+    const count = table.rows.reduce((sum, row) => sum + row.length, 0);
+    assert.ok(count <= most, `${count} cells`);
+    const begin = performance.now();
+    assert.equal(blocks(head(num) + rows)[0].type, "paragraph");
+    assert.ok(performance.now() - begin < 1500, `it took ${performance.now() - begin} ms`);
   }
 });
 

@@ -134,15 +134,32 @@ test("requests move along the way, and those that were there at first do not", (
 
 test("requests of several gateways are kept apart", () => {
   const tracker = new Tracker();
-  tracker.update(state(0, 0, { requests: [request("a", "decode")] }));
+  const stages = [stage("gateway.0"), stage("gateway.1")];
+  tracker.update(state(0, 0, { stages, requests: [request("a", "decode")] }));
   const { rows, moves } = tracker.update(
-    state(0, 0, { gateway: 1, requests: [request("a", "queue", { received: 2 })] }),
+    state(0, 0, { stages, gateway: 1, requests: [request("a", "queue", { received: 2 })] }),
   );
   assert.deepEqual(
     rows.map(({ key }) => key),
     ["1-a-0", "0-a-0"],
   );
   assert.deepEqual(moves, []);
+});
+
+test("requests of a gateway that was taken away are not listed any more", () => {
+  const tracker = new Tracker();
+  const both = [stage("gateway.0"), stage("gateway.1")];
+  tracker.update(state(0, 0, { stages: both, requests: [request("a", "decode")] }));
+  tracker.update(state(1, 0, { stages: both, gateway: 1, requests: [request("b", "decode"), request("c", null)] }));
+  const { rows, moves } = tracker.update(state(2, 0, { stages: [both[0]], requests: [request("a", "decode")] }));
+  assert.deepEqual(
+    rows.map(({ key }) => key),
+    ["0-a-0"],
+  );
+  assert.deepEqual(
+    moves.map(({ key, to }) => [key, to]),
+    [["1-b-0", 8]],
+  );
 });
 
 test("the hop that has not ended has the rest of the time", () => {
