@@ -1,4 +1,4 @@
-"""Which headers pass from one connection to the other, and the bytes of the request for a replica. Pure.
+"""Which headers pass from one connection to the other, and the head of the request for a replica. Pure.
 
 Names of headers are compared without their case (RFC 9110, 5.1).
 """
@@ -43,18 +43,18 @@ def end_to_end(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in pairs if name.lower() not in HOP_HEADERS and name.lower() not in named]
 
 
-def request_bytes(request: web.Request, body: bytes, extra: Mapping[str, str]) -> bytes:
-    """A request for a replica, as the client's, with another body and with `extra` headers. Headers by which the client
-    asks for resume points pass if `extra` has none."""
+def head_bytes(request: web.Request, num_body_bytes: int, extra: Mapping[str, str]) -> bytes:
+    """The head of a request for a replica, as the client's, with another length and with `extra` headers. Headers by
+    which the client asks for resume points pass if `extra` has none."""
     pairs = [(name, value) for name, value in end_to_end(request.headers.items()) if name.lower() not in OF_REQUEST]
     if RESUMABLE not in extra:
         pairs += [(name, request.headers[name]) for name in (RESUMABLE, RESUME) if name in request.headers]
     pairs += extra.items()
-    if body or request.method not in BODILESS:
-        pairs.append(("Content-Length", str(len(body))))
+    if num_body_bytes or request.method not in BODILESS:
+        pairs.append(("Content-Length", str(num_body_bytes)))
     absolute = _AUTHORITY.match(request.raw_path)
     target = request.raw_path if absolute is None else request.raw_path[absolute.end() :]
     if not target.startswith(("/", "*")):
         target = f"/{target}"
     lines = [f"{request.method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in pairs)]
-    return "\r\n".join([*lines, "\r\n"]).encode("utf-8", "surrogateescape") + body
+    return "\r\n".join([*lines, "\r\n"]).encode("utf-8", "surrogateescape")

@@ -21,7 +21,7 @@ from pipeline.config.sections.access_log import AccessLogSettings
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import LimitSettings
 from pipeline.deploy import exposition
-from pipeline.deploy.forwarding import request_bytes
+from pipeline.deploy.forwarding import head_bytes
 from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
 from pipeline.deploy.upstream import ResponseCollector, Upstream, UpstreamLost, fetch
@@ -103,6 +103,7 @@ class Ingress:
             max_held_bytes=NUM_HELD_BODIES * gateway.max_body_bytes,
             request_timeout_s=gateway.request_timeout_s,
             unread=self._unread,
+            shares_cache=gateway.share_prefix_cache,
         )
         self._replicas = replicas
         self._settings = settings
@@ -271,7 +272,7 @@ class Ingress:
         knows it."""
         body = await self._bodies.parse(request, bytes, body_reader.BODY_TIMEOUT_S)
         upstreams = self._replicas.upstreams()
-        with self.relay.hold(len(body) * (1 + len(upstreams))):  # each connection has a copy until its replica takes it
+        with self.relay.hold(len(body)):
             answers = await asyncio.gather(*(_send(upstream, request, body) for upstream in upstreams.values()))
         for status, answer in answers:
             if status >= 400:
@@ -309,12 +310,12 @@ def _decoded(data: bytes) -> Any:
 
 async def _send(upstream: Upstream, request: web.Request, body: bytes) -> tuple[int, bytes]:
     sink = ResponseCollector(MAX_ANSWER_BYTES)
-    data = request_bytes(request, body, {})
+    head = head_bytes(request, len(body), {})
     connection = None
     try:
         async with asyncio.timeout(ALL_TIMEOUT_S):
             connection = await upstream.connect(fresh=True)
-            await connection.send(data, sink)
+            await connection.send(head, body, sink=sink)
     except (TimeoutError, UpstreamLost):
         error = {"error": {"message": f"the replica at {upstream.host}:{upstream.port} did not answer"}}
         return 503, msgspec.json.encode(error)

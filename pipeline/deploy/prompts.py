@@ -51,19 +51,20 @@ _FIRST_OF_NUMBER = (b"-", *(b"%d" % digit for digit in range(10)))
 _NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def prompt_of(body: bytes) -> Prompt:
+def prompt_of(body: bytes, scope: str = "") -> Prompt:
     """The prompt of a body of any route."""
-    return read(body)[0]
+    return read(body, scope)[0]
 
 
-def read(body: bytes) -> tuple[Prompt, float | None]:
-    """The prompt of a body of any route, and its `timeout_s` if that is valid."""
+def read(body: bytes, scope: str = "") -> tuple[Prompt, float | None]:
+    """The prompt of a body of any route, and its `timeout_s` if that is valid. `scope` is that of the client's API key,
+    if keys don't share the prefix cache: then what others have sent is in no cache for it."""
     prompt, timeout_s = Prompt(max(1, len(body) // BYTES_PER_TOKEN)), None
     with contextlib.suppress(*_NOT_DECODED):
         decoded = _decoder.decode(body)
         with contextlib.suppress(*_NOT_DECODED):
             timeout_s = _timeout_of(decoded)
-        prompt = _prompt_of(decoded)
+        prompt = _prompt_of(decoded, scope)
     return prompt, timeout_s
 
 
@@ -72,11 +73,11 @@ def _timeout_of(body: Body) -> float | None:
     return float(given) if type(given) in (int, float) and 0 < given <= MAX_TIMEOUT_S else None
 
 
-def _prompt_of(body: Body) -> Prompt:
+def _prompt_of(body: Body, scope: str) -> Prompt:
     begin = ROOT
     model, salt = _small(body.model), _small(body.cache_salt)
-    if model is not None or salt is not None:
-        begin = root(_text(model), _text(salt))
+    if model is not None or salt is not None or scope:
+        begin = root(_text(model), _text(salt), scope)
     given = _small(body.n)
     num = given if isinstance(given, int) and 0 < given < 10_000 else 1
     ids = _ids_of(bytes(body.prompt))

@@ -12,6 +12,7 @@ A request may be what kills replicas. So one that loses MAX_DEATHS of them witho
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -25,7 +26,7 @@ from aiohttp import web
 from pipeline.deploy import prompts
 from pipeline.deploy.client_writer import ClientWriter
 from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
-from pipeline.deploy.forwarding import BODILESS, end_to_end, request_bytes, uses_resume_points
+from pipeline.deploy.forwarding import BODILESS, end_to_end, head_bytes, uses_resume_points
 from pipeline.deploy.relay_errors import RelayError, error_event
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
 from pipeline.deploy.resumable_stream import ResumableStream
@@ -33,6 +34,7 @@ from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader, time_left
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.errors import ApiError, overloaded, timeout_error
+from pipeline.http_server.guard import current_scope
 from pipeline.http_server.slow_clients import UnreadReplies
 from pipeline.routing.policies import Prompt
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
@@ -83,11 +85,12 @@ class Relay:
         max_held_bytes: int,
         request_timeout_s: float,
         unread: UnreadReplies,
+        shares_cache: bool = False,
     ) -> None:
         """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
         nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A
         request without a `timeout_s` of its own has `request_timeout_s`; 0 is unlimited. `unread` counts what clients
-        have not taken."""
+        have not taken. `shares_cache`: replicas share their prefix cache between API keys."""
         self._replicas = replicas
         self._bodies = bodies
         self.slow_client_s = slow_client_s
@@ -97,6 +100,7 @@ class Relay:
         self._wait_s = wait_s
         self._resume_timeout_s = resume_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._shares_cache = shares_cache
         self.counts = RelayCounts()
         self.num_open = 0
         self.idle = asyncio.Event()
@@ -114,7 +118,8 @@ class Relay:
             if http_request.method not in BODILESS:
                 given_s = time_left.of_headers(http_request.headers)
                 left_s = min(self._request_timeout_s or math.inf, given_s)
-                parts = await self._bodies.parse(http_request, _read, body_reader.BODY_TIMEOUT_S, left_s)
+                read = functools.partial(_read, scope="" if self._shares_cache else current_scope())
+                parts = await self._bodies.parse(http_request, read, body_reader.BODY_TIMEOUT_S, left_s)
                 body, prompt, timeout_s = parts
             if http_request.path not in TIMED_PATHS:
                 timeout_s = None
@@ -133,7 +138,7 @@ class Relay:
 
     @contextlib.contextmanager
     def hold(self, num_bytes: int) -> Iterator[None]:
-        """Count a body, and its copies, while its request is open. Raises ApiError, 503."""
+        """Count a body while its request is open. Raises ApiError, 503."""
         num_left = self._max_held_bytes - self.num_held_bytes
         if num_bytes > num_left:
             message = f"{num_left} of {self._max_held_bytes} bytes are free for the bodies of open requests"
@@ -145,9 +150,9 @@ class Relay:
             self.num_held_bytes -= num_bytes
 
 
-def _read(body: bytes) -> tuple[bytes, Prompt, float | None]:
+def _read(body: bytes, scope: str) -> tuple[bytes, Prompt, float | None]:
     """A body, what the router must know of it, and its `timeout_s`."""
-    return body, *(prompts.read(body) if body else (Prompt(1), None))
+    return body, *(prompts.read(body, scope) if body else (Prompt(1), None))
 
 
 class _Attempt:
@@ -289,7 +294,7 @@ class _Relayed:
     async def _drive(self, connection: Connection, attempt: _Attempt) -> None:
         client = self._client
         client.pause = connection.pause
-        done = connection.send(self._request(), attempt, has_body=self._http_request.method != "HEAD")
+        done = connection.send(*self._request(), sink=attempt, has_body=self._http_request.method != "HEAD")
         done.add_done_callback(lambda _: client.wake.set())
         try:
             while not done.done() or client.must_flush:
@@ -307,8 +312,9 @@ class _Relayed:
             elif not done.cancelled():
                 done.exception()  # was raised above, or is superseded by the client's end
 
-    def _request(self) -> bytes:
-        """The request for the replica, with the points behind which it is to continue."""
+    def _request(self) -> list[bytes]:
+        """The parts of the request for the replica, with the points behind which it is to continue. The body is no
+        copy: `hold` counts it once."""
         request, points = self._http_request, b""
         if self._stream is not None and self._client.has_begun:
             points = b"".join(self._stream.points)
@@ -317,7 +323,7 @@ class _Relayed:
             extra[RESUME] = str(len(points))
         if (left_s := self._deadline.left_s) < math.inf and request.method not in BODILESS:
             extra[time_left.HEADER] = time_left.written(left_s)
-        return request_bytes(request, points + self._body, extra)
+        return [head_bytes(request, len(points) + len(self._body), extra), points, self._body]
 
     # ------------------------------------------------------------------------------------- called as the response comes
 

@@ -101,9 +101,10 @@ class Connection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         return self.is_open and self._keeps_alive and self._done is None
 
-    def send(self, request: bytes, sink: Sink, *, has_body: bool = True) -> "asyncio.Future[None]":
-        """Send a request. The future is done when the response has ended; it raises UpstreamLost. The response to HEAD
-        has no body, whatever its headers say."""
+    def send(self, *parts: bytes, sink: Sink, has_body: bool = True) -> "asyncio.Future[None]":
+        """Send a request, in parts that are not copied: uvloop refers to them until they are sent. The future is done
+        when the response has ended; it raises UpstreamLost. The response to HEAD has no body, whatever its headers
+        say."""
         assert self._done is None, "a request is open on this connection"
         self._reset()
         self._has_body = has_body
@@ -113,7 +114,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             self._fail("the connection has ended")
         else:
-            self._transport.write(request)
+            self._transport.writelines([part for part in parts if part])
         return done
 
     def pause(self) -> None:
@@ -347,7 +348,7 @@ async def fetch(upstream: Upstream, target: str, timeout_s: float) -> tuple[int,
     try:
         async with asyncio.timeout(timeout_s):
             connection = await upstream.connect(fresh=True)
-            await connection.send(request, sink)
+            await connection.send(request, sink=sink)
     except TimeoutError as error:
         raise UpstreamLost(f"{upstream.host}:{upstream.port} did not answer {target} in {timeout_s:g} s") from error
     finally:

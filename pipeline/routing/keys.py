@@ -24,9 +24,10 @@ _KEY_BYTES = 8
 _encoder = msgspec.json.Encoder(order="sorted")
 
 
-def root(model: str = "", salt: str = "") -> int:
-    """The key in front of the first one. Prompts for other models, or with other cache salts, share no prefix."""
-    parts = [part.encode("utf-8", "surrogatepass") for part in (model, salt)]
+def root(model: str = "", salt: str = "", scope: str = "") -> int:
+    """The key in front of the first one. Prompts for other models, with other cache salts, or of API keys with other
+    scopes, share no prefix."""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (model, salt, *([scope] if scope else []))]
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return int.from_bytes(blake2b(framed, digest_size=_KEY_BYTES, person=b"route root").digest(), "little")
 

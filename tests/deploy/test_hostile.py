@@ -171,10 +171,10 @@ async def test_what_is_sent_to_all_replicas_is_in_the_same_budget():
                 await response.read()
                 return response.status
 
-        ingress.relay._max_held_bytes = 5 * len(body)
+        ingress.relay._max_held_bytes = 2 * len(body)
         held = [asyncio.create_task(post()) for _ in range(2)]
         async with asyncio.timeout(PATIENCE_S):
-            while ingress.relay.num_held_bytes < 4 * len(body):
+            while ingress.relay.num_held_bytes < 2 * len(body):
                 await asyncio.sleep(0.01)
             assert await post() == 503
             replica.hold.set()
@@ -296,3 +296,23 @@ async def test_a_client_that_reads_no_replies_gets_one_at_a_time_and_is_disconne
             size = len(await response.read())
         assert max(sizes) <= 2 * size
         connection.close()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+async def test_a_key_is_routed_by_its_own_prompts_only(shares: bool):
+    """What another key has sent is in no cache for it: else a key that sends others' prefixes draws their requests to
+    one replica, which computes them anew, and learns from its own ones what others have sent."""
+    body = BODY | {"prompt": "a long text " * 400}
+    keys, gateway = Keys.of(["sk-of-one", "sk-of-another"]), {"share_prefix_cache": shares}
+    replica = FakeReplica()
+    async with deployed(replica, FakeReplica(), keys=keys, gateway=gateway) as (ingress, client):
+
+        async def hits_of(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post("/v1/completions", json=body, headers=headers) as response:
+                assert tokens_of(await response.text()) == list(range(20))
+            return ingress._replicas.routed.router.counts.num_hits
+
+        assert [await hits_of("sk-of-one"), await hits_of("sk-of-one")] == [0, 1]
+        assert await hits_of("sk-of-another") == 1 + shares
+        assert await hits_of("sk-of-another") == 2 + shares

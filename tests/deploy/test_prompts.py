@@ -29,6 +29,12 @@ def test_what_changes_the_prefix_changes_the_keys(change: dict[str, Any]):
     assert not set(prompt(**body).keys) & set(prompt(**(body | change)).keys)
 
 
+def test_prompts_of_two_api_keys_share_no_key():
+    for body in (b'{"prompt":"%s"}' % (LONG.encode()), json.dumps({"prompt": list(range(3 * KEY_TOKENS))}).encode()):
+        one, other, nobody = (set(prompt_of(body, scope).keys) for scope in ("01", "02", ""))
+        assert one and other and nobody and not one & other and not one & nobody
+
+
 def test_texts_ids_and_inputs_have_keys():
     assert (
         prompt(prompt=LONG).keys and prompt(input=LONG).keys and prompt(input=[{"role": "user", "content": LONG}]).keys

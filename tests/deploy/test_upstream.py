@@ -1,9 +1,12 @@
 """The HTTP client of the relay."""
 
 import asyncio
+import socket
+import tracemalloc
 from unittest.mock import Mock
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +25,7 @@ def answer(
     async def run() -> tuple[ResponseCollector, Connection, BaseException | None]:
         connection, sink = Connection(), ResponseCollector()
         connection.connection_made(Mock(is_closing=lambda: False))
-        done = connection.send(b"GET", sink)
+        done = connection.send(b"GET", sink=sink)
         for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             if data[begin:end]:
                 connection.data_received(data[begin:end])
@@ -32,6 +35,28 @@ def answer(
         return sink, connection, done.exception()
 
     return asyncio.run(run())
+
+
+def test_a_request_for_a_replica_that_reads_nothing_is_not_copied():
+    body = b"x" * (16 * 1024**2)
+
+    async def sent() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            upstream = Upstream("127.0.0.1", hung.getsockname()[1])
+            connection = await upstream.connect()
+            tracemalloc.start()
+            done = connection.send(b"POST / HTTP/1.1\r\n\r\n", body, sink=ResponseCollector())
+            await asyncio.sleep(0)  # uvloop writes at the end of this turn
+            await asyncio.sleep(0)
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert connection._transport is not None and connection._transport.get_write_buffer_size() > len(body) // 2
+            connection.close()
+            with pytest.raises(UpstreamLost):
+                await done
+            return peak
+
+    assert uvloop.run(sent()) < len(body) // 4
 
 
 @given(st.lists(st.integers(0, len(CHUNKED)), max_size=8).map(sorted))
