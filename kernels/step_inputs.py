@@ -68,6 +68,10 @@ class StepInputs:
         """[T]; the slot of each token's adapter, or -1. Only valid if `num_adapted` is not 0."""
         self.num_adapted: IntArray = np.zeros(1, np.int32)
         """[1]; how many of the step's tokens have an adapter."""
+        self.state_reads: IntArray = np.full(max_num_rows, -1, np.int32)
+        """[R]; the slot with the state that each entry continues, or -1 if it has none. Only of models with state."""
+        self.state_writes: IntArray = np.zeros(max_num_rows, np.int32)
+        """[R]; the slot for the state behind each entry. No other entry of the step reads or writes it."""
         self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
 
     def fill_adapters(self, slots: IntArray) -> None:

@@ -30,7 +30,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 PANEL = 16
@@ -254,6 +254,28 @@ class NativeVocabShare(Structure):
     _fields_ = (("ranks", c_void_p), ("best", c_void_p), ("threads", c_int), ("first", c_int), ("size", c_int))
 
 
+class NativeDeltaLayer(Structure):
+    """`delta::Layer` in delta.h."""
+
+    _fields_ = (
+        *((name, c_int) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, c_float) for name in ("beta", "eps")),
+        *((name, c_void_p) for name in ("conv", "rates", "dt_bias", "norm")),
+    )
+
+
+class NativeDeltaState(Structure):
+    """`delta::State` in delta.h."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("slot", c_size_t),
+        ("layer", c_size_t),
+        ("reads", c_void_p),
+        ("writes", c_void_p),
+    )
+
+
 class NativeScoreOptions(Structure):
     """`ScoreOptions` in attention.h."""
 
@@ -416,6 +438,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_float]),
     "program_linear": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
+    "program_products": (None, [c_void_p, c_void_p, POINTER(NativeProduct), c_int, c_int]),
+    "program_delta": (
+        None,
+        [
+            *(c_void_p, POINTER(NativeDeltaLayer), POINTER(NativeDeltaState)),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, NativeRows, c_int),
+        ],
+    ),
     "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
     "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),

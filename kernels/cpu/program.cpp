@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "copy.h"
+#include "delta.h"
 #include "embed.h"
 #include "experts.h"
 #include "linear.h"
@@ -264,7 +265,7 @@ class Program final : public Job {
 
 extern "C" {
 
-int abi_version() { return 22; }
+int abi_version() { return 23; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -405,6 +406,15 @@ void program_attention(Program* program, Rows out, int floats, Rows queries, con
         program->add<Attention<KVType::BF16>>(out, floats != 0, queries, *kv, *plan, scores);
 }
 
+// The gated delta rule of `in`, which is what the matmuls of its layer write (delta.h). `conv` [tokens][channels], `gates`
+// [tokens][2 * value heads] and `values` [tokens][values] are memory for it.
+void program_delta(Program* program, const delta::Layer* layer, const delta::State* state, const float* in, float* conv,
+                   float* gates, float* values, Rows out, int form) {
+    program->add<DeltaConv>(*layer, *state, in, conv, gates);
+    program->add<DeltaRule>(*layer, *state, in, conv, gates, values);
+    program->add<DeltaNorm>(*layer, in, values, out, ActivationForm(form));
+}
+
 void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width, float factor) {
     program->add<LinearAdd>(residual, in, *matrix, width, program->take_stride(width), factor);
 }
@@ -412,6 +422,11 @@ void program_linear_add(Program* program, float* residual, Rows in, const Matrix
 void program_linear(Program* program, float* out, Rows in, const Matrix* matrix, int width) {
     const Product product{*matrix, in};
     program->add<Linear>(out, &product, 1, width, program->take_stride(width));
+}
+
+// The same of several matrices, one below the other.
+void program_products(Program* program, float* out, const Product* products, int num_products, int width) {
+    program->add<Linear>(out, products, num_products, width, width);
 }
 
 // The next of the above writes rows that are so many numbers apart.

@@ -1,0 +1,153 @@
+"""The gated delta rule in the CPU library, for every instruction set."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu.isa import available
+from pipeline.kernels.cpu.native import ActivationForm
+from pipeline.kernels.delta import DeltaOptions, DeltaShape, DeltaVectors, delta_reference
+from tests.kernels.cpu.recording import Recording, assert_kept, recording
+from tests.kernels.random_delta import (
+    NUM_SLOTS,
+    ROWS,
+    SHAPES,
+    Entry,
+    Tokens,
+    random_inputs,
+    random_steps,
+    random_vectors,
+    run_steps,
+    split_slot,
+    whole_steps,
+)
+
+LAYER, BEHIND = 24, 8
+"""Floats of a slot before the layer's, and behind them."""
+NAMES = ["delta_conv", "delta_rule", "delta_norm"]
+
+
+class Layer:
+    """A program of one layer."""
+
+    def __init__(self, r: Recording, vectors: DeltaVectors, options: DeltaOptions, to: ActivationForm = ActivationForm.PLAIN) -> None:
+        self.recording, self.options, self.to = r, options, to
+        shape, num = options.shape, r.inputs.max_num_tokens
+        self.slots = r.floats(np.full((NUM_SLOTS, LAYER + shape.slot + BEHIND), np.nan))
+        self.x = r.floats(np.full((num, shape.inputs), np.nan))
+        widths = shape.channels, 2 * shape.value_heads, shape.values
+        conv, gates, self.values = (r.floats(np.full((num, width), np.nan)) for width in widths)
+        self.rows = r.rows(num, shape.values)
+        weights = [r.floats(vector.numpy()).ctypes.data for vector in vectors]
+        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
+        layer = native.NativeDeltaLayer(*sizes, options.beta, options.eps, *weights)
+        inputs = r.inputs
+        state = native.NativeDeltaState(
+            *(self.slots.ctypes.data, self.slots.shape[1], options.layer),
+            *(inputs.state_reads.ctypes.data, inputs.state_writes.ctypes.data),
+        )
+        r.library.program_delta(
+            *(r.program, ctypes.byref(layer), ctypes.byref(state), self.x.ctypes.data, conv.ctypes.data),
+            *(gates.ctypes.data, self.values.ctypes.data, self.rows, to),
+        )
+
+    def run(self, x: np.ndarray) -> np.ndarray:
+        self.x[: len(x)] = x
+        assert self.recording.run() == 0
+        return self.recording.read_plain(self.rows, len(x), self.options.shape.values)
+
+    def compute(self, steps: list[list[Entry]], tokens: Tokens) -> tuple[Tokens, list[np.ndarray]]:
+        """The results and slots of each row."""
+        made, last = run_steps(steps, tokens, self.recording.inputs, self.run)
+        others = self.slots[:, :LAYER], self.slots[:, LAYER + self.options.shape.slot :]
+        assert all(np.isnan(other).all() for other in others)
+        return made, [self.slots[last[row]].copy() for row in range(len(tokens))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_it_is_the_formula(library: ctypes.CDLL, shape: DeltaShape, beta: float) -> None:
+    options = DeltaOptions(shape, 1e-6, beta, LAYER)
+    vectors, tokens = random_vectors(shape), random_inputs(shape)
+    with recording(library, threads=2) as r:
+        layer = Layer(r, vectors, options)
+        made, slots = layer.compute(whole_steps(ROWS), tokens)
+        names = [library.program_name(r.program, i).decode() for i in range(library.program_size(r.program))]
+        assert names == NAMES
+        for x, out, slot in zip(tokens, made, slots, strict=True):
+            expected, state, last = delta_reference(torch.from_numpy(x), vectors, options)
+            assert_kept(r, out, expected.numpy(), 2e-5)
+            own_state, own_last = split_slot(slot, options)
+            np.testing.assert_allclose(own_state, state, rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(own_last, last)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_have_the_same_bits_for_any_chunks_neighbours_slots_and_threads(
+    library: ctypes.CDLL, shape: DeltaShape, threads: int
+) -> None:
+    options = DeltaOptions(shape, 1e-6, 2.0, LAYER)
+    vectors, tokens = random_vectors(shape), random_inputs(shape)
+    with recording(library) as r:
+        whole, slots = Layer(r, vectors, options).compute(whole_steps(ROWS), tokens)
+    for seed in range(3):
+        with recording(library, threads=threads) as r:
+            made, others = Layer(r, vectors, options).compute(random_steps(ROWS, seed), tokens)
+        for row in range(len(tokens)):
+            np.testing.assert_array_equal(made[row], whole[row])
+            np.testing.assert_array_equal(others[row], slots[row])
+
+
+@pytest.mark.parametrize("to", [ActivationForm.BYTES, ActivationForm.WORDS, ActivationForm.SPLIT])
+def test_the_results_are_quantized_for_the_matmul_behind(library: ctypes.CDLL, to: ActivationForm) -> None:
+    options = DeltaOptions(SHAPES[1], 1e-6, 1.0, LAYER)
+    vectors, (x, *_) = random_vectors(options.shape), random_inputs(options.shape)
+    expected, _, _ = delta_reference(torch.from_numpy(x), vectors, options)
+    with recording(library, threads=2) as r:
+        layer = Layer(r, vectors, options, to)
+        run_steps(whole_steps([len(x)]), [x], r.inputs, layer.run)
+        kept = r.read_groups(layer.rows, len(x), options.shape.values, to)
+    groups = np.abs(expected.numpy()).reshape(len(x), -1, 32)
+    half = groups.max(-1).repeat(32, 1) / kept.largest / 2
+    assert (np.abs(kept.values - expected.numpy()) <= half * 1.01 + 2e-5).all()
+
+
+def test_the_cost_counts_each_rows_state_twice(library: ctypes.CDLL) -> None:
+    options = DeltaOptions(SHAPES[2], 1e-6, 1.0, LAYER)
+    shape = options.shape
+    out = (ctypes.c_double * 3)()
+    with recording(library) as r:
+        Layer(r, random_vectors(shape), options)
+        bytes_of = []
+        for tokens, rows in ((1, 1), (2, 2), (2, 1)):
+            library.program_cost(r.program, NAMES.index("delta_rule"), tokens, rows, rows, out)
+            bytes_of.append(out[0])
+    a_token = (shape.channels + shape.values) * 4
+    state = 2 * shape.state * 4
+    assert bytes_of == [state + a_token, 2 * (state + a_token), state + 2 * a_token]
+
+
+def test_instruction_sets_compute_the_same_bits() -> None:
+    """Those that round a * b + c once."""
+    options = DeltaOptions(SHAPES[3], 1e-6, 2.0, LAYER)
+    vectors, tokens = random_vectors(options.shape), random_inputs(options.shape)
+    found = []
+    for isa in available():
+        if isa == "portable":
+            continue
+        with recording(native.load(build(isa, print))) as r:
+            layer = Layer(r, vectors, options)
+            made, slots = [], []
+            for steps in whole_steps(ROWS):
+                run_steps([[Entry(0, 0, steps[0].count, -1, 0)]], [tokens[steps[0].row]], r.inputs, layer.run)
+                made.append(layer.values[: steps[0].count].copy())
+                slots.append(layer.slots[0].copy())
+            found.append((np.concatenate(made), np.array(slots)))
+    for values, slots in found[1:]:
+        np.testing.assert_array_equal(values, found[0][0])
+        np.testing.assert_array_equal(slots, found[0][1])
