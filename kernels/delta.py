@@ -176,7 +176,9 @@ def delta_reference(x: Tensor, vectors: DeltaVectors, options: DeltaOptions) -> 
     made = torch.zeros_like(values)
     for i in range(num):
         state = state * (rates * softplus(a[i] + dt_bias)).exp()[:, None, None]
-        change = (values[i] - torch.einsum("hkv,hk->hv", state, keys[i])) * (torch.sigmoid(b[i]) * options.beta)[:, None]
+        change = (values[i] - torch.einsum("hkv,hk->hv", state, keys[i])) * (torch.sigmoid(b[i]) * options.beta)[
+            :, None
+        ]
         state = state + torch.einsum("hk,hv->hkv", keys[i], change)
         made[i] = torch.einsum("hkv,hk->hv", state, queries[i] / shape.key_dim**0.5)
     made = made / torch.sqrt(made.square().mean(-1, keepdim=True) + options.eps) * norm

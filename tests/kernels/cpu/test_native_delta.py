@@ -34,7 +34,9 @@ NAMES = ["delta_conv", "delta_rule", "delta_norm"]
 class Layer:
     """A program of one layer."""
 
-    def __init__(self, r: Recording, vectors: DeltaVectors, options: DeltaOptions, to: ActivationForm = ActivationForm.PLAIN) -> None:
+    def __init__(
+        self, r: Recording, vectors: DeltaVectors, options: DeltaOptions, to: ActivationForm = ActivationForm.PLAIN
+    ) -> None:
         self.recording, self.options, self.to = r, options, to
         shape, num = options.shape, r.inputs.max_num_tokens
         self.slots = r.floats(np.full((NUM_SLOTS, LAYER + shape.slot + BEHIND), np.nan))
