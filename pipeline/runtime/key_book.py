@@ -4,10 +4,13 @@ They can be read again while the server runs (`pipeline reload`). A key without 
 order of the file, then of the variable. It keeps its name until the server ends, also if it is taken out and put back.
 """
 
+import errno
 import os
 import re
 import secrets
+import select
 import stat
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +33,8 @@ from pipeline.runtime.api_keys import (
     unnamed,
 )
 
+PIPE_S = 60.0
+"""Time for the writer of a pipe to write the keys and close it."""
 _KEY = re.compile(rf"[!-+\--~]{{1,{MAX_KEY_CHARS}}}")
 
 
@@ -132,9 +137,9 @@ def listed(text: str, origin: str) -> list[str]:
 def _of_file(path: Path, setting: str, warnings: list[str], *, may_wait: bool) -> tuple[list[str], bool]:
     """The keys in a file, and whether it is a regular one. With `may_wait` it may be a pipe."""
     try:
-        with open(path, "rb", opener=None if may_wait else _open) as file:
+        with open(path, "rb", buffering=0, opener=_open) as file:
             mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_FILE_BYTES + 1) or b""
+            data = _all_of(file.fileno(), time.monotonic() + PIPE_S if may_wait else 0.0)
         text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ConfigError([f"{setting}: {path} can't be read: {error.strerror}"]) from error
@@ -146,6 +151,24 @@ def _of_file(path: Path, setting: str, warnings: list[str], *, may_wait: bool) -
         warnings.append(f"{setting}: {path} can be read by other users; restrict it with chmod 600")
     lines = ["" if line.lstrip().startswith("#") else line for line in text.splitlines()]
     return _of_lines(lines, f"{setting}: {path}", "line"), stat.S_ISREG(mode)
+
+
+def _all_of(fd: int, deadline_s: float) -> bytes:
+    """The bytes of an open file: at most one more than a file of keys may have. Those of a pipe are waited for, until
+    the deadline by time.monotonic(). Raises OSError if its writer has not closed it by then."""
+    data, waiting = bytearray(), select.poll()
+    waiting.register(fd, select.POLLIN)
+    while len(data) <= MAX_FILE_BYTES:
+        if deadline_s and not waiting.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
+            raise OSError(errno.ETIMEDOUT, f"the writer of this pipe has not closed it within {PIPE_S:g} s")
+        try:
+            part = os.read(fd, MAX_FILE_BYTES + 1 - len(data))
+        except BlockingIOError:  # a pipe that is not waited for
+            break
+        if not part:
+            break
+        data += part
+    return bytes(data)
 
 
 def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:

@@ -27,6 +27,7 @@ def server_context(settings: GatewaySettings) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION  # OpenSSL before 3 lets a client ask for a handshake with each byte
     context.set_alpn_protocols(["http/1.1"])
     certfile, keyfile = Path(settings.ssl_certfile), Path(settings.ssl_keyfile or settings.ssl_certfile)
     _require_pem(CERTFILE, certfile, "CERTIFICATE-----", "a certificate")

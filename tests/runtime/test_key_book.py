@@ -11,6 +11,7 @@ import pytest
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import KeySettings
 from pipeline.config.show import as_toml
+from pipeline.runtime import key_book
 from pipeline.runtime.api_keys import ApiKey, Keys
 from pipeline.runtime.key_book import KeyBook, read
 
@@ -100,6 +101,24 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     os.mkfifo(other)
     with pytest.raises(ConfigError, match="contains no key"):  # without waiting for its writer
         book.read(str(path), [KeySettings(name="x", file=str(other))])
+
+
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_a_pipe_that_is_never_closed_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_writer: bool
+) -> None:
+    monkeypatch.setattr(key_book, "PIPE_S", 0.1)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR) if has_writer else -1
+    try:
+        if has_writer:
+            os.write(held, PLAIN.encode())
+        with pytest.raises(ConfigError, match=r"api_keys_file: .*/pipe can't be read: the writer of this pipe has not"):
+            KeyBook().read(str(path))
+    finally:
+        if has_writer:
+            os.close(held)
 
 
 def test_two_names_with_one_key_are_an_error() -> None:

@@ -27,6 +27,7 @@ def test_one_file_may_hold_the_key_and_the_certificate(tmp_path: Path) -> None:
     assert context is not None
     assert context.verify_mode == ssl.CERT_NONE
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert context.options & ssl.OP_NO_RENEGOTIATION
     context = server_context(GatewaySettings(ssl_certfile=str(both), ssl_ca_certs=CA))
     assert context is not None and context.verify_mode == ssl.CERT_REQUIRED
 
