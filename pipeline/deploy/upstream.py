@@ -99,7 +99,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        return self.is_open and self._keeps_alive and self._done is None
+        """Not if the last request was answered before it was sent whole: its rest would stay with the connection."""
+        is_kept = self.is_open and self._keeps_alive and self._done is None
+        return is_kept and self._transport is not None and not self._transport.get_write_buffer_size()
 
     def send(self, *parts: bytes, sink: Sink, has_body: bool = True) -> "asyncio.Future[None]":
         """Send a request, in parts that are not copied: uvloop refers to them until they are sent. The future is done

@@ -1,6 +1,7 @@
 """The HTTP client of the relay."""
 
 import asyncio
+import contextlib
 import socket
 import tracemalloc
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.deploy.upstream import Connection, ResponseCollector, Upstream, UpstreamLost, fetch, head_of
+from tests.rig import PATIENCE_S
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n"
@@ -24,7 +26,7 @@ def answer(
 ) -> tuple[ResponseCollector, Connection, BaseException | None]:
     async def run() -> tuple[ResponseCollector, Connection, BaseException | None]:
         connection, sink = Connection(), ResponseCollector()
-        connection.connection_made(Mock(is_closing=lambda: False))
+        connection.connection_made(Mock(is_closing=lambda: False, get_write_buffer_size=lambda: 0))
         done = connection.send(b"GET", sink=sink)
         for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
             if data[begin:end]:
@@ -57,6 +59,30 @@ def test_a_request_for_a_replica_that_reads_nothing_is_not_copied():
             return peak
 
     assert uvloop.run(sent()) < len(body) // 4
+
+
+async def test_a_connection_whose_request_was_refused_before_it_was_sent_whole_is_not_kept():
+    writers = list[asyncio.StreamWriter]()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        upstream = Upstream(*server.sockets[0].getsockname()[:2])
+        for body, is_kept in ((b"x", True), (b"x" * (64 * 1024**2), False)):
+            connection, sink = await upstream.connect(fresh=True), ResponseCollector()
+            async with asyncio.timeout(PATIENCE_S):
+                await connection.send(b"POST / HTTP/1.1\r\n\r\n", body, sink=sink)
+            assert sink.response.status == 413 and connection.is_reusable == is_kept
+            upstream.give_back(connection)
+            assert connection.is_open == is_kept
+        upstream.close()
+        for writer in writers:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @given(st.lists(st.integers(0, len(CHUNKED)), max_size=8).map(sorted))
