@@ -75,9 +75,10 @@ def of_validation(error: msgspec.ValidationError, kind: Any = None, body: bytes 
             param = _with_key(param.removesuffix(_SOME_KEY), match[2], body)
             subject = f"'{param}'"
         return invalid(param or None, f"{subject} must be {_words(match[1])}, not {_words(match[2])}", "invalid_type")
-    if (match := _INVALID_LITERAL.fullmatch(problem)) and kind is not None and param in (values := _literals(kind)):
-        message = f"{subject} must be one of {', '.join(values[param])}, not {shown(match[1])}"
-        return invalid(param, message, "invalid_value")
+    if match := _INVALID_LITERAL.fullmatch(problem):
+        values = _literals(kind).get(param) if kind is not None else None
+        must = f"must be one of {', '.join(values)}, not" if values else "can't be"
+        return invalid(param or None, f"{subject} {must} {shown(match[1])}", "invalid_value")
     if match := _INVALID_TAG.fullmatch(problem):
         return invalid(param or None, f"{subject}: {shown(match[1])} is not supported by this server", "unsupported")
     if match := _BOUND.fullmatch(problem):

@@ -16,12 +16,23 @@ from pipeline.stages.gateway.parsing.integral_floats import with_integers
 
 def decode(decoder: "msgspec.json.Decoder[B]", body: bytes, unsupported_fields: Mapping[str, tuple[Any, ...]]) -> B:
     """Decode a body. Raises ApiError if it is invalid, or if it has a field that is not supported."""
+    _check_text(body)
     with without_gc():
         request = _decode(decoder, body)
     for name, values in unsupported_fields.items():
         if not has_no_effect(getattr(request, name), values):
             raise unsupported(name)
     return request
+
+
+def _check_text(body: bytes) -> None:
+    """The decoder skips the bytes of fields that it does not know, or that stay JSON, and these are text later. Raises
+    ApiError."""
+    try:
+        if not body.isascii():
+            body.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error
 
 
 @contextlib.contextmanager
@@ -44,8 +55,6 @@ def _decode(decoder: "msgspec.json.Decoder[B]", body: bytes) -> B:
         if "got `float`" in str(error) and (rewritten := with_integers(body, decoder.type)) not in (body, body.strip()):
             return _decode(decoder, rewritten)
         raise errors.of_validation(error, decoder.type, body) from error
-    except UnicodeDecodeError as error:
-        raise invalid(None, "the body is not valid UTF-8", "invalid_json") from error
     except msgspec.DecodeError as error:
         raise errors.of_malformed(error, body, json.loads) from error
     except RecursionError as error:

@@ -23,6 +23,7 @@ from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_tokenize
+from pipeline.stages.gateway.apis.responses.parsing import read_response
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateBody, GenerateSamplingParams, parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS, ChatBody, CompletionBody
@@ -62,6 +63,13 @@ names = st.sampled_from(
 bodies = st.dictionaries(names, values | st.dictionaries(names, values) | st.lists(st.dictionaries(names, values)))
 
 
+LONG = "x" * 1_000_000
+
+
+def parse_response(body: bytes, limits: RequestLimits) -> object:
+    return read_response(body, limits, Any, "seed")  # type: ignore[arg-type] # nothing that is stored is asked for
+
+
 def assert_parsed_or_rejected(body: bytes) -> None:
     for parse in (
         parse_chat,
@@ -89,6 +97,42 @@ class TestAnyBytes:
     @example(b'{"a":NaN,"b":"\xff"}')
     def test_any_bytes_are_handled(self, body: bytes) -> None:
         assert_parsed_or_rejected(body)
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"tools":[{"type":"function","function":{"name":"f","more":"\xff"}}],"messages":[{"role":"user","content":"a"}]}',
+            b'{"tools":[{"type":"function","function":{"name":"f"},"\xff":1}],"messages":[{"role":"user","content":"a"}]}',
+            b'{"max_tokens":1,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"tool_use",'
+            b'"id":"t","name":"f","input":{"a":"\xff"}}]},{"role":"user","content":[{"type":"tool_result","tool_use_id":"t"}]}]}',
+            b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+            b'"arguments":{"a":"\xff"}}}]}]}',
+            b'{"prompt":"a","messages":[],"more":{"more":"\xff"}}',
+        ],
+    )
+    def test_bytes_that_are_no_text_are_found_where_nothing_decodes_them(self, body: bytes) -> None:
+        for parse in (
+            parse_chat,
+            parse_completion,
+            parse_tokenize,
+            parse_messages,
+            parse_count_tokens,
+            ollama.parse_chat,
+        ):
+            assert refused(b'{"model":"tiny",' + body[1:], parse).message == "the body is not valid UTF-8"
+
+    @pytest.mark.parametrize(
+        ("parse", "body"),
+        [
+            (ollama.parse_chat, {"messages": [{"role": "user", "content": "a"}], "think": LONG}),
+            (ollama.parse_generate, {"prompt": "a", "think": LONG}),
+            (parse_response, {"input": "a", "text": {"verbosity": LONG}}),
+            (parse_response, {"input": "a", "reasoning": {"effort": LONG}}),
+        ],
+    )
+    def test_an_error_repeats_little_of_a_long_value(self, parse: Any, body: dict[str, Any]) -> None:
+        message = refused({"model": "tiny"} | body, parse).message
+        assert "xxx" in message and len(message) < 400
 
     @given(values)
     def test_any_json_is_handled(self, body: Any) -> None:
