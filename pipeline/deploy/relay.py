@@ -27,11 +27,12 @@ from pipeline.deploy import prompts
 from pipeline.deploy.client_writer import ClientWriter
 from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
 from pipeline.deploy.forwarding import BODILESS, end_to_end, head_bytes, uses_resume_points
-from pipeline.deploy.relay_errors import RelayError, error_event
+from pipeline.deploy.relay_errors import RelayError
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
 from pipeline.deploy.resumable_stream import ResumableStream
 from pipeline.deploy.upstream import Connection, Head, UpstreamLost
 from pipeline.http_server import body_reader, time_left
+from pipeline.http_server.apis.table import FAMILIES, family_of
 from pipeline.http_server.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.errors import ApiError, overloaded, timeout_error
 from pipeline.http_server.guard import current_scope
@@ -49,7 +50,7 @@ MAX_REPLY_BYTES = 4 * 1024 * 1024
 """A whole reply is collected up to this size, so that it can be asked for again. A longer one is passed on."""
 NUM_HELD_BODIES = 256
 """Bodies of the largest size that open requests may keep, for another attempt. At 4 MiB each, that is 1 GiB."""
-STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
+STREAM_TYPES = tuple({family.media_type for family in FAMILIES})
 
 log = logging.getLogger("pipeline.deploy")
 
@@ -205,7 +206,7 @@ class _Relayed:
         self._client = ClientWriter(http_request, relay.slow_client_s, relay.unread)
         self._stream: ResumableStream | None = None
         """If the response is a stream with points."""
-        self._kind = ""
+        self._family = family_of(http_request.rel_url.raw_path)
         self._is_long_reply = False
         """The response is a whole reply that is passed on as it arrives."""
         self._wants_resume_points = http_request.method == "POST" and not uses_resume_points(http_request.headers)
@@ -329,7 +330,6 @@ class _Relayed:
 
     def stream_begins(self, head: Head, kind: str, lease: ReplicaLease) -> None:
         """The head of a stream has arrived, perhaps of one that is continued."""
-        self._kind = kind
         before, self._numbers = self._numbers, lease.numbers
         if before is not None and not lease.numbers.continues(before):
             self._counts.num_inexact += 1
@@ -431,7 +431,7 @@ class _Relayed:
             message = f"this stream can't be continued at another replica: {_message_of(attempt)}"
             raise RelayError(message, "not_resumed")
         others = [name for name in self._replicas.upstreams() if name not in self._avoid and name != lease.name]
-        is_elsewhere = head.status == 404 and self._http_request.path.startswith("/v1/responses")
+        is_elsewhere = head.status == 404 and self._family.stores_replies
         if others and (head.status == 503 or is_elsewhere):
             self._counts.num_retried += 1
             self._avoid.add(lease.name)
@@ -473,7 +473,7 @@ class _Relayed:
             self._client.abort()
             raise ConnectionResetError(error.message)
         if self._client.has_begun:
-            self._client.write(error_event(self._kind, self._http_request.path, fields))
+            self._client.write(self._family.lost_stream(fields))
             return await self._client.end()
         self._counts.num_unserved += 1
         raise ApiError(error.status, error.message, code=error.code)

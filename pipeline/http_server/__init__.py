@@ -15,7 +15,7 @@ cors.py             cross-origin resource sharing
 body_reader.py      reads and parses bodies; upload_budget.py, large_body_lock.py and json_depth.py bound the cost
 ends.py             closes connections where the end of a message is unclear
 expect.py           answers to `Expect: 100-continue`
-errors.py           errors; error_responses.py has a shape for each API (anthropic_errors.py, ollama_errors.py)
+errors.py           errors; error_responses.py gives them the shape of the path's API (apis/)
 refusal_log.py      log lines of refused requests
 request_ids.py      the request ids that clients choose
 descriptors.py      the limit of open files

@@ -20,7 +20,7 @@ from aiohttp import web
 from pipeline.config.sections.access_log import STANDARD_ERROR, AccessLogSettings
 from pipeline.errors import UserError
 from pipeline.http_server import request_ids
-from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER, ERROR, REQUEST_ID
+from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_headers
 from pipeline.http_server.errors import truncated
 from pipeline.http_server.guard import current_scope
 from pipeline.runtime.client_address import client_address
@@ -112,7 +112,7 @@ class AccessLog:
         error = None if response is None else response.get(ERROR)
         request_id = request.get(REQUEST_ID) or request_ids.to_repeat(request.headers)
         if request_id is None and response is not None:
-            request_id = response.headers.get(ANTHROPIC_ID_HEADER)
+            request_id = id_in_headers(request, response)
         details = request.get(DETAILS)
         fields = {} if details is None else details.fields()
         if error is not None:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from pipeline.config.browsers import ANY, is_token, parse_origin
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server.apis.table import FAMILIES
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
 from pipeline.http_server.guard import Handle
@@ -24,13 +25,8 @@ MAX_AGE_S = 600
 """How long a browser may use the answer to a preflight."""
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 """What `*` in gateway.allowed_methods stands for."""
-LIMITS = ("limit", "remaining", "reset")
 EXPOSED = ", ".join(
-    (
-        *("X-Request-Id", "request-id", "Retry-After"),
-        *(f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens") for name in LIMITS),
-        *(f"anthropic-ratelimit-{what}-{name}" for what in ("requests", "tokens") for name in LIMITS),
-    )
+    dict.fromkeys(("X-Request-Id", "Retry-After", *(name for family in FAMILIES for name in family.own_headers)))
 )
 """Headers of responses that a page may read, besides those that every page may."""
 

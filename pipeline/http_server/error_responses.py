@@ -1,34 +1,25 @@
-"""Error responses: below /v1/messages in the shape of Anthropic's API, below /api in Ollama's, and else in OpenAI's."""
+"""Error responses, in the shape of the API that the request's path belongs to."""
 
 import secrets
 
 from aiohttp import web
 
-from pipeline.http_server import ollama_errors as ollama
 from pipeline.http_server import request_ids
-from pipeline.http_server.anthropic_errors import error_json
+from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.errors import ApiError
 
-MESSAGES_PATH = "/v1/messages"
 REQUEST_ID = web.RequestKey("request_id", str)
 """The id of an HTTP request's opened request."""
 ERROR = web.ResponseKey("error", ApiError)
 """The error of an error response."""
-ANTHROPIC_ID_HEADER = "request-id"
-"""Its clients read request ids from this header."""
-
-
-def is_anthropic(path: str) -> bool:
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_parts(request: web.BaseRequest, error: ApiError) -> tuple[bytes, dict[str, str]]:
-    """The body of an error response, in the shape of the request's path, and its headers."""
-    path, headers = request.rel_url.raw_path, error.headers
-    if is_anthropic(path):
-        request_id = _request_id(request)
-        return error_json(error, request_id), headers | {ANTHROPIC_ID_HEADER: request_id}
-    return ollama.error_json(error) if ollama.is_ollama(path) else error.json(), headers
+    """The body of an error response, in the shape of the request's API, and its headers."""
+    family = family_of(request.rel_url.raw_path)
+    request_id = _request_id(request)
+    headers = {family.id_header: request_id} if family.id_header else {}
+    return family.error_json(error, request_id), error.headers | headers
 
 
 def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str, str] | None = None) -> web.Response:
@@ -40,6 +31,11 @@ def error_response(request: web.BaseRequest, error: ApiError, headers: dict[str,
     response[ERROR] = error
     _forget_frames(error)
     return response
+
+
+def id_in_headers(request: web.BaseRequest, response: web.StreamResponse) -> str | None:
+    """The id in the header that the request's API has for it."""
+    return response.headers.get(family_of(request.rel_url.raw_path).id_header)
 
 
 def _forget_frames(error: BaseException) -> None:

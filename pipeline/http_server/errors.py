@@ -1,8 +1,6 @@
-"""Errors as clients see them: a status, and a body in OpenAI's shape. error_responses.py has the other shapes."""
+"""Errors as clients see them. Each API has its own shape of them (apis/)."""
 
 from http import HTTPStatus
-
-import msgspec
 
 from pipeline.runtime.printable import printable
 
@@ -21,21 +19,6 @@ def truncated(text: str) -> str:
 def shown(text: str) -> str:
     """Client text for an error message: truncated, and without characters that are not printable."""
     return printable(truncated(text))
-
-
-class ErrorFields(msgspec.Struct, frozen=True):
-    """The error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """Every error has this shape."""
-
-    error: ErrorFields
 
 
 class ApiError(Exception):
@@ -71,9 +54,10 @@ class ApiError(Exception):
         is_named = self.param is None or f"'{self.param}" in self.message
         return self.message if is_named else f"{self.param}: {self.message}"
 
-    def json(self) -> bytes:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, kind, self.param, self.code)))
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type` of an error."""
+        return "invalid_request_error" if self.status < 500 else "server_error"
 
 
 def _encodable(text: str) -> str:

@@ -11,14 +11,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
 
-from pipeline.http_server.error_responses import is_anthropic
-from pipeline.http_server.errors import ApiError, ErrorBody, ErrorFields
+from pipeline.http_server.apis.openai import LimitUse, duration
+from pipeline.http_server.apis.table import family_of
+from pipeline.http_server.errors import ApiError
 from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime import key_usage
 from pipeline.runtime.api_keys import ApiKey, Keys
@@ -40,8 +40,9 @@ class RateLimited(ApiError):
         self.what = what
         self.retry_after_s = None if retry_after_s is None else max(1, math.ceil(retry_after_s))
 
-    def json(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(ErrorFields(self.message, self.what, self.param, self.code)))
+    @property
+    def kind(self) -> str:
+        return self.what
 
 
 class Account:
@@ -115,32 +116,23 @@ class Account:
     def _limited(self, what: str, short: str, limit: int, used: int, requested: int, wait_s: float) -> RateLimited:
         message = (
             f"Rate limit reached for '{self.key.name}' on {what} per min ({short}): Limit {limit}, Used {used}, "
-            f"Requested {requested}. Please try again in {_duration(wait_s)}"
+            f"Requested {requested}. Please try again in {duration(wait_s)}"
         )
         return RateLimited(what, message, wait_s)
 
-    def headers(self, *, anthropic: bool = False) -> dict[str, str]:
-        """What a response says about the limits, under OpenAI's or Anthropic's names."""
+    def uses(self) -> list[LimitUse]:
+        """What the key may still use, of each thing that it has a limit of."""
         if not self.is_limited:
-            return {}
-        now_s, key = self._clock(), self.key
-        found: dict[str, str] = {}
-        used = self._memory.window(key.slot, now_s)
-        for what, limit, num, free in (
-            ("requests", key.rpm, used.requests, (math.inf, 0.0)),
-            ("tokens", key.tpm, used.tokens, (0.0, math.inf)),
-        ):
-            if limit:
-                reset_s = used.free_after_s(*free) if num else 0.0
-                left = str(max(0, limit - num))
-                if anthropic:
-                    reset = (datetime.now(UTC) + timedelta(seconds=reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
-                    values = {"limit": str(limit), "remaining": left, "reset": reset}
-                    found |= {f"anthropic-ratelimit-{what}-{name}": value for name, value in values.items()}
-                else:
-                    values = {"limit": str(limit), "remaining": left, "reset": _duration(reset_s)}
-                    found |= {f"x-ratelimit-{name}-{what}": value for name, value in values.items()}
-        return found
+            return []
+        key, used = self.key, self._memory.window(self.key.slot, self._clock())
+        return [
+            LimitUse(what, limit, max(0, limit - num), used.free_after_s(*free) if num else 0.0)
+            for what, limit, num, free in (
+                ("requests", key.rpm, used.requests, (math.inf, 0.0)),
+                ("tokens", key.tpm, used.tokens, (0.0, math.inf)),
+            )
+            if limit
+        ]
 
 
 class KeyAccounts:
@@ -206,13 +198,4 @@ ACCOUNT = web.RequestKey("account", Account)
 async def add_limit_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Say in a response what its key may still use."""
     if isinstance(request, web.Request) and (account := request.get(ACCOUNT)) is not None:
-        response.headers.update(account.headers(anthropic=is_anthropic(request.rel_url.raw_path)))
-
-
-def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 1.5s, 1m0s"""
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
-    if seconds < 60:
-        return f"{math.ceil(seconds * 10) / 10:g}s"
-    return f"{int(seconds) // 60}m{int(seconds) % 60}s"
+        response.headers.update(family_of(request.rel_url.raw_path).limit_headers(account.uses()))

@@ -9,7 +9,7 @@ which a page can't forge, are checked:
   can read. So the origin must be the server's own or a configured one. Other programs send none.
 
 Every server also refuses a body whose declared type is not JSON: HTML forms, and scripts without CORS permission, can
-only send other types. The exception is `curl -d` without a type, which the examples of Ollama's documentation use.
+only send other types. The exception is `curl -d` without a type, on routes whose documentation has such examples.
 """
 
 import re
@@ -27,8 +27,8 @@ from pipeline.config.browsers import (
     parse_origin,
 )
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.ollama_errors import is_ollama
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 _JSON = re.compile(r"application/(?:json|[!#$&^_.+a-z0-9-]+\+json)", re.ASCII)
@@ -111,12 +111,12 @@ class OriginPolicy:
 
 def check_content_type(request: web.BaseRequest) -> None:
     """Raises ApiError, 415, for a POST whose declared body type is not JSON. A request without a type is accepted:
-    simple clients leave it out, and requests of browsers are checked by their Origin. On Ollama's routes, curl's
-    default type is accepted too, unless a browser sent the request."""
+    simple clients leave it out, and requests of browsers are checked by their Origin. On some routes, curl's default
+    type is accepted too, unless a browser sent the request."""
     types = request.headers.getall("Content-Type", []) if request.method == "POST" else []
     for given in types:
         kind = given.partition(";")[0].strip().lower()
-        if not (_JSON.fullmatch(kind) or (kind == _CURL_DEFAULT and _is_ollama_program(request))):
+        if not (_JSON.fullmatch(kind) or (kind == _CURL_DEFAULT and _is_curl_example(request))):
             message = (
                 f"Unsupported Media Type: a body must be 'application/json', not '{shown(kind)}'; "
                 "with curl: -H 'Content-Type: application/json'"
@@ -124,9 +124,10 @@ def check_content_type(request: web.BaseRequest) -> None:
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
 
 
-def _is_ollama_program(request: web.BaseRequest) -> bool:
-    """Whether the request is for a route of Ollama's API and no browser sent it."""
-    return is_ollama(request.rel_url.raw_path) and not any(name in request.headers for name in _BROWSER_HEADERS)
+def _is_curl_example(request: web.BaseRequest) -> bool:
+    """Whether the request is for a route whose documentation has it like this, and no browser sent it."""
+    family = family_of(request.rel_url.raw_path)
+    return family.accepts_curl_default and not any(name in request.headers for name in _BROWSER_HEADERS)
 
 
 def _forbidden(code: str, message: str) -> ApiError:

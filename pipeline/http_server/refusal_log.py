@@ -14,7 +14,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from pipeline.http_server import request_ids
-from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER, ERROR, REQUEST_ID
+from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_headers
 from pipeline.http_server.errors import ApiError, truncated
 
 MAX_LINES = 20
@@ -95,7 +95,7 @@ class RefusalLog:
         if error.param and (match := _FIELD.match(error.param)):
             fields["param"] = match[0]
         fields |= {"method": truncated(request.method), "path": truncated(request.rel_url.raw_path)}
-        request_id = response.headers.get(ANTHROPIC_ID_HEADER) or request_ids.to_repeat(request.headers)
+        request_id = id_in_headers(request, response) or request_ids.to_repeat(request.headers)
         if request_id is not None:
             fields["response_id"] = request_id
         self._log.info("rejected", extra={"fields": fields})

@@ -19,13 +19,13 @@ def set_opened(http_request: web.Request, request: Request, *, in_background: bo
         http_request[DETAILS] = Details(partial(details_of, request))
 
 
-def log_background(log: AccessLog, request: Request, client: str) -> None:
-    """A request in the background is over, which a client at this address has started."""
+def log_background(log: AccessLog, request: Request, path: str, client: str) -> None:
+    """A request in the background is over, which a client at this address has started at `path`."""
     log.add(
         request.parsed.scope,
         client=client,
         method="BACKGROUND",
-        path="/v1/responses",
+        path=path,
         status=HTTPStatus.OK if request.failure is None else request.failure.status,
         request_id=request.id,
         total_s=time.monotonic() - request.received_s,

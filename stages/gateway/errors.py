@@ -11,7 +11,6 @@ from msgspec import inspect as types
 
 from pipeline.http_server.errors import MAX_SHOWN_CHARS as MAX_SHOWN_CHARS
 from pipeline.http_server.errors import ApiError as ApiError
-from pipeline.http_server.errors import ErrorBody as ErrorBody
 from pipeline.http_server.errors import Overloaded as Overloaded
 from pipeline.http_server.errors import invalid as invalid
 from pipeline.http_server.errors import overloaded as overloaded

@@ -8,23 +8,19 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import LimitSettings as Caps
-from pipeline.http_server.anthropic_errors import MessagesErrorBody
-from pipeline.http_server.error_responses import is_anthropic
-from pipeline.http_server.ollama_errors import OllamaErrorBody, is_ollama
+from pipeline.http_server.apis.openai import ApiFamily
+from pipeline.http_server.apis.table import FAMILIES, OPENAI
 from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.apis.ollama.parsing import TAG
 from pipeline.stages.gateway.apis.responses.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
-from pipeline.stages.gateway.errors import ErrorBody
 from pipeline.stages.gateway.http.routes import ROUTES, Route
 from pipeline.stages.gateway.parsing.chat_tools import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.version import VERSION
 
 JSON = "application/json"
-EVENTS = "text/event-stream"
-LINES = "application/x-ndjson"
 TYPED_EVENTS = ("messages", "create_response", "get_response")
 """Handlers whose streams have an `event` line with the type of each event."""
 RESPONSES = ("create_response", "get_response")
@@ -79,8 +75,6 @@ ERRORS: dict[int, str] = {
     503: "The server is overloaded, starting or shutting down: `Retry-After` says when to retry.",
     504: "The request timed out before its first token.",
 }
-ERROR_PREFIXES: dict[type, str] = {ErrorBody: "", MessagesErrorBody: "Messages", OllamaErrorBody: "Ollama"}
-"""Types of error bodies, and the prefixes of their responses' names"""
 _ALWAYS = (400, 401, 403, 417, 431, 500, 503)
 _WITH_BODY = (408, 413, 415)
 _OF_CALLS = (404, 504)
@@ -93,9 +87,8 @@ _HEADERS: dict[int, dict[str, Schema]] = {
 def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = True) -> dict[str, Any]:
     """The description. `has_admin_routes`: they are served here, not by the admin listener."""
     schemas = Schemas()
-    schemas.of(ErrorBody)
-    schemas.of(MessagesErrorBody)
-    schemas.of(OllamaErrorBody)
+    for family in FAMILIES:
+        schemas.of(family.error_body)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         if has_admin_routes or not route.is_admin:
@@ -118,7 +111,7 @@ def document(model: str, caps: Caps, has_keys: bool, has_admin_routes: bool = Tr
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": {_name_of(status, body): _error(status, body) for body in ERROR_PREFIXES for status in ERRORS},
+            "responses": {_name_of(status, one): _error(status, one) for one in FAMILIES for status in ERRORS},
         },
     }
     if has_keys:
@@ -233,7 +226,7 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": schemas.of(route.reply)}}
     words = route.summary
     if route.event is not None:
-        if is_ollama(route.path):
+        if route.family.media_type != OPENAI.media_type:
             return _with_lines(route, content)
         kinds = schemas.of(route.event)
         names = " or ".join(one["$ref"].rpartition("/")[2] for one in kinds.get("anyOf", [kinds]))
@@ -245,17 +238,17 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
         if route.handler in RESPONSES:
             words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
         else:
-            words += f"If the request fails after its first event, an event has a {_error_of(route).__name__}."
-        content[EVENTS] = {"schema": {"type": "string", "description": f"Events of {names}."}}
+            words += f"If the request fails after its first event, an event has a {route.family.error_body.__name__}."
+        content[OPENAI.media_type] = {"schema": {"type": "string", "description": f"Events of {names}."}}
     return {"description": words, "content": content}
 
 
 def _with_lines(route: Route, content: dict[str, Any]) -> dict[str, Any]:
     """A reply that may be a stream of lines of JSON."""
     name = content[JSON]["schema"]["$ref"].rpartition("/")[2]
-    content[LINES] = {"schema": {"type": "string", "description": f"Lines of {name}."}}
+    content[route.family.media_type] = {"schema": {"type": "string", "description": f"Lines of {name}."}}
     words = f"{route.summary} Unless `stream` is false: lines, each a {name} as JSON. If the request fails after the "
-    return {"description": f"{words}first, the last line is a {_error_of(route).__name__}.", "content": content}
+    return {"description": f"{words}first, the last line is a {route.family.error_body.__name__}.", "content": content}
 
 
 def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
@@ -268,27 +261,19 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
         statuses.append(404)
     if not has_keys or route.is_admin:
         statuses.remove(401)
-    body = _error_of(route)
-    return {str(status): {"$ref": f"#/components/responses/{_name_of(status, body)}"} for status in sorted(statuses)}
+    family = route.family
+    return {str(status): {"$ref": f"#/components/responses/{_name_of(status, family)}"} for status in sorted(statuses)}
 
 
-def _error_of(route: Route) -> type:
-    """The type of the route's errors."""
-    if is_ollama(route.path):
-        return OllamaErrorBody
-    return MessagesErrorBody if is_anthropic(route.path) else ErrorBody
+def _name_of(status: int, family: ApiFamily) -> str:
+    return family.error_prefix + HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
 
 
-def _name_of(status: int, body: type) -> str:
-    name = HTTPStatus(status).phrase.replace(" ", "").replace("-", "")
-    return ERROR_PREFIXES[body] + name
-
-
-def _error(status: int, body: type) -> dict[str, Any]:
-    words = ERRORS[status]
+def _error(status: int, family: ApiFamily) -> dict[str, Any]:
+    words, has_param = ERRORS[status], family.error_body is OPENAI.error_body
     found: dict[str, Any] = {
-        "description": words if body is ErrorBody else words.replace("`param`", "the message"),
-        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
+        "description": words if has_param else words.replace("`param`", "the message"),
+        "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{family.error_body.__name__}"}}},
     }
     if status in _HEADERS:
         found["headers"] = _HEADERS[status]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import body_reader, expect, request_ids, time_left
@@ -18,7 +19,6 @@ from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
 from pipeline.http_server.cors import Cors
 from pipeline.http_server.guard import current_scope
 from pipeline.http_server.key_accounts import ACCOUNT, Account, add_limit_headers
-from pipeline.http_server.ollama_errors import is_ollama
 from pipeline.http_server.server_header import add_headers
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
@@ -141,13 +141,13 @@ class Api:
         on_expect = self._expect_call if route.opens_request else expect.answer_expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        return add(route.resource, getattr(self._owner(route.path), route.handler), expect_handler=on_expect, **options)
+        return add(route.resource, self._handler(route), expect_handler=on_expect, **options)
 
-    def _owner(self, path: str) -> "Api | ResponsesApi | OllamaApi":
-        """The object that has the handlers of a path."""
-        if is_ollama(path):
-            return self._ollama
-        return self.responses if path.startswith("/v1/responses") else self
+    def _handler(self, route: Route) -> Handler:
+        """The method of the object that has the routes of its API."""
+        owner = next(one for one in (self, self.responses, self._ollama) if hasattr(one, route.handler))
+        handler: Handler = getattr(owner, route.handler)
+        return handler
 
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])

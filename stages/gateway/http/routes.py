@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server.apis.openai import ApiFamily
+from pipeline.http_server.apis.table import family_of
 from pipeline.stages.gateway.admin.abort_requests import Aborted
 from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody
@@ -67,6 +69,11 @@ class Route(msgspec.Struct, frozen=True):
     """It opens a request in the table."""
     is_admin: bool = False
     """It is for the operator's programs, which have no key."""
+
+    @property
+    def family(self) -> ApiFamily:
+        """Has the shape of its errors."""
+        return family_of(self.path)
 
     @property
     def heading(self) -> str:

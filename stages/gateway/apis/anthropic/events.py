@@ -11,8 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from pipeline.http_server.anthropic_errors import error_json
-from pipeline.http_server.error_responses import ANTHROPIC_ID_HEADER
+from pipeline.http_server.apis.anthropic import ID_HEADER, error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.names import own_field
 from pipeline.stages.gateway.apis.anthropic.reply import NO_INPUT, MessageReader, usage_of, whole
@@ -161,7 +160,7 @@ class MessagesDialect(Dialect):
         return MessageEvents(request)
 
     def headers(self, request: Request) -> dict[str, str]:
-        return {ANTHROPIC_ID_HEADER: request.id}
+        return {ID_HEADER: request.id}
 
     def field(self, name: str) -> str:
         return own_field(name)

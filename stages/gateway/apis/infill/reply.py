@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pipeline.http_server.apis.openai import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import framed
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
@@ -82,7 +83,7 @@ class InfillEvents(ReplyEvents):
         return framed(_encoder.encode(_last(self._request, "")))
 
     def failed(self, error: ApiError) -> bytes:
-        return framed(error.json())
+        return framed(error_json(error))
 
 
 class InfillDialect(Dialect):

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pipeline.http_server.ollama_errors import error_json
+from pipeline.http_server.apis.ollama import MEDIA_TYPE, error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.reply import MessageReader, object_or_empty
 from pipeline.stages.gateway.apis.embeddings.reply import vector_of
@@ -231,7 +231,7 @@ class OllamaDialect(Dialect):
     reply_fields: OllamaFields
     id_prefix: str
 
-    media_type = "application/x-ndjson"
+    media_type = MEDIA_TYPE
     keep_alive = b""  # lines of JSON have no comments
 
     def whole(self, request: Request) -> bytes:

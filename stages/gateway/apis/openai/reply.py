@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET
 
+from pipeline.http_server.apis.openai import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.types import (
     ChatChoice,
@@ -277,7 +278,7 @@ class Events(ReplyEvents):
 
 def error_events(error: ApiError) -> bytes:
     """The end of a failed stream. Clients raise at the error event, so [DONE] comes after it."""
-    return framed(error.json()) + DONE
+    return framed(error_json(error)) + DONE
 
 
 def framed(data: bytes) -> bytes:

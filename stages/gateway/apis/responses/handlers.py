@@ -12,6 +12,7 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.access_log import AccessLog
+from pipeline.http_server.apis.responses import ResponsesFamily
 from pipeline.http_server.body_reader import Rest
 from pipeline.http_server.guard import current_scope
 from pipeline.runtime.client_address import client_address
@@ -184,7 +185,7 @@ class ResponsesApi:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if (access_log := self.access_log) is not None:
-            task.add_done_callback(lambda _: log_background(access_log, request, client))
+            task.add_done_callback(lambda _: log_background(access_log, request, ResponsesFamily.path, client))
         return response
 
     async def _run(self, request: Request) -> None:

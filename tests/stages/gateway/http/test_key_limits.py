@@ -12,7 +12,9 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import KeySettings
-from pipeline.http_server import key_accounts
+from pipeline.http_server.apis.anthropic import AnthropicFamily
+from pipeline.http_server.apis.openai import duration
+from pipeline.http_server.apis.table import FAMILIES
 from pipeline.http_server.cors import EXPOSED
 from pipeline.http_server.key_accounts import Account, RateLimited
 from pipeline.http_server.large_body_lock import LARGE_BYTES
@@ -149,7 +151,7 @@ def test_a_minute_has_tpm_tokens(clock: Clock) -> None:
         assert e.value.headers == {}, "no wait helps"
         clock.now_s += 2
         account.correct_tokens(taken_s, -15)  # the prompt was shorter than its estimate
-        assert account.headers(anthropic=True) | {"anthropic-ratelimit-tokens-reset": ""} == {
+        assert AnthropicFamily().limit_headers(account.uses()) | {"anthropic-ratelimit-tokens-reset": ""} == {
             "anthropic-ratelimit-tokens-limit": "100",
             "anthropic-ratelimit-tokens-remaining": "15",
             "anthropic-ratelimit-tokens-reset": "",
@@ -331,9 +333,11 @@ def test_replaced_keys_are_used_at_once(tmp_path: Path) -> None:
 def test_headers_of_limits_can_be_read_by_pages() -> None:
     with memory() as shared:
         account = Account(ApiKey("alice", 0, rpm=2, tpm=2), shared)
-        assert {*account.headers(), *account.headers(anthropic=True)} <= set(EXPOSED.split(", "))
+        for family in FAMILIES:
+            assert len(family.limit_headers(account.uses())) == 6
+            assert set(family.limit_headers(account.uses())) <= set(EXPOSED.split(", "))
 
 
 def test_durations_are_written_as_openai_does() -> None:
-    found = [key_accounts._duration(seconds) for seconds in (0, 0.0061, 1, 1.23, 59.9, 60, 61.5)]
+    found = [duration(seconds) for seconds in (0, 0.0061, 1, 1.23, 59.9, 60, 61.5)]
     assert found == ["0ms", "7ms", "1s", "1.3s", "59.9s", "1m0s", "1m1s"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.http_server.anthropic_errors import type_of
+from pipeline.http_server.apis.anthropic import type_of
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked, raw

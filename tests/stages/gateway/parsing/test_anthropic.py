@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.config.settings import LimitSettings as Caps
-from pipeline.http_server.anthropic_errors import error_json
+from pipeline.http_server.apis.anthropic import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.bodies import KEEP_ALL_THINKING, MESSAGES_UNSUPPORTED_FIELDS
 from pipeline.stages.gateway.apis.anthropic.events import MESSAGES

@@ -1,13 +1,20 @@
-"""Errors in the shape of Anthropic's Messages API. Pure."""
+"""Anthropic's Messages API: the shape of its errors, and its headers. Pure."""
 
+import json
 import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pipeline.http_server.apis.openai import ApiFamily, LimitUse
 from pipeline.http_server.errors import ApiError
+
+ID_HEADER = "request-id"
+"""Its clients read request ids from this header."""
 
 OVERLOADED = 529
 """Anthropic's own status; this server sends 503."""
@@ -54,6 +61,30 @@ class MessagesErrorBody(msgspec.Struct, tag_field="type", tag="error"):
 
     error: MessagesErrorFields
     request_id: str
+
+
+class AnthropicFamily(ApiFamily):
+    """/v1/messages"""
+
+    path = "/v1/messages"
+    error_body = MessagesErrorBody
+    error_prefix = "Messages"
+    id_header = ID_HEADER
+
+    def error_json(self, error: ApiError, request_id: str) -> bytes:
+        return error_json(error, request_id)
+
+    def lost_stream(self, fields: Mapping[str, Any]) -> bytes:
+        data = {"type": "error", "error": {"type": "api_error", "message": fields["message"]}}
+        return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
+
+    def limit_headers(self, uses: Sequence[LimitUse]) -> dict[str, str]:
+        found = {}
+        for use in uses:
+            reset = (datetime.now(UTC) + timedelta(seconds=use.reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+            values = {"limit": str(use.limit), "remaining": str(use.remaining), "reset": reset}
+            found |= {f"anthropic-ratelimit-{use.what}-{name}": value for name, value in values.items()}
+        return found
 
 
 def type_of(status: int) -> str:
