@@ -16,7 +16,7 @@ from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.apis.ollama.parsing import TAG
 from pipeline.stages.gateway.apis.responses.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
 from pipeline.stages.gateway.http.routes import ROUTES, Route
-from pipeline.stages.gateway.parsing.chat_tools import Tool
+from pipeline.stages.gateway.parsing.chat.tools import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.version import VERSION
 

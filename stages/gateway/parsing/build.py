@@ -21,7 +21,7 @@ from pipeline.stages.gateway.parsing.bodies import (
     ChatBody,
     StreamOptions,
 )
-from pipeline.stages.gateway.parsing.conversation import (
+from pipeline.stages.gateway.parsing.chat.conversation import (
     calls_grammar,
     reply_parsing,
 )

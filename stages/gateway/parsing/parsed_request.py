@@ -8,7 +8,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.stages.gateway.dialect import Dialect
-from pipeline.stages.gateway.parsing.conversation import ReplyParsing
+from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
 from pipeline.text.formats.chat_formats import ChatFormats
 

@@ -23,7 +23,7 @@ from pipeline.stages.gateway.parsing.build import (
     parsed_request_of,
     priority_of,
 )
-from pipeline.stages.gateway.parsing.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
+from pipeline.stages.gateway.parsing.chat.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, check_prompt_bytes, check_truncate, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top

@@ -126,7 +126,7 @@ def test_errors_are_the_client_s_exceptions(client: ollama.Client, server: Serve
         (400, "format: the schema can't be used", {"format": {"type": "object", "not": {}}}),
         (400, '"SmolLM2-135M-Instruct" does not support thinking', {"think": True}),
         (400, r"tools\[1\]\.function\.name", {"tools": [tool, tool]}),
-        (400, r"'messages\[0\]\.images' is not supported", {"messages": [ASK[0] | {"images": [b"x"]}]}),
+        (400, r"'messages\[0\]\.images\[0\]' is an image", {"messages": [ASK[0] | {"images": [b"x"]}]}),
     ]
     for status, words, fields in cases:
         for stream in (False, True):

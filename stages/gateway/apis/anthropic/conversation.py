@@ -11,7 +11,7 @@ Every error has the path of the client's field, such as `messages[0].content[1].
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,8 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic import bodies as b
 from pipeline.stages.gateway.apis.anthropic.tools import choice_of, object_text, tools_json
-from pipeline.stages.gateway.errors import invalid, unsupported
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing.chat.content_parts import Document, Image, Media, not_text
 
 ERROR_PREFIX = "Error: "
 CALL_ID_PREFIX = "toolu_"
@@ -27,6 +28,13 @@ CALL_ID_PREFIX = "toolu_"
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Claude Code's first system block begins with it. It is not part of the prompt: it differs by conversation and agent,
 so the prefix cache would find none of the tools and instructions after it."""
+
+_MEDIA: dict[type, type[Media]] = {
+    b.ImageBlockParam: Image,
+    b.DocumentBlockParam: Document,
+    b.SearchResultBlockParam: Document,
+}
+_TEXT = '{"type": "text", "text": "…"}'
 
 
 class _Turn(msgspec.Struct):
@@ -166,7 +174,7 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
                 _check_role(where, str(block.__struct_config__.tag), role, "assistant")
                 _turn_of(turns, role)
             case _:
-                _refuse(where, block)
+                raise not_text(where, _MEDIA[type(block)], _TEXT)
         if role == "assistant":
             turns[-1].last = type(block)
 
@@ -193,7 +201,7 @@ def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
                 elif isinstance(one, b.TextBlockParam):
                     turn.texts.append(one.text)
                 else:
-                    _refuse(f"{at}.content[{place}]", one)
+                    raise not_text(f"{at}.content[{place}]", _MEDIA[type(one)], _TEXT)
     if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):
         turn.texts[:1] = [ERROR_PREFIX + "".join(turn.texts[:1])]
     return turn
@@ -207,7 +215,3 @@ def _check_role(at: str, kind: str, role: str, allowed: str) -> None:
     if role != allowed:
         message = f"'{at}.type' {kind} is only allowed if the message's role is {allowed}"
         raise invalid(f"{at}.type", message, "invalid_value")
-
-
-def _refuse(at: str, block: Any) -> NoReturn:
-    raise unsupported(f"{at}.type", f"{block.__struct_config__.tag} blocks can't be read, content must be text")

@@ -11,7 +11,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apis.anthropic import bodies as b
 from pipeline.stages.gateway.apis.anthropic.known_tools import KNOWN, is_left_out, known
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
-from pipeline.stages.gateway.parsing.chat_tools import check_num_tools
+from pipeline.stages.gateway.parsing.chat.tools import check_num_tools
 
 _PLACE = re.compile(r"tools\[(\d{1,9})\]")
 _NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{b.MAX_TOOL_NAME_CHARS}}}")

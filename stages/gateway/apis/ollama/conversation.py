@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pipeline.client.protocol.conversation import FunctionCall, MessageParam, ToolCallParam
 from pipeline.stages.gateway.apis.anthropic.tools import object_text
 from pipeline.stages.gateway.apis.ollama import bodies as b
-from pipeline.stages.gateway.errors import invalid, unsupported
+from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.parsing.chat.content_parts import Image, not_text
 
 
 def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
@@ -27,7 +28,7 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
         if message.role not in b.ROLES:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if message.images:
-            raise unsupported(f"{at}.images", "content must be text")
+            raise not_text(f"{at}.images[0]", Image, f"the text in '{at}.content', and no 'images'")
         calls = [_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls or ())]
         for i, call in enumerate(calls, num_calls):
             if not call.id:

@@ -30,6 +30,7 @@ from pipeline.stages.gateway.parsing.build import (
     parsed_request_of,
     prompt_only,
 )
+from pipeline.stages.gateway.parsing.chat.content_parts import Image, not_text
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -69,7 +70,7 @@ def parse_generate(body: bytes, limits: RequestLimits) -> ParsedRequest:
     check_name(decoded.model, limits)
     reply_fields = OllamaFields(route="generate", model=decoded.model)
     if decoded.images:
-        raise unsupported("images", "the prompt must be text")
+        raise not_text("images[0]", Image, "the text in 'prompt', and no 'images'")
     if not decoded.prompt and not decoded.suffix:
         return _no_prompt(reply_fields, decoded.keep_alive, limits)
     prompt = decoded.prompt or ""

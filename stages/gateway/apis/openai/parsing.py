@@ -24,12 +24,12 @@ from pipeline.stages.gateway.parsing.build import (
     prompt_only,
     with_reply,
 )
-from pipeline.stages.gateway.parsing.chat_tools import custom_names
-from pipeline.stages.gateway.parsing.conversation import (
+from pipeline.stages.gateway.parsing.chat.conversation import (
     chat_prompt,
     given_of_chat,
     num_parts,
 )
+from pipeline.stages.gateway.parsing.chat.tools import custom_names
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits

@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from pipeline.client.protocol.conversation import MAX_ID_CHARS
 from pipeline.stages.gateway.errors import invalid, shown, unsupported
+from pipeline.stages.gateway.parsing.chat.content_parts import Audio, Document, Image, PartTypes, Video
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -163,6 +164,27 @@ class InputPart(msgspec.Struct):
     refusal: str | None = None
 
 
+_PARTS = PartTypes(
+    {
+        "input_text": "text",
+        "output_text": "text",
+        "refusal": "refusal",
+        "reasoning_text": "text",
+        "summary_text": "text",
+    },
+    {
+        "input_image": Image,
+        "computer_screenshot": Image,
+        "input_audio": Audio,
+        "input_video": Video,
+        "input_file": Document,
+    },
+)
+_OF_INPUT, _OF_REASONING, _OF_SUMMARIES = ("input_text", "output_text"), ("reasoning_text",), ("summary_text",)
+_OF_OUTPUT = (*_OF_INPUT, "refusal")
+"""Types of text that parts may have: of a user's messages and of a tool's output, of reasoning, of summaries, and of an
+assistant's messages"""
+
 ItemId = Annotated[str, Meta(max_length=MAX_ITEM_ID_CHARS)]
 
 
@@ -253,12 +275,10 @@ def _message(at: str, item: InputItem, seed: str) -> MessageItem:
         case given:
             for j, part in enumerate(given):
                 where = f"{at}.content[{j}]"
-                if part.type == "refusal" and is_output:
-                    if part.refusal is None:
-                        raise _required(f"{where}.refusal")
-                    parts.append(Refusal(part.refusal))
+                text = _PARTS.text_of(where, part, _OF_OUTPUT if is_output else _OF_INPUT)
+                if part.type == "refusal":
+                    parts.append(Refusal(text))
                 else:
-                    text = _text(where, part, ("input_text", "output_text"))
                     parts.append(OutputText(text) if is_output else InputText(text))
     return MessageItem(item.id or item_id(MessageItem, seed), item.role, "completed", parts)
 
@@ -285,12 +305,14 @@ def _call_output(at: str, item: InputItem, seed: str, kind: type[R]) -> R:
 
 def _reasoning(at: str, item: InputItem, seed: str) -> ReasoningItem:
     summary = [
-        SummaryText(_text(f"{at}.summary[{j}]", part, ("summary_text",))) for j, part in enumerate(item.summary or ())
+        SummaryText(_PARTS.text_of(f"{at}.summary[{j}]", part, _OF_SUMMARIES))
+        for j, part in enumerate(item.summary or ())
     ]
     content = [ReasoningText(item.content)] if isinstance(item.content, str) else []
     if isinstance(item.content, list):
         content = [
-            ReasoningText(_text(f"{at}.content[{j}]", part, ("reasoning_text",))) for j, part in enumerate(item.content)
+            ReasoningText(_PARTS.text_of(f"{at}.content[{j}]", part, _OF_REASONING))
+            for j, part in enumerate(item.content)
         ]
     return ReasoningItem(item.id or item_id(ReasoningItem, seed), summary, content, "completed")
 
@@ -300,17 +322,7 @@ def _joined(at: str, output: str | list[InputPart] | dict[str, Any]) -> str:
         return output
     if isinstance(output, dict):
         raise invalid(at, f"'{at}' must be a string or an array", "invalid_type")
-    return "\n".join(_text(f"{at}[{j}]", part, ("input_text", "output_text")) for j, part in enumerate(output))
-
-
-def _text(at: str, part: InputPart, types: tuple[str, ...]) -> str:
-    if part.type is None:
-        raise _required(f"{at}.type")
-    if part.type not in types:
-        raise unsupported(f"{at}.type", f"'{shown(part.type)}' is not {' or '.join(types)}: content must be text")
-    if part.text is None:
-        raise _required(f"{at}.text")
-    return part.text
+    return "\n".join(_PARTS.text_of(f"{at}[{j}]", part, _OF_INPUT) for j, part in enumerate(output))
 
 
 def _required(param: str) -> Exception:

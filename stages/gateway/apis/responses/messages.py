@@ -23,7 +23,7 @@ from pipeline.stages.gateway.apis.responses.items import (
 )
 from pipeline.stages.gateway.apis.responses.tools import chat_name
 from pipeline.stages.gateway.errors import invalid, shown
-from pipeline.stages.gateway.parsing.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of
 
 
 class _Turn(msgspec.Struct):

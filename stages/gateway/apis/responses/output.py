@@ -29,7 +29,7 @@ from pipeline.stages.gateway.apis.responses.items import (
     item_id,
 )
 from pipeline.stages.gateway.apis.responses.types import ResponseEvent
-from pipeline.stages.gateway.parsing.custom_tools import input_of
+from pipeline.stages.gateway.parsing.chat.custom_tools import input_of
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob, packed
 
 

@@ -33,7 +33,7 @@ from pipeline.stages.gateway.apis.responses.tools import ChatTools, tools_json
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.parsing.bodies import ChatBody, with_unsupported
 from pipeline.stages.gateway.parsing.build import check_num_messages, parsed_request_of, with_reply
-from pipeline.stages.gateway.parsing.conversation import chat_prompt
+from pipeline.stages.gateway.parsing.chat.conversation import chat_prompt
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits, shown_types
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions, check_num_top

@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, UnsetType
 from pipeline.stages.gateway.apis.responses.body import FunctionChoice, FunctionTool, ResponseTool
 from pipeline.stages.gateway.apis.responses.fields import CalledTool
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
-from pipeline.stages.gateway.parsing.custom_tools import INPUT_SCHEMA, format_text
+from pipeline.stages.gateway.parsing.chat.custom_tools import INPUT_SCHEMA, format_text
 
 MAX_NAME_CHARS = 64
 """Of a chat's function"""

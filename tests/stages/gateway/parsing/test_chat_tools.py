@@ -12,7 +12,7 @@ from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.ollama.parsing import parse_chat as parse_ollama_chat
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat
-from pipeline.stages.gateway.parsing.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.parsing.test_conversation import FIND, HERMES, NOW, USER, parsed, prompt, refused

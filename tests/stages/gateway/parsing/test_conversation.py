@@ -10,7 +10,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_tokenize
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.conversation import ReplyParsing
+from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.formats.lark import AddedToken
@@ -96,8 +96,9 @@ class TestMessages:
             ({"role": "assistant", "tool_calls": [CALL | {"id": "a" * 257}]}, "tool_calls[0].id", "invalid_value"),
             ({"role": "assistant", "function_call": {"name": "f"}}, "function_call", "unsupported"),
             ({"role": "assistant", "audio": {"id": "a"}}, "audio", "unsupported"),
-            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0].type", "unsupported"),
-            ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type", "unsupported"),
+            ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0]", "unsupported"),
+            ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0]", "unsupported"),
+            ({"role": "user", "content": [{"type": "other"}]}, "content[0].type", "unsupported"),
             ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0].type", "unsupported"),
             ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal", None),
         ],

@@ -172,7 +172,7 @@ def test_fields_that_are_not_supported_are_rejected_by_name(field: str) -> None:
         assert (error.param, error.code) == (field, "unsupported")
         assert parse(body | {field: "" if field == "template" else False}) == parse(body)
     for field, value in (("context", [1]), ("width", 64), ("images", ["aGk="])):
-        assert (refused(GENERATE | {field: value}).param) == field
+        assert refused(GENERATE | {field: value}).param == ("images[0]" if field == "images" else field)
 
 
 def test_logprobs() -> None:
@@ -269,7 +269,7 @@ def test_the_reply_continues_a_last_message_of_the_assistant() -> None:
     ("message", "param"),
     [
         ({"role": "developer", "content": "a"}, "messages[0].role"),
-        ({"role": "user", "content": "a", "images": ["aGk="]}, "messages[0].images"),
+        ({"role": "user", "content": "a", "images": ["aGk="]}, "messages[0].images[0]"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}]}, "messages[0].content"),
         ({"role": "user", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         (calls("{}"), "messages[0].tool_calls[0].function.arguments"),

@@ -169,7 +169,7 @@ def test_errors_name_the_field(gate: Gate, client: ollama.Client) -> None:
     for status, words, fields in (
         (404, "model 'x' not found", {"model": "x"}),
         (400, "'options.temperature' must be a number >= 0 and <= 2", {"options": {"temperature": 3}}),
-        (400, "'messages[0].images' is not supported", {"messages": [HELLO[0] | {"images": [b"x"]}]}),
+        (400, "'messages[0].images[0]' is an image", {"messages": [HELLO[0] | {"images": [b"x"]}]}),
     ):
         for stream in (False, True):
             call: dict[str, Any] = {"model": MODEL, "messages": HELLO, "stream": stream}

@@ -16,7 +16,7 @@ from pipeline.stages.gateway.apis.responses.body import FunctionChoice, Response
 from pipeline.stages.gateway.apis.responses.parsing import ParsedResponse, parse_response
 from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
 from pipeline.stages.gateway.apis.responses.tools import ChatTools, chat_name
-from pipeline.stages.gateway.parsing.custom_tools import arguments_of, input_of
+from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of, input_of
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.logs import lines_of

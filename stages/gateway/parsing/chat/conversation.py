@@ -2,7 +2,7 @@
 
     messages   system, developer, user: content · assistant: content, tool_calls or both, reasoning · tool: the result
                of a tool call, with tool_call_id
-    tools      see chat_tools.py
+    tools      see tools.py
 
 `chat_template_kwargs`, `documents`, `reasoning_effort`, `continue_final_message`, `add_generation_prompt` are for the
 template, as in vLLM. Ingest checks the schemas of functions when it compiles their grammar.
@@ -17,7 +17,6 @@ from msgspec import Raw
 from pipeline.client.protocol.conversation import (
     ROLE,
     ROLES,
-    ContentPart,
     Conversation,
     MessageParam,
     ReasoningEffort,
@@ -26,16 +25,27 @@ from pipeline.client.protocol.conversation import (
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import invalid, unsupported
-from pipeline.stages.gateway.parsing.chat_tools import chat_tools, checked
-from pipeline.stages.gateway.parsing.custom_tools import arguments_of
-from pipeline.stages.gateway.parsing.tool_call_ids import with_ids
+from pipeline.stages.gateway.parsing.chat.content_parts import Audio, Document, Image, PartTypes, Video
+from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of
+from pipeline.stages.gateway.parsing.chat.tool_call_ids import with_ids
+from pipeline.stages.gateway.parsing.chat.tools import chat_tools, checked
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.tool_format import ToolSpec
 
 _NOT_GIVEN = (b"", b"null", b"\xc0")
 """The last is null in MessagePack."""
-CONTENT = {"text": "text", "refusal": "refusal"}
-"""Types of text parts, and the field with the text."""
+_PARTS = PartTypes(
+    {"text": "text", "refusal": "refusal"},
+    {
+        "image_url": Image,
+        "image_embeds": Image,
+        "input_audio": Audio,
+        "audio_url": Audio,
+        "video_url": Video,
+        "file": Document,
+    },
+)
+_TEXTS, _TEXTS_OF_ASSISTANT = ("text",), ("text", "refusal")
 
 
 class _Documents(msgspec.Struct):
@@ -209,18 +219,9 @@ def _content(at: str, message: MessageParam) -> tuple[str | None, list[str] | No
         case str(content):
             return content, None
         case parts:
-            texts = [_part(f"{at}.content[{j}]", part, message.role) for j, part in enumerate(parts)]
+            types = _TEXTS_OF_ASSISTANT if message.role == "assistant" else _TEXTS
+            texts = [_PARTS.text_of(f"{at}.content[{j}]", part, types) for j, part in enumerate(parts)]
             return "\n".join(texts), texts
-
-
-def _part(at: str, part: ContentPart, role: str) -> str:
-    field = CONTENT.get(part.type)
-    if field is None or (field == "refusal" and role != "assistant"):
-        raise unsupported(f"{at}.type", "content must be text")
-    text: str | None = getattr(part, field)
-    if text is None:
-        raise invalid(f"{at}.{field}", f"'{at}.{field}' is required")
-    return text
 
 
 def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.errors import invalid, of_validation, shown, unsupported
-from pipeline.stages.gateway.parsing.custom_tools import INPUT_SCHEMA, format_text
+from pipeline.stages.gateway.parsing.chat.custom_tools import INPUT_SCHEMA, format_text
 
 T = TypeVar("T")
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
