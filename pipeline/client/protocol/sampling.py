@@ -28,8 +28,24 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Seed = Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")]
+RepetitionPenalty = Annotated[
+    float,
+    Meta(
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Above 1 makes tokens of the prompt and the output less likely; default 1.",
+    ),
+]
+PresencePenalty = Annotated[
+    float, Meta(ge=-2, le=2, description="Above 0 makes tokens of the output less likely; default 0.")
+]
+FrequencyPenalty = Annotated[
+    float,
+    Meta(ge=-2, le=2, description="Like presence_penalty, multiplied by the number of occurrences; default 0."),
+]
+STOP = Meta(description="The text ends before the first of these strings.")
+Stop = Annotated[str | list[ShortText], STOP]
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -40,7 +56,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_p: Annotated[TopP, Meta(description="By default the model's, else 1.")] | None = None
     top_k: Annotated[TopK, Meta(description="-1 and 0 are off. By default the model's, else off.")] | None = None
     min_p: Annotated[MinP, Meta(description="By default the model's, else 0.")] | None = None
-    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")] | None = None
+    seed: Seed | None = None
     repetition_penalty: (
         Annotated[
             RepetitionPenalty,
@@ -51,15 +67,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
         ]
         | None
     ) = None
-    presence_penalty: (
-        Annotated[Penalty, Meta(description="Above 0 makes tokens of the output less likely; default 0.")] | None
-    ) = None
-    frequency_penalty: (
-        Annotated[
-            Penalty, Meta(description="Like presence_penalty, multiplied by the number of occurrences; default 0.")
-        ]
-        | None
-    ) = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
     logit_bias: (
         Annotated[dict[str, float], Meta(description="Token ids and the values to add to their logits, -100 to 100.")]
         | None
@@ -72,9 +81,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, omit_defaults=True):
         ]
         | None
     ) = None
-    stop: (
-        Annotated[str | list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
-    ) = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[list[Id], Meta(description="Token ids that end a choice.")] | None = None
     ignore_eos: Annotated[bool, Meta(description="true: continue after the model's end of sequence.")] | None = None
     skip_special_tokens: (

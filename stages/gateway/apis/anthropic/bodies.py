@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from pipeline.client.protocol.sampling import ShortText, Temperature, TopK, TopP
+from pipeline.client.protocol.sampling import STOP, ShortText, Temperature, TopK, TopP
 
 ROLES = ("user", "assistant", "system")
 MAX_ID_CHARS = 256
@@ -256,9 +256,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     """POST /v1/messages"""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31, description="Maximum number of tokens to generate.")]
-    stop_sequences: (
-        Annotated[list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
-    ) = None
+    stop_sequences: Annotated[list[ShortText], STOP] | None = None
     stream: bool | None = None
     temperature: Annotated[Temperature, Meta(description="0 is greedy. By default the model's, else 1.")] | None = None
     top_p: Annotated[TopP, Meta(description="By default the model's, else 1.")] | None = None

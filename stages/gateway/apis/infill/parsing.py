@@ -5,7 +5,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol.sampling import MinP, Penalty, RepetitionPenalty, ShortText, Temperature, TopK, TopP
+from pipeline.client.protocol.sampling import (
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.infill.reply import INFILL
 from pipeline.stages.gateway.parsing.bodies import Body, with_unsupported
@@ -49,13 +59,11 @@ class InfillBody(msgspec.Struct, kw_only=True):
     top_k: Annotated[TopK, Meta(description="By default 40; -1 and 0 are off.")] | None = None
     top_p: Annotated[TopP, Meta(description="By default 0.95.")] | None = None
     min_p: Annotated[MinP, Meta(description="By default 0.05.")] | None = None
-    seed: Annotated[int, Meta(description="-2^63 to 2^64 - 1; -1 is random.")] | None = None
-    stop: (
-        Annotated[str | list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
-    ) = None
+    seed: Annotated[Seed, Meta(description="-2^63 to 2^64 - 1; -1 is random.")] | None = None
+    stop: Stop | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
 
 
 INFILL_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {

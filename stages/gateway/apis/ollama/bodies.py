@@ -10,7 +10,17 @@ import msgspec
 from msgspec import Meta, Raw
 
 from pipeline.client.protocol.conversation import MAX_ID_CHARS, Tools
-from pipeline.client.protocol.sampling import MinP, Penalty, RepetitionPenalty, ShortText, Temperature, TopK, TopP
+from pipeline.client.protocol.sampling import (
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 OBJECT = {"type": "object"}
@@ -50,7 +60,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     top_k: Annotated[TopK, Meta(description="By default 40; -1 and 0 are off.")] | None = None
     min_p: Annotated[MinP, Meta(description="By default 0.")] | None = None
     seed: (
-        Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text. -1 is random.")] | None
+        Annotated[Seed, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text. -1 is random.")] | None
     ) = None
     num_predict: (
         Annotated[
@@ -59,25 +69,10 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
-    stop: (
-        Annotated[str | list[ShortText], Meta(description="The text ends before the first of these strings.")] | None
-    ) = None
-    repeat_penalty: (
-        Annotated[
-            RepetitionPenalty,
-            Meta(description="Above 1 makes tokens of the prompt and the output less likely; default 1."),
-        ]
-        | None
-    ) = None
-    presence_penalty: (
-        Annotated[Penalty, Meta(description="Above 0 makes tokens of the output less likely; default 0.")] | None
-    ) = None
-    frequency_penalty: (
-        Annotated[
-            Penalty, Meta(description="Like presence_penalty, multiplied by the number of occurrences; default 0.")
-        ]
-        | None
-    ) = None
+    stop: Stop | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
     repeat_last_n: (
         Annotated[
             int,
