@@ -12,20 +12,14 @@ from pipeline.http_server import request_ids
 from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.stages.gateway.apis.embeddings.parsing import POOLING, check_dimensions, embedding_request
+from pipeline.stages.gateway.apis.embeddings.parsing import embedding_request
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
 from pipeline.stages.gateway.errors import ApiError, invalid, of_validation
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
-from pipeline.stages.gateway.parsing.build import (
-    check_model,
-    check_num_messages,
-    details_of,
-    parsed_request_of,
-    priority_of,
-)
+from pipeline.stages.gateway.parsing.build import check_num_messages, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.chat.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
-from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, check_prompt_bytes, check_truncate, most_ids
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
 _NULL = b"\xc0"
@@ -90,30 +84,16 @@ def _embedding(
     generate: ReceivedGenerate, request: p.Request, received: list[bytes], limits: RequestLimits
 ) -> ParsedRequest:
     """Check a request for an embedding. Raises ApiError."""
-    model = check_model(request.model, limits)
     if request.messages is not None:
         raise invalid("prompt", "'pooling' needs a text or token ids as prompt, not a chat")
     if received:
         raise invalid("received", "'received' is not allowed with 'pooling': there is no output", "invalid_value")
-    check_dimensions(request.dimensions, limits)
-    truncate = check_truncate(request.truncate_prompt_tokens, limits.max_prompt_tokens)
-    most = most_ids(truncate, limits.max_prompt_tokens)
-    prompts = [_prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))]
-    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "prompt")
     return embedding_request(
-        model,
-        prompts,
+        request,
+        lambda most: [_prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))],
         "prompt",
-        pooling=POOLING[request.pooling or "last"],
-        priority=priority_of(request.priority, limits),
-        cache_salt=request.cache_salt or "",
-        adapter_id=limits.adapter_id(model),
-        prompt_options=m.PromptOptions(
-            request.add_special_tokens, truncate=truncate, truncates_right=request.truncation_side == "right"
-        ),
+        limits,
         request_id=request_ids.checked(generate.name, "name"),
-        timeout_s=request.timeout_s,
-        embedding=EmbeddingOptions(dimensions=request.dimensions),
         timings=bool(request.timings),
     )
 

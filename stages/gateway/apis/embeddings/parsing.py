@@ -1,6 +1,7 @@
 """Bodies of POST /v1/embeddings. Pure."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -76,59 +77,51 @@ def parse_embeddings(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 def embeddings_request_of(decoded: EmbeddingsBody, limits: RequestLimits) -> ParsedRequest:
     """Check a body of POST /v1/embeddings. Raises ApiError."""
-    model = check_model(decoded.model, limits)
     num = num_prompts(decoded.input)
     if num > limits.max_sequences:
         most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
         raise invalid("input", f"{num} inputs exceed the limit of {most}")
-    check_dimensions(decoded.dimensions, limits)
-    truncate = check_truncate(decoded.truncate_prompt_tokens, limits.max_prompt_tokens)
-    prompts = prompts_of(decoded.input, most_ids(truncate, limits.max_prompt_tokens), "input")
-    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, "input")
     return embedding_request(
-        model,
-        prompts,
+        decoded,
+        lambda most: prompts_of(decoded.input, most, "input"),
         "input",
-        pooling=POOLING[decoded.pooling or "last"],
-        priority=priority_of(decoded.priority, limits),
-        cache_salt=decoded.cache_salt or "",
-        adapter_id=limits.adapter_id(model),
-        prompt_options=m.PromptOptions(
-            decoded.add_special_tokens, truncate=truncate, truncates_right=decoded.truncation_side == "right"
-        ),
+        limits,
         request_id=request_ids.checked(decoded.request_id, "request_id"),
-        timeout_s=decoded.timeout_s,
-        embedding=EmbeddingOptions(dimensions=decoded.dimensions, is_base64=decoded.encoding_format == "base64"),
+        is_base64=decoded.encoding_format == "base64",
     )
 
 
-def check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
-    """Raises ApiError if an embedding can't have this length."""
-    if dimensions is None:
-        return
-    if dimensions < 1:
-        raise invalid("dimensions", f"'dimensions' must be at least 1, not {dimensions}", "invalid_value")
-    if limits.hidden_size is not None and dimensions > limits.hidden_size:
-        message = f"'dimensions' must be at most {limits.hidden_size}, the model's hidden size, not {dimensions}"
-        raise invalid("dimensions", message, "invalid_value")
+class EmbeddingFields(Protocol):
+    """What requests for embeddings can ask, over HTTP and ZeroMQ."""
+
+    model: str | None
+    dimensions: int | None
+    pooling: Literal["last", "mean"] | None
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"] | None
+    add_special_tokens: bool | None
+    priority: int | None
+    cache_salt: str | None
+    timeout_s: float | None
 
 
 def embedding_request(
-    model: str,
-    prompts: list[m.Prompt],
+    fields: EmbeddingFields,
+    make_prompts: Callable[[int | None], list[m.Prompt]],
     prompt_param: str,
+    limits: RequestLimits,
     *,
-    pooling: m.Pooling,
-    priority: int,
-    cache_salt: str,
-    adapter_id: str,
-    prompt_options: m.PromptOptions,
     request_id: str | None,
-    timeout_s: float | None,
-    embedding: EmbeddingOptions,
+    is_base64: bool = False,
     timings: bool = False,
 ) -> ParsedRequest:
-    """A request for the embeddings of prompts: each samples one id, which has no meaning."""
+    """A request for the embeddings of prompts: each samples one id, which has no meaning. `make_prompts` gets the
+    longest prompt that is allowed, in ids. Raises ApiError."""
+    model = check_model(fields.model, limits)
+    _check_dimensions(fields.dimensions, limits)
+    truncate = check_truncate(fields.truncate_prompt_tokens, limits.max_prompt_tokens)
+    prompts = make_prompts(most_ids(truncate, limits.max_prompt_tokens))
+    check_prompt_bytes(prompts, limits.caps.max_prompt_bytes, prompt_param)
     return ParsedRequest(
         dialect=EMBEDDINGS,
         model=model,
@@ -139,17 +132,30 @@ def embedding_request(
         options=m.GenerationOptions(
             max_tokens=1,
             temperature=0.0,
-            pooling=pooling,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter_id=adapter_id,
+            pooling=POOLING[fields.pooling or "last"],
+            priority=priority_of(fields.priority, limits),
+            cache_salt=fields.cache_salt or "",
+            adapter_id=limits.adapter_id(model),
         ),
         stream=False,
         include_usage=False,
-        prompt_options=prompt_options,
+        prompt_options=m.PromptOptions(
+            fields.add_special_tokens, truncate=truncate, truncates_right=fields.truncation_side == "right"
+        ),
         prompt_param=prompt_param,
         request_id=request_id,
-        timeout_s=timeout_s,
-        embedding=embedding,
+        timeout_s=fields.timeout_s,
+        embedding=EmbeddingOptions(dimensions=fields.dimensions, is_base64=is_base64),
         timings=timings,
     )
+
+
+def _check_dimensions(dimensions: int | None, limits: RequestLimits) -> None:
+    """Raises ApiError if an embedding can't have this length."""
+    if dimensions is None:
+        return
+    if dimensions < 1:
+        raise invalid("dimensions", f"'dimensions' must be at least 1, not {dimensions}", "invalid_value")
+    if limits.hidden_size is not None and dimensions > limits.hidden_size:
+        message = f"'dimensions' must be at most {limits.hidden_size}, the model's hidden size, not {dimensions}"
+        raise invalid("dimensions", message, "invalid_value")
