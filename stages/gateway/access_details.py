@@ -7,8 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.http_server.access_log import DETAILS, AccessLog, Details
+from pipeline.http_server.access_log import CLIENT_LEFT, DETAILS, AccessLog, Details
 from pipeline.http_server.error_responses import REQUEST_ID
+from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.request import Request
 
 
@@ -30,6 +31,34 @@ def log_background(log: AccessLog, request: Request, path: str, client: str) -> 
         request_id=request.id,
         total_s=time.monotonic() - request.received_s,
         **details_of(request),
+    )
+
+
+def log_zmq(
+    log: AccessLog,
+    request: Request | None,
+    request_id: str,
+    error: ApiError | None,
+    scope: str,
+    client: str,
+    total_s: float,
+    *,
+    has_left: bool,
+) -> None:
+    """A request over ZeroMQ is over, or was refused before it was opened. `has_left`: its client did not stay."""
+    fields = {} if request is None else details_of(request)
+    status = int(CLIENT_LEFT if has_left else HTTPStatus.OK)
+    if error is not None:
+        status, fields["error"] = error.status, error.code or error.message
+    log.add(
+        scope,
+        client=client,
+        method="ZMQ",
+        path="generate",
+        status=status,
+        request_id=request_id,
+        total_s=total_s,
+        **fields,
     )
 
 

@@ -71,22 +71,22 @@ def test_the_page_has_a_section_for_every_message_and_struct() -> None:
 
 def test_the_page_has_the_limits_of_the_code() -> None:
     from pipeline.config.settings import LimitSettings
-    from pipeline.stages.gateway.zmq import listener, server, stream
+    from pipeline.stages.gateway.zmq import handshake, listener, peer_sender, stream, sweeper
 
     page = " ".join(PAGE.read_text().split())
     caps = LimitSettings()
     for words in (
-        f"within {server.HELLO_S:g} s of connecting",
+        f"within {sweeper.HELLO_S:g} s of connecting",
         f"read nothing for {stream.STALL_S:g} s",
-        f"more than {server.MAX_PENDING_MESSAGES:,} messages",
-        f"those of all clients take {server.MAX_PENDING_BYTES // 1024**2} MiB",
+        f"more than {peer_sender.MAX_PENDING_MESSAGES:,} messages",
+        f"those of all clients take {peer_sender.MAX_PENDING_BYTES // 1024**2} MiB",
         f"({listener.MAX_CONNECTIONS:,}, or a quarter",
         f"| {caps.max_n}; {caps.max_stop_strings} of 1 to {sampling.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_stop_token_ids} |",
         f"| {caps.max_logit_bias:,}; {caps.max_bad_words:,} of 1 to {sampling.MAX_STOP_CHARS} characters; ",
         f" characters; {caps.max_logprobs} |",
-        f"| within {server.HELLO_S:g} s of connecting; at most {server.MAX_HELLO_BYTES // 1024} KiB |",
-        f"not complete {server.MESSAGE_S:g} s after",
+        f"| within {sweeper.HELLO_S:g} s of connecting; at most {handshake.MAX_HELLO_BYTES // 1024} KiB |",
+        f"not complete {sweeper.MESSAGE_S:g} s after",
         f"| {listener.RECEIVE_BOUND}, then",
         f"| partly received messages above {listener.SMALL_BYTES // 1024} KiB,",
         f"room for {listener.NUM_LARGE} × `max_message_bytes`",

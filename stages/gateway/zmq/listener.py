@@ -14,19 +14,18 @@ import asyncio
 import contextlib
 import os
 import resource
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
-from pipeline.client.connection.zmq_address import check_free, refusal
-from pipeline.errors import UserError
 from pipeline.runtime.client_address import client_address
 from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp
+from pipeline.stages.gateway.zmq.bind import LISTEN_BACKLOG, listen
+from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.frame_budget import FrameBudget
 
 MAX_CONNECTIONS = 1024
@@ -52,64 +51,8 @@ SEND_BOUND_BYTES = 256 * 1024
 """A connection with more buffered output than this is full; further output stays in its requests, merged."""
 GRACE_S = 0.1
 """Time to send buffered output before a connection is closed."""
-LISTEN_BACKLOG = 1024
 
 Sent = Literal["sent", "full", "gone"]
-
-
-class Connection(asyncio.BufferedProtocol):
-    """One client's connection."""
-
-    def __init__(self, owner: "ZmtpListener", max_first_bytes: int) -> None:
-        self.opened_s = 0.0
-        self.is_ending = False
-        """Further input is ignored."""
-        self.begun_s: float | None = None
-        """When the first part of an incomplete message arrived, later by the time that reading was paused since; None
-        if there is none."""
-        self.decoder = zmtp.Decoder(max_first_bytes)
-        self.is_waiting = False
-        """Reading is paused until it gets budget, or its next turn."""
-        self.paused_s = 0.0
-        """Since when."""
-        self.is_held = False
-        """Its last message is still being parsed: nothing more of it is handled."""
-        self.is_welcome = False
-        self.owner = ""
-        """The scope of its API key, or its address before hello and on a server without keys."""
-        self.address = ""
-        """Of its client; empty at ipc://"""
-        self.heard_s = 0.0
-        """When its last message arrived."""
-        self.transport: asyncio.Transport | None = None
-        self._owner = owner
-
-    @property
-    def num_arrived(self) -> int:
-        """Bytes of its incomplete message."""
-        return self.decoder.num_arrived
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self.address = client_address(transport)
-        self._owner.opened(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        missing = self.decoder.missing
-        return self._owner.scratch if missing is None else missing
-
-    def buffer_updated(self, nbytes: int) -> None:
-        if self.is_ending:
-            return
-        if self.decoder.missing is None:
-            self.decoder.feed(self._owner.scratch[:nbytes])
-        else:
-            self.decoder.fill(nbytes)
-        self._owner.read(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.lost(self)
-        self.transport = None
 
 
 class ZmtpListener:
@@ -154,7 +97,7 @@ class ZmtpListener:
         self._max_connections = max_connections()
         self._is_ipc = address.startswith("ipc://")
         self._path = address.removeprefix("ipc://") if self._is_ipc else ""
-        self._listener = _listen(address)
+        self._listener = listen(address)
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -420,49 +363,6 @@ class ZmtpListener:
     async def wait_closed(self) -> None:
         """Wait until buffered output is sent or `linger_s` has passed."""
         await self._all_lost.wait()
-
-
-def _listen(address: str) -> socket.socket:
-    """A bound socket. Raises UserError."""
-    try:
-        check_free(address)
-        if address.startswith("ipc://"):
-            return _listen_ipc(address.removeprefix("ipc://"))
-        return _listen_tcp(address.removeprefix("tcp://"))
-    except OSError as error:
-        words = str(error)  # of check_free, without errno
-        why = error.strerror or words
-        raise UserError(refusal(address, why) if error.errno else words) from error
-
-
-def _listen_ipc(name: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if name.startswith("@"):
-            listener.bind("\0" + name[1:])
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                Path(name).unlink()  # a stale socket: nothing listens there
-            listener.bind(name)
-        listener.listen(LISTEN_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _listen_tcp(place: str) -> socket.socket:
-    host, _, port = place.rpartition(":")
-    is_v6 = host.startswith("[")
-    host = "" if host == "*" else host.strip("[]")
-    listener = socket.create_server(
-        (host, int(port)),
-        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-        backlog=LISTEN_BACKLOG,
-        dualstack_ipv6=is_v6 and host == "::",
-    )
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
-    return listener
 
 
 def max_connections() -> int:

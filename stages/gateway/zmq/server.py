@@ -12,7 +12,7 @@ client that violates the protocol gets one error and loses its connection; other
 import asyncio
 import contextlib
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import assert_never
@@ -20,104 +20,33 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
-from pipeline.http_server.access_log import CLIENT_LEFT, AccessLog
+from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.guard import unauthorized
 from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.runtime import suspension
 from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
-from pipeline.stages.gateway.access_details import details_of
-from pipeline.stages.gateway.admin.server_info import recommended
-from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
+from pipeline.stages.gateway.access_details import log_zmq
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
 from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
+from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
+from pipeline.stages.gateway.zmq.handshake import MAX_HELLO_BYTES, scope_of, welcome_of
 from pipeline.stages.gateway.zmq.large_messages import Data, LargeMessages
-from pipeline.stages.gateway.zmq.listener import Connection, ZmtpListener
+from pipeline.stages.gateway.zmq.listener import ZmtpListener
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
-from pipeline.stages.gateway.zmq.stream import STALL_S, ZmqStream
-from pipeline.version import VERSION
+from pipeline.stages.gateway.zmq.peer import ClientPeer
+from pipeline.stages.gateway.zmq.peer_sender import PeerChannel, PeerSender
+from pipeline.stages.gateway.zmq.stream import ZmqStream
+from pipeline.stages.gateway.zmq.sweeper import Sweeper
 
-HELLO_S = 5.0
-"""Time for hello on a new connection."""
-MAX_HELLO_BYTES = 16384
-HEARTBEAT_S = 5.0
-SILENCE_S = 30.0
-"""Longest time between messages of a client."""
-MESSAGE_S = 60.0
-"""Time for a message to arrive completely, like a body over HTTP."""
-SWEEP_S = 0.5
-"""Interval of the check for silent clients."""
-RETRY_S = 0.02
-"""First delay before a full connection is tried again. It doubles each time the connection is still full."""
-MAX_RETRY_S = 0.3
-MAX_PENDING_MESSAGES = 2048
-"""Small messages to a client that wait for it."""
-MAX_PENDING_BYTES = 32 * 1024**2
-"""Of all messages to all clients that wait for them: an error that names much of a request may be as large as it."""
 LINE_S = 1.0
 """Shortest time between log lines about connections that were ended for others."""
 LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
-
-
-class ClientPeer:
-    """A client."""
-
-    def __init__(self, connection: Connection, now_s: float) -> None:
-        self.connection = connection
-        self.heard_s = now_s
-        self.is_welcome = False
-        self.scope = NO_SCOPE
-        """Of its API key."""
-        self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
-        self.pending: deque[bytes] = deque()
-        """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
-        self.pending_bytes = 0
-        self.full_s: float | None = None
-        """When the connection became full."""
-        self.parsing: asyncio.Task[None] | None = None
-        """Its large message."""
-        self.failure: ApiError | None = None
-        """Why the request of that message is not opened any more."""
-        self.retry: asyncio.TimerHandle | None = None
-        self.retry_s = RETRY_S
-
-    def sent(self) -> None:
-        """The connection has taken a message."""
-        self.retry_s = RETRY_S
-
-    def suspended(self, seconds: float) -> None:
-        """This process did not run for so long, and perhaps the client neither: nothing is late for that."""
-        connection = self.connection
-        self.heard_s += seconds
-        connection.opened_s += seconds
-        if self.full_s is not None:
-            self.full_s += seconds
-        if connection.begun_s is not None:
-            connection.begun_s += seconds
-
-
-class PeerChannel:
-    """The ClientChannel of one peer."""
-
-    def __init__(self, server: "ZmqServer", peer: ClientPeer) -> None:
-        self._zmq_server = server
-        self._peer = peer
-
-    @property
-    def is_full(self) -> bool:
-        return self._peer.full_s is not None
-
-    def send(self, message: p.ServerMessage) -> bool:
-        return self._zmq_server.send(self._peer, message)
-
-    def post(self, message: p.ServerMessage) -> None:
-        self._zmq_server.post(self._peer, message)
 
 
 class ZmqServer:
@@ -154,7 +83,6 @@ class ZmqServer:
         self._loop = asyncio.get_running_loop()
         self._log = logging.getLogger("pipeline")
         self._decoder: MessageDecoder[ReceivedMessage] = MessageDecoder(ReceivedMessage)
-        self._encoder = msgspec.msgpack.Encoder()
         self._peers: dict[Connection, ClientPeer] = {}
         self._is_closed = False
         self._socket = ZmtpListener(
@@ -169,11 +97,9 @@ class ZmqServer:
             on_crowded=self._make_room,
             on_end=self._ended,
         )
-        self._sweeper: asyncio.TimerHandle | None = None
-        """Set while there are connections."""
+        self._sender = PeerSender(self._socket, self._peers, on_stuck=self._disconnect, on_crowded=self._end_crowded)
+        self._sweeper = Sweeper(self._socket, self._peers, drop=self._drop, disconnect=self._disconnect)
         self._large_messages = LargeMessages(self._decode)
-        self._pending_bytes = 0
-        """Of all peers."""
         self._num_ended: Counter[str] = Counter()
         """Connections that were ended for others and are not in the log yet, by reason."""
         self._next_line_s = 0.0
@@ -186,7 +112,7 @@ class ZmqServer:
 
     def _opened(self, connection: Connection) -> None:
         self._peers[connection] = ClientPeer(connection, self._loop.time())
-        self._sweep_soon()
+        self._sweeper.start()
 
     def _receive(self, connection: Connection, data: bytes | bytearray) -> None:
         peer = self._peers[connection]
@@ -280,7 +206,7 @@ class ZmqServer:
                     peer.streams[request_id][0].abort()
             case p.Ping(nonce):
                 if peer.full_s is None:  # else the buffered output is a sign of life
-                    self.post(peer, p.Pong(nonce))
+                    self._sender.post(peer, p.Pong(nonce))
             case p.Bye():
                 self._disconnect(peer)
             case _:
@@ -289,35 +215,20 @@ class ZmqServer:
     def _welcome(self, peer: ClientPeer, hello: p.Hello) -> None:
         if peer.is_welcome:
             raise errors.of_peer("hello was already sent on this connection", "malformed")
-        if not hello.min_version <= p.PROTOCOL_VERSION <= hello.max_version:
-            raise errors.of_version(hello)
-        if self._keys is not None:
-            scope = self._keys.scope_of(hello.api_key)
-            if scope is None and self._needs_key:
-                raise unauthorized(bool(hello.api_key), "`api_key` in hello")
-            peer.scope = scope or NO_SCOPE
+        peer.scope = scope_of(hello, self._keys, needs_key=self._needs_key)
         facts = self._readiness.require_ready()
         peer.is_welcome = True
         self._socket.welcome(peer.connection, peer.scope)
         client = hello.client[: p.MAX_CLIENT_CHARS]
         self._log.debug("client connected", extra={"fields": {"client": client, "clients": len(self._peers)}})
-        self.post(
+        self._sender.post(
             peer,
-            p.Welcome(
-                version=p.PROTOCOL_VERSION,
-                server=f"pipeline/{VERSION}",
-                model=self._limits.model,
-                max_model_len=facts.max_model_len,
-                vocab_size=facts.vocab_size,
-                max_open_requests=self._limits.max_sequences,
+            welcome_of(
+                facts,
+                self._limits,
                 max_message_bytes=self._max_message_bytes,
-                max_credits=p.MAX_CREDITS,
-                heartbeat_s=HEARTBEAT_S,
-                silence_s=SILENCE_S,
-                defaults=recommended(self._limits.defaults),
                 addresses=self.addresses,
                 gateway=self._gateway,
-                poolings=list(POOLING),
             ),
         )
 
@@ -362,12 +273,12 @@ class ZmqServer:
     def _refused(self, peer: ClientPeer, message: ReceivedGenerate, begin_s: float, error: ApiError) -> None:
         if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
             account.refused(error.status)
-        self.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))
+        self._sender.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))
         self._log_access(peer, begin_s, message.name or "", error)
 
     async def _run(self, peer: ClientPeer, stream: ZmqStream, begin_s: float) -> None:
         try:
-            await stream.run(PeerChannel(self, peer))
+            await stream.run(PeerChannel(self._sender, peer))
         finally:
             peer.streams.pop(stream.request_id, None)
             self._log_access(peer, begin_s, stream.request.id, stream.error, stream)
@@ -381,95 +292,17 @@ class ZmqServer:
         stream: ZmqStream | None = None,
     ) -> None:
         """A request is over, or was refused."""
-        if self._access_log is None:
-            return
-        fields = {} if stream is None else details_of(stream.request)
-        status = int(HTTPStatus.OK if stream is None or stream.has_ended else CLIENT_LEFT)
-        if error is not None:
-            status, fields["error"] = error.status, error.code or error.message
-        self._access_log.add(
-            peer.scope,
-            client=peer.connection.address,
-            method="ZMQ",
-            path="generate",
-            status=status,
-            request_id=request_id,
-            total_s=self._loop.time() - begin_s,
-            **fields,
-        )
-
-    # -------------------------------------------------------------------------------------------------------- send
-
-    def send(self, peer: ClientPeer, message: p.ServerMessage) -> bool:
-        """Send now, or return False; the peer's streams are woken when it may take more."""
-        if peer.full_s is not None:
-            return False
-        if self._socket.send(peer.connection, self._encoder.encode(message)) == "full":
-            self._is_full(peer)
-            return False
-        peer.sent()
-        return True  # or it is gone, and `_ended` follows
-
-    def post(self, peer: ClientPeer, message: p.ServerMessage) -> None:
-        """Send now or as soon as the connection takes it, in order."""
-        data = self._encoder.encode(message)
-        if peer.full_s is None and self._socket.send(peer.connection, data) != "full":
-            peer.sent()
-            return
-        peer.pending.append(data)
-        self._count_pending(peer, len(data))
-        self._is_full(peer)
-        if len(peer.pending) > MAX_PENDING_MESSAGES:
-            self._disconnect(peer)
-        elif self._pending_bytes > MAX_PENDING_BYTES:
-            self._loop.call_soon(self._free_pending)  # the caller may be in a loop over the peers
-
-    def _count_pending(self, peer: ClientPeer, num_bytes: int) -> None:
-        peer.pending_bytes += num_bytes
-        self._pending_bytes += num_bytes
-
-    def _free_pending(self) -> None:
-        """End connections that don't take their messages, those of the key for which most are kept."""
-        while self._pending_bytes > MAX_PENDING_BYTES:
-            kept: Counter[str] = Counter()
-            for peer in self._peers.values():
-                kept[peer.scope] += peer.pending_bytes
-            ((scope, _),) = kept.most_common(1)
-            of_scope = (peer for peer in self._peers.values() if peer.scope == scope)
-            self._disconnect(max(of_scope, key=lambda peer: peer.pending_bytes))
-            self._log_ended("they did not take their messages")
-
-    def _is_full(self, peer: ClientPeer) -> None:
-        if peer.full_s is None:
-            peer.full_s = self._loop.time()
-        if peer.retry is None:
-            peer.retry = self._loop.call_later(peer.retry_s, self._retry, peer)
-            peer.retry_s = min(2 * peer.retry_s, MAX_RETRY_S)
-
-    def _retry(self, peer: ClientPeer) -> None:
-        peer.retry = None
-        if not self._send_pending(peer):
-            self._is_full(peer)
-            return
-        for stream, _ in peer.streams.values():
-            stream.wake()
-
-    def _send_pending(self, peer: ClientPeer) -> bool:
-        """Send a peer's pending messages. Returns whether all were sent."""
-        while peer.pending:
-            if self._socket.send(peer.connection, peer.pending[0]) == "full":
-                return False
-            peer.sent()
-            self._count_pending(peer, -len(peer.pending.popleft()))
-        peer.full_s = None
-        return True
+        if self._access_log is not None:
+            request = None if stream is None else stream.request
+            has_left = stream is not None and not stream.has_ended
+            took_s, client = self._loop.time() - begin_s, peer.connection.address
+            log_zmq(self._access_log, request, request_id, error, peer.scope, client, took_s, has_left=has_left)
 
     # -------------------------------------------------------------------------------------------------- disconnect
 
     def _drop(self, peer: ClientPeer, error: ApiError) -> None:
         """Send an error and end the connection."""
-        if not peer.pending:
-            self._socket.send(peer.connection, self._encoder.encode(p.Error(errors.on_the_wire(error))))
+        self._sender.send_last(peer, p.Error(errors.on_the_wire(error)))
         self._disconnect(peer)
 
     def _disconnect(self, peer: ClientPeer) -> None:
@@ -494,6 +327,11 @@ class ZmqServer:
             self._disconnect(peer)
         self._log_ended("others needed their places")
 
+    def _end_crowded(self, peer: ClientPeer) -> None:
+        """What waits for all clients takes too much room, and most of it is for this one's key."""
+        self._disconnect(peer)
+        self._log_ended("they did not take their messages")
+
     def _log_ended(self, why: str) -> None:
         """Log connections that were ended for others, at most a line per second."""
         self._num_ended[why] += 1
@@ -512,10 +350,7 @@ class ZmqServer:
 
     def _release(self, peer: ClientPeer) -> None:
         self._peers.pop(peer.connection, None)
-        peer.pending.clear()
-        self._count_pending(peer, -peer.pending_bytes)
-        if peer.retry is not None:
-            peer.retry.cancel()
+        self._sender.forget(peer)
         if peer.parsing is not None:
             peer.parsing.cancel()
         for stream, task in peer.streams.values():
@@ -526,42 +361,6 @@ class ZmqServer:
         """A connection has ended."""
         if (peer := self._peers.get(connection)) is not None:
             self._release(peer)
-
-    def _sweep_soon(self) -> None:
-        if self._sweeper is None and self._socket.num_connections and not self._is_closed:
-            self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
-
-    def _sweep(self) -> None:
-        """End connections that have been silent, or full, for too long."""
-        now_s = self._loop.time()
-        assert self._sweeper is not None
-        late_s, was_suspended = now_s - self._sweeper.when(), suspension.missed(self._sweeper.when())
-        self._sweeper = None
-        for peer in list(self._peers.values()):
-            if was_suspended:
-                peer.suspended(late_s)
-            elif late_s <= max(SWEEP_S, 1.0):  # else the loop was blocked and has not read yet
-                self._check_peer(peer, now_s)
-        if not was_suspended and late_s <= max(SWEEP_S, 1.0):
-            self._socket.give_up_slow()
-        self._sweep_soon()
-
-    def _check_peer(self, peer: ClientPeer, now_s: float) -> None:
-        connection = peer.connection
-        if not peer.is_welcome:
-            if now_s - connection.opened_s > HELLO_S:
-                self._disconnect(peer)
-        elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
-            self._disconnect(peer)
-        elif connection.is_waiting or peer.parsing is not None:
-            peer.heard_s = now_s  # it has input that was not read yet
-        elif connection.begun_s is None:
-            if now_s - peer.heard_s > SILENCE_S:
-                message = f"no message from the client for {SILENCE_S:g} s"
-                self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
-        elif now_s - connection.begun_s > MESSAGE_S:
-            message = f"a message took more than {MESSAGE_S:g} s to arrive"
-            self._drop(peer, ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
 
     # ------------------------------------------------------------------------------------------------------- close
 
@@ -579,10 +378,9 @@ class ZmqServer:
         """Close all connections; `wait_closed` waits for their buffered output."""
         if not self._is_closed:
             self._is_closed = True
-            if self._sweeper is not None:
-                self._sweeper.cancel()
+            self._sweeper.close()
             for peer in list(self._peers.values()):
-                self._send_pending(peer)
+                self._sender.flush(peer)
                 self._release(peer)
             self._socket.close(LINGER_S)
 

@@ -14,9 +14,9 @@ import zmq
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
-from pipeline.stages.gateway.zmq import listener
-from pipeline.stages.gateway.zmq import server as server_module
+from pipeline.stages.gateway.zmq import listener, peer_sender, sweeper
 from pipeline.stages.gateway.zmq import stream as zmq_stream
+from pipeline.stages.gateway.zmq.peer import ClientPeer
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, is_served
@@ -183,13 +183,13 @@ class TestSlowClients:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
     ) -> None:
         if limit == "time":
-            monkeypatch.setattr(server_module, "STALL_S", 0.2)
-            monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+            monkeypatch.setattr(sweeper, "STALL_S", 0.2)
+            monkeypatch.setattr(sweeper, "SWEEP_S", 0.05)
         elif limit == "bytes":
-            monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 4000)
-            monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 10**6)
+            monkeypatch.setattr(peer_sender, "MAX_PENDING_BYTES", 4000)
+            monkeypatch.setattr(peer_sender, "MAX_PENDING_MESSAGES", 10**6)
         else:
-            monkeypatch.setattr(server_module, "MAX_PENDING_MESSAGES", 20)
+            monkeypatch.setattr(peer_sender, "MAX_PENDING_MESSAGES", 20)
         with Gate(tmp_path) as gate, RawPeer(gate, receive_bound=1) as peer:
             bad = generate(1, "Hi", credits=1, model="x" * 150)
             data, end = msgspec.msgpack.encode(bad), time.monotonic() + PATIENCE_S
@@ -203,17 +203,26 @@ class TestSlowClients:
             assert num_answers < num_sent
             assert is_served(gate)
 
-    def test_the_key_for_which_most_waits_loses_connections(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_the_key_for_which_most_waits_loses_connections(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Else a key opens a thousand connections, and has the gateway keep errors of 100 kB in each."""
-        monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 300)
-        server: Any = object.__new__(server_module.ZmqServer)
-        server._pending_bytes, ended = 0, []
-        sizes = {"greedy 1": 90, "greedy 2": 100, "greedy 3": 80, "other": 120}
-        server._peers = {name: server_module.ClientPeer(cast(Any, name), 0.0) for name in sizes}
-        for name, peer in server._peers.items():
+        monkeypatch.setattr(peer_sender, "MAX_PENDING_BYTES", 3000)
+        sizes = {"greedy 1": 900, "greedy 2": 1000, "greedy 3": 800, "other": 1200}
+        peers: dict[Any, ClientPeer] = {name: ClientPeer(cast(Any, name), 0.0) for name in sizes}
+        ended = list[Any]()
+
+        def end(peer: ClientPeer) -> None:
+            ended.append(peer.connection)
+            sender.forget(peers.pop(peer.connection))
+
+        full = SimpleNamespace(send=lambda connection, data: "full")
+        sender = peer_sender.PeerSender(cast(Any, full), peers, on_stuck=end, on_crowded=end)
+        smallest = len(msgspec.msgpack.encode(p.Error(p.Failure(400, "x" * 256)))) - 256
+        for name, peer in list(peers.items()):
             peer.scope = name.split()[0]
-            server._count_pending(peer, sizes[name])
-        server._socket = SimpleNamespace(end=ended.append)
-        server._log_ended = lambda why: None
-        server._free_pending()
-        assert (ended, server._pending_bytes) == (["greedy 2"], 290)
+            sender.post(peer, p.Error(p.Failure(400, "x" * (sizes[name] - smallest))))
+        assert (ended, sender.num_pending_bytes) == ([], 3900)
+        sender._make_room()
+        assert (ended, sender.num_pending_bytes) == (["greedy 2"], 2900)
+        for peer in peers.values():
+            sender.forget(peer)
+        assert sender.num_pending_bytes == 0

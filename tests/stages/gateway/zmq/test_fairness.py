@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.zmq import frame_budget, listener, zmtp
+from pipeline.stages.gateway.zmq import frame_budget, listener, sweeper, zmtp
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
@@ -90,7 +90,7 @@ def test_stalled_frames_are_given_up_if_others_wait(address: str, caplog: pytest
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(frame_budget, "GRACE_S", 0.3)
         patch.setattr(frame_budget, "MIN_BYTES_PER_S", 2**40)
-        patch.setattr(server_module, "SWEEP_S", 0.02)
+        patch.setattr(sweeper, "SWEEP_S", 0.02)
         stalled = [stack.enter_context(connect(address)) for _ in range(3)]
         for one in stalled:
             one.sendall(LARGE[:-100])

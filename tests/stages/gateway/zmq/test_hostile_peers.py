@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,8 +15,8 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.zmq import listener
-from pipeline.stages.gateway.zmq import server as server_module
+from pipeline.stages.gateway.zmq import listener, sweeper
+from pipeline.stages.gateway.zmq.peer import ClientPeer
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.peers import GREETING, HELLO, READY, RawPeer, is_open, is_served, named_dealer, until
@@ -130,8 +130,8 @@ class TestHostilePeers:
     def test_connections_without_hello_are_closed_in_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_module, "HELLO_S", 0.5)
-        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+        monkeypatch.setattr(sweeper, "HELLO_S", 0.5)
+        monkeypatch.setattr(sweeper, "SWEEP_S", 0.05)
         num = min(1_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
         with Gate(tmp_path) as gate, contextlib.ExitStack() as stack, RawPeer(gate) as good:
             silent = []
@@ -169,8 +169,8 @@ class TestHostilePeers:
     def test_a_silent_peer_is_disconnected_and_a_pinging_one_is_not(
         self, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_module, "SILENCE_S", 0.4)
-        monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+        monkeypatch.setattr(sweeper, "SILENCE_S", 0.4)
+        monkeypatch.setattr(sweeper, "SWEEP_S", 0.05)
         with RawPeer(gate) as silent, RawPeer(gate) as lively:
             silent.generate(1)
             submit = gate.begin()
@@ -182,30 +182,29 @@ class TestHostilePeers:
             assert gate.rig.receive("schedule", m.Abort).request_id == submit.request_id
             assert lively.is_still_served()
 
-    def test_a_client_may_be_silent_while_all_processes_are_suspended(self) -> None:
+    async def test_a_client_may_be_silent_while_all_processes_are_suspended(self) -> None:
         now_s, paused_s = time.monotonic(), 100.0
         connection: Any = SimpleNamespace(opened_s=now_s - 200.0, begun_s=None, is_waiting=False)
-        peer, dropped = server_module.ClientPeer(connection, now_s - paused_s - 10.0), list[Any]()
+        peer, dropped = ClientPeer(connection, now_s - paused_s - 10.0), list[Any]()
         peer.is_welcome = True
-        server: Any = SimpleNamespace(
-            _loop=SimpleNamespace(time=lambda: now_s),
-            _peers={1: peer},
-            _socket=SimpleNamespace(give_up_slow=lambda: None),
-            _sweep_soon=lambda: None,
-            _drop=lambda peer, error: dropped.append(error),
-        )
-        server._check_peer = lambda peer, now_s: server_module.ZmqServer._check_peer(server, peer, now_s)
-        for late_s, after_s, num_dropped in (
-            (paused_s, 0.0, 0),
-            (0.0, 0.1, 0),
-            (0.0, server_module.SILENCE_S - 11.0, 0),
-            (0.0, 2.0, 1),
+        no_sockets: Any = SimpleNamespace(give_up_slow=lambda: None, num_connections=0)
+
+        def drop(_: ClientPeer, error: Any = None) -> None:
+            dropped.append(error)
+
+        checks: Any = sweeper.Sweeper(no_sockets, {cast(Any, "it"): peer}, drop=drop, disconnect=drop)
+        checks._loop = SimpleNamespace(time=lambda: now_s)
+        for late_s, after_s, codes in (
+            (paused_s, 0.0, []),
+            (0.0, 0.1, []),
+            (0.0, sweeper.SILENCE_S - 11.0, []),
+            (0.0, 2.0, ["silent"]),
         ):
             now_s += after_s
             due_s = now_s - late_s
-            server._sweeper = SimpleNamespace(when=lambda due_s=due_s: due_s)
-            server_module.ZmqServer._sweep(server)
-            assert len(dropped) == num_dropped
+            checks._timer = SimpleNamespace(when=lambda due_s=due_s: due_s)
+            checks._sweep()
+            assert [error.code for error in dropped] == codes
 
     def test_a_flood_of_pings_does_not_starve_others(self, gate: Gate) -> None:
         with RawPeer(gate) as flood, RawPeer(gate) as other:

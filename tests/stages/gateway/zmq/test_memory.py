@@ -13,8 +13,7 @@ import pytest
 import zmq
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.zmq import frame_budget, listener, zmtp
-from pipeline.stages.gateway.zmq import server as server_module
+from pipeline.stages.gateway.zmq import frame_budget, handshake, listener, sweeper, zmtp
 from tests.rig import PATIENCE_S
 from tests.slices import part_of
 from tests.stages.gateway.crowd import ProcessRig
@@ -113,7 +112,7 @@ def test_a_flood_at_full_speed_takes_little_memory(zmq_server: ZmqGateway, flood
 def test_incomplete_messages_are_bounded_in_total(zmq_server: ZmqGateway, hello: bool) -> None:
     """The maximum number of connections, each with the largest incomplete message."""
     large = zmtp.message(bytes(MAX_MESSAGE_BYTES))[: MIB - 1]
-    small = zmtp.message(bytes(listener.SMALL_BYTES if hello else server_module.MAX_HELLO_BYTES))[:-1]
+    small = zmtp.message(bytes(listener.SMALL_BYTES if hello else handshake.MAX_HELLO_BYTES))[:-1]
     with contextlib.ExitStack() as stack:
         for number in range(400):
             one = stack.enter_context(zmq_server.connect(hello=hello))
@@ -165,8 +164,8 @@ def test_a_large_message_waits_for_memory_and_is_then_received(tmp_path: Path, m
 def test_a_message_that_is_incomplete_for_too_long_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "MESSAGE_S", 0.3)
-    monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+    monkeypatch.setattr(sweeper, "MESSAGE_S", 0.3)
+    monkeypatch.setattr(sweeper, "SWEEP_S", 0.05)
     port = free_port()
     with Gate(tmp_path, zmq=f"tcp://127.0.0.1:{port}") as gate:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as slow:

@@ -10,6 +10,7 @@ from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.zmq import handshake, sweeper
 from pipeline.stages.gateway.zmq import server as server_module
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
@@ -104,9 +105,9 @@ class TestServerShutdown:
     async def test_the_client_disconnects_from_a_silent_server(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_module, "HEARTBEAT_S", 0.05)
-        monkeypatch.setattr(server_module, "SILENCE_S", 0.3)
-        monkeypatch.setattr(server_module, "SWEEP_S", 1000.0)
+        monkeypatch.setattr(handshake, "HEARTBEAT_S", 0.05)
+        monkeypatch.setattr(sweeper, "SILENCE_S", 0.3)
+        monkeypatch.setattr(sweeper, "SWEEP_S", 1000.0)
         with Gate(tmp_path) as gate:
             async with await AsyncClient.connect(address_of(gate), reconnect_timeout_s=0) as client:
                 stream = client.generate("Hi")

@@ -1,0 +1,53 @@
+"""Binds the socket for ZeroMQ clients: tcp:// or ipc://"""
+
+import contextlib
+import socket
+from pathlib import Path
+
+from pipeline.client.connection.zmq_address import check_free, refusal
+from pipeline.errors import UserError
+
+LISTEN_BACKLOG = 1024
+
+
+def listen(address: str) -> socket.socket:
+    """A bound socket. Raises UserError."""
+    try:
+        check_free(address)
+        if address.startswith("ipc://"):
+            return _listen_ipc(address.removeprefix("ipc://"))
+        return _listen_tcp(address.removeprefix("tcp://"))
+    except OSError as error:
+        words = str(error)  # of check_free, without errno
+        why = error.strerror or words
+        raise UserError(refusal(address, why) if error.errno else words) from error
+
+
+def _listen_ipc(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if name.startswith("@"):
+            listener.bind("\0" + name[1:])
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()  # a stale socket: nothing listens there
+            listener.bind(name)
+        listener.listen(LISTEN_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_tcp(place: str) -> socket.socket:
+    host, _, port = place.rpartition(":")
+    is_v6 = host.startswith("[")
+    host = "" if host == "*" else host.strip("[]")
+    listener = socket.create_server(
+        (host, int(port)),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=LISTEN_BACKLOG,
+        dualstack_ipv6=is_v6 and host == "::",
+    )
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+    return listener

@@ -1,0 +1,49 @@
+"""A client of the ZeroMQ server: what is known of it, and what waits for it."""
+
+import asyncio
+from collections import deque
+
+from pipeline.runtime.api_keys import NO_SCOPE
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.zmq.connection import Connection
+from pipeline.stages.gateway.zmq.stream import ZmqStream
+
+RETRY_S = 0.02
+"""First delay before a full connection is tried again. It doubles each time the connection is still full."""
+
+
+class ClientPeer:
+    """A client."""
+
+    def __init__(self, connection: Connection, now_s: float) -> None:
+        self.connection = connection
+        self.heard_s = now_s
+        self.is_welcome = False
+        self.scope = NO_SCOPE
+        """Of its API key."""
+        self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
+        self.pending: deque[bytes] = deque()
+        """Small messages that the full connection did not take. Those with output or ids wait in their streams."""
+        self.pending_bytes = 0
+        self.full_s: float | None = None
+        """When the connection became full."""
+        self.parsing: asyncio.Task[None] | None = None
+        """Its large message."""
+        self.failure: ApiError | None = None
+        """Why the request of that message is not opened any more."""
+        self.retry: asyncio.TimerHandle | None = None
+        self.retry_s = RETRY_S
+
+    def sent(self) -> None:
+        """The connection has taken a message."""
+        self.retry_s = RETRY_S
+
+    def suspended(self, seconds: float) -> None:
+        """This process did not run for so long, and perhaps the client neither: nothing is late for that."""
+        connection = self.connection
+        self.heard_s += seconds
+        connection.opened_s += seconds
+        if self.full_s is not None:
+            self.full_s += seconds
+        if connection.begun_s is not None:
+            connection.begun_s += seconds
