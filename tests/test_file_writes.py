@@ -108,7 +108,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "A stale socket's own name, not where a link leads (docs/security.md says which folder to use).": {
         "stages/gateway/zmq/bind.py": "unlink",
-        "stages/gateway/zmq/listener.py": "unlink"
+        "stages/gateway/zmq/listener.py": "unlink",
     },
     "The digest of a model, in the folder that is filled; `draft.link` links in an open folder.": {
         "stages/prepare/stage.py": "link*2 write_text"

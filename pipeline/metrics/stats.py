@@ -76,8 +76,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     num_timed_out: int = 0
     """Requests that ended at their deadline."""
     num_open_bytes: int = 0
-    """What open requests keep in all processes; see stages/gateway/open_bytes.py. Also replies that clients have not
-    taken."""
+    """What open requests keep in all processes; see stages/gateway/admission/open_bytes.py. Also replies that
+    clients have not taken."""
     max_open_bytes: int = 0
     """This gateway's share of `gateway.max_open_bytes`."""
     num_preempted: int = 0

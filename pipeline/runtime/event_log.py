@@ -18,6 +18,18 @@ class EventLog:
         self.num_logged = 0
         """The total when the last line was logged."""
         self._next_s = 0.0
+        self._num = 0
+        self._newest: dict[str, object] = {}
+
+    def add(self, num: int, **fields: object) -> None:
+        """As `update`, for events that nothing else counts. `flush` repeats it."""
+        self._num += num
+        self._newest = fields
+        self.flush()
+
+    def flush(self) -> None:
+        """Log the last events of `add`, if it is time."""
+        self.update(self._num, **self._newest)
 
     def update(self, total: int, **fields: object) -> None:
         """`total` is the number of events so far. Call it at each event, or often; the heartbeat wakes each stage once

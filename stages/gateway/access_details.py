@@ -10,7 +10,7 @@ from aiohttp import web
 from pipeline.http_server.access_log import CLIENT_LEFT, DETAILS, AccessLog, Details
 from pipeline.http_server.error_responses import REQUEST_ID
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.open_requests.request import Request
 
 
 def set_opened(http_request: web.Request, request: Request, *, in_background: bool = False) -> None:

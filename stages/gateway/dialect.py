@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from pipeline.stages.gateway.errors import ApiError
-    from pipeline.stages.gateway.request import Request
+    from pipeline.stages.gateway.open_requests.request import Request
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 COMMENT = b": keep-alive\n\n"

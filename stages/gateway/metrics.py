@@ -3,7 +3,7 @@
 from pipeline.metrics.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
 from pipeline.metrics.stats import GatewayCounts
 from pipeline.runtime.messages import Finish
-from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.admission.admission import Admission
 
 
 class GatewayMetrics:

@@ -12,6 +12,7 @@ import msgspec
 from pipeline.http_server.body_reader import Rest
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
+from pipeline.stages.gateway.admission.open_bytes import measured
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
 from pipeline.stages.gateway.apis.infill.parsing import parse_infill
@@ -21,7 +22,6 @@ from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
 from pipeline.stages.gateway.apis.openai.rendering import Rendering
 from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_response
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
-from pipeline.stages.gateway.open_bytes import measured
 from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate
@@ -78,7 +78,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     """`received_s` in Unix time, for resume points."""
     request_id: str | None = None
     """From the headers; it goes before one in the body."""
-    wants_points: bool = False
+    wants_resume_points: bool = False
     """The client asks for resume points in the stream."""
     left_s: float | None = None
     """What it may take from `received_s` on, if an ingress has said so."""
@@ -101,7 +101,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
             parsed if parsed.size is not None else measured(parsed),
             received_s=self.received_s,
             request_id=self.request_id or parsed.request_id,
-            has_resume_points=self.wants_points and resumption.is_resumable(parsed),
+            has_resume_points=self.wants_resume_points and resumption.is_resumable(parsed),
             scope=self.scope,
             with_metrics=self.with_metrics,
             left_s=self.left_s,

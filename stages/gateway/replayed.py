@@ -15,14 +15,15 @@ from pipeline.runtime.api_keys import NO_SCOPE
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.admission.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption
 from pipeline.stages.gateway.dialect import ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption
 from pipeline.stages.gateway.received import Received, parse_again
 from pipeline.stages.gateway.replies.resume_points import Continuation
-from pipeline.stages.gateway.request import PromptRequest, Request
-from pipeline.stages.gateway.request_table import RequestTable
 
 SHUTTING_DOWN = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down", code="shutting_down")
 LEAVING = ApiError(

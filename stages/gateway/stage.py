@@ -36,16 +36,16 @@ from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.stats import StatsQuery
+from pipeline.stages.gateway.admission.preemption import Preemption
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.open_requests.recovery import Recovery
+from pipeline.stages.gateway.open_requests.results import ResultHandler
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
-from pipeline.stages.gateway.preemption import Preemption
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.recovery import Recovery
 from pipeline.stages.gateway.replayed import LEAVING, SHUTTING_DOWN, ReplayedClients
-from pipeline.stages.gateway.request_table import RequestTable
-from pipeline.stages.gateway.results import ResultHandler
 from pipeline.stages.gateway.zmq.listener import max_connections as max_zmq_connections
 from pipeline.stages.gateway.zmq.server import ZmqServer
 
@@ -245,7 +245,7 @@ class GatewayStage:
         for message in messages:
             self._handle(message)
         self._answer_rescaling()
-        self._requests.flush()
+        self._requests.sender.flush()
         self._stage.release()
         self._results.publish()
         self._preemption.update_soon()  # after the replies that are complete now
@@ -295,7 +295,7 @@ class GatewayStage:
     def _pinged(self, nonce: int) -> None:
         """A heartbeat, once a second."""
         self._readiness.pinged_s = time.monotonic()
-        self._requests.log_rejected()
+        self._requests.refusals.flush()
         self._requests.count_usage()
         self._refusal_log.flush()
         if self._access_log is not None:

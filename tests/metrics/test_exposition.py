@@ -24,7 +24,7 @@ from pipeline.metrics.stats import (
     num_queued,
 )
 from pipeline.runtime.messages import Finish
-from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.metrics import GatewayMetrics
 from pipeline.stages.schedule.metrics import ScheduleMetrics
 

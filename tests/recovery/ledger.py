@@ -14,9 +14,9 @@ from pipeline.runtime.logprob_records import record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway.apis.openai.reply import COMPLETION
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.schedule.request_table import PROMPT_TAIL
 from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.text.vocabulary import Vocabulary

@@ -12,9 +12,9 @@ from pipeline.runtime.black_box import MAX_THREADS, Breadcrumb
 from pipeline.stages.detokenize.stage import DetokenizeStage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
-from pipeline.stages.gateway.recovery import Recovery
-from pipeline.stages.gateway.request_table import RequestTable
-from pipeline.stages.gateway.results import ResultHandler
+from pipeline.stages.gateway.open_requests.recovery import Recovery
+from pipeline.stages.gateway.open_requests.results import ResultHandler
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.ingest.submit_queue import Key, SubmitQueue
 from pipeline.stages.schedule.stage import ScheduleStage, _wait_for_start
 from pipeline.text.vocabulary import Vocabulary
@@ -309,7 +309,7 @@ class GatewayProcess:
                     self._stage.reconnected(message)
                 case m.Start():
                     self.has_started = True
-        self.table.flush()
+        self.table.sender.flush()
         self._stage.release()
         self._results.publish()
         self.ledger.read(self.table)
@@ -321,7 +321,7 @@ class GatewayProcess:
     def check_empty(self) -> None:
         table = self.table
         assert not self.unanswered_resets, "a reset of the prefix cache has no answer"
-        assert table.num_open == 0 and not table._unsent
+        assert table.num_open == 0 and not table.sender.is_full
         assert (table.admission.num_sequences, table.admission.num_tokens) == (0, 0)
 
 

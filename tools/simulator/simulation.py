@@ -1,7 +1,7 @@
 """Discrete events: requests arrive, a router chooses a replica, the replica's admission takes or refuses them, and its
 steps end. The time of an arrival or of a step's end is the next event.
 
-Routing (pipeline/routing) and admission (stages/gateway/admission.py) are the code of the server.
+Routing (pipeline/routing) and admission (stages/gateway/admission/admission.py) are the code of the server.
 """
 
 import time
@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile
 from pipeline.routing.policies import POLICIES, WEIGHT, Policy, PredictedTTFT, Prompt
 from pipeline.routing.router import Lease, ReplicaSpec, Router
-from pipeline.stages.gateway.admission import Admission
+from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.errors import ApiError
 from tools.simulator.costs import KnownCosts
 from tools.simulator.replica import NEVER, FastReplica, ReplicaListener

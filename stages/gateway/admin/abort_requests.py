@@ -17,7 +17,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
 from pipeline.stages.gateway.errors import overloaded
-from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.open_requests.table import RequestTable
 
 TIMEOUT_S = 2.0
 """How long to wait for the other gateways."""

@@ -24,8 +24,8 @@ from pipeline.metrics.stats import (
     StageStats,
 )
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.request import PromptRequest, SequenceOutput
-from pipeline.stages.gateway.request_table import RequestTable
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+from pipeline.stages.gateway.open_requests.table import RequestTable
 
 MAX_OPEN, MAX_FINISHED = 64, 64
 """Sequences in a reply."""

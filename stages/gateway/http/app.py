@@ -47,6 +47,8 @@ from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.build import check_model, unknown_model
@@ -54,8 +56,6 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import PARSERS, Parser, Received, adapter_of, render_chat, render_completion
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.version import VERSION
 
 PIPELINE_MAX_AGE_S = 0.2
@@ -254,7 +254,7 @@ class Api:
             num_point_bytes=resumption.num_point_bytes(http_request.headers),
             arrived_s=time.time(),
             request_id=request_ids.of_headers(http_request.headers),
-            wants_points=RESUMABLE in http_request.headers,
+            wants_resume_points=RESUMABLE in http_request.headers,
             left_s=given_s if given_s < math.inf else None,
             scope=current_scope(),
             models=limits.allowed,
@@ -316,7 +316,7 @@ class Api:
             with self._count_overloaded():
                 return await self._bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
         except OutOfTime:
-            raise self._requests.timed_out(self._timeout_s or given_s) from None
+            raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None
 
     @contextlib.contextmanager
     def _count_overloaded(self) -> Iterator[None]:
@@ -325,7 +325,7 @@ class Api:
             yield
         except ApiError as error:
             if error.code == "overloaded":
-                self._requests.count_overloaded(error)
+                self._requests.refusals.overloaded(error)
             raise
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:

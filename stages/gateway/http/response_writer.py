@@ -30,8 +30,8 @@ from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.keep_alive import KeepAlive
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
-from pipeline.stages.gateway.request import Request
 
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an

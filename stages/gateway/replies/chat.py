@@ -23,8 +23,9 @@ from pipeline.stages.gateway.apis.openai.types import (
     ReplyToolCall,
     ToolDelta,
 )
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.chat.custom_tools import input_of
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.text.formats.chat_formats import ReplyParser
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 if TYPE_CHECKING:
-    from pipeline.stages.gateway.request import Request
+    from pipeline.stages.gateway.open_requests.request import Request
 
 
 class SpeculativeDecodingMetrics(msgspec.Struct):

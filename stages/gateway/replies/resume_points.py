@@ -15,9 +15,10 @@ import msgspec
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.stages.gateway.errors import ApiError, invalid
+from pipeline.stages.gateway.open_requests.prompt_request import ID_BYTES, SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import Resumption
 from pipeline.stages.gateway.parsing.resumption import ResumePointHead, digest_of
-from pipeline.stages.gateway.request import ID_BYTES, Request, SequenceOutput
 
 OFF = PREFIX + b"off\n\n"
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.runtime.logprob_records import logprob_bytes
-from pipeline.stages.gateway.admission import ID_BYTES
+from pipeline.stages.gateway.admission.admission import ID_BYTES
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 
 
 class TokenDetails(NamedTuple):

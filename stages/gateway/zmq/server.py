@@ -27,10 +27,10 @@ from pipeline.runtime.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway.access_details import log_zmq
 from pipeline.stages.gateway.errors import ApiError, overloaded
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
-from pipeline.stages.gateway.request_table import RequestTable
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S

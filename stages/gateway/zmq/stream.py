@@ -13,13 +13,14 @@ from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
 from pipeline.runtime.logprob_records import logprob_bytes
-from pipeline.stages.gateway.admission import ID_BYTES
+from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.apis.embeddings.reply import vector_of
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request, SequenceOutput
-from pipeline.stages.gateway.request_table import RequestTable
-from pipeline.stages.gateway.timings import json_of
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.open_requests.timings import json_of
 from pipeline.stages.gateway.zmq.errors import on_the_wire
 
 STALL_S = 60.0

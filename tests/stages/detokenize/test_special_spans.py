@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.output_processor import OutputProcessor
-from pipeline.stages.gateway.request import SequenceOutput
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.special_spans import unpacked
 from pipeline.text.vocabulary import Vocabulary

@@ -13,7 +13,7 @@ from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.messages import Finish
-from pipeline.stages.gateway.admission import MAX_RETRY_S, Admission
+from pipeline.stages.gateway.admission.admission import MAX_RETRY_S, Admission
 from pipeline.stages.gateway.errors import ApiError, Overloaded
 from tests.logs import lines_of
 from tests.rig import PATIENCE_S

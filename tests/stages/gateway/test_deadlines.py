@@ -15,8 +15,8 @@ from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.http_server import time_left
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.gateway import deadlines
-from pipeline.stages.gateway.deadlines import Deadlines
+from pipeline.stages.gateway.open_requests import deadlines
+from pipeline.stages.gateway.open_requests.deadlines import Deadlines
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, events_of, read_until
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.deadlines import Deadlines
+from pipeline.stages.gateway.open_requests.deadlines import Deadlines
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate, events_of
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.gateway.test_preemption import MAX_BYTES, NUM_TOP, STEP, WHOLE, end, grow, until

@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
-from pipeline.stages.gateway import late_stages
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.late_stages import LateStages
+from pipeline.stages.gateway.open_requests import late_stages
+from pipeline.stages.gateway.open_requests.late_stages import LateStages
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, Gate, ends_with_an_error, read_until
 
 TIMEOUT_S = 30.0

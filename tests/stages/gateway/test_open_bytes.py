@@ -19,14 +19,15 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.detokenize.output_processor import OutputProcessor
-from pipeline.stages.gateway import open_bytes
+from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.apis.responses.parsing import parse_response
 from pipeline.stages.gateway.apis.responses.reply import reply_fields_of, response_of
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.replies import logprobs
-from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.text.formats.chat_formats import ChatFormats

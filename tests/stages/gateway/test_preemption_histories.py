@@ -22,8 +22,8 @@ import pytest
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
-from pipeline.stages.gateway.preemption import Preemption
-from pipeline.stages.gateway.request import PromptRequest
+from pipeline.stages.gateway.admission.preemption import Preemption
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import COMPLETION, Gate
 from tests.stages.gateway.test_preemption import MAX_BYTES, NUM_TOP, PIECES, WHOLE, until

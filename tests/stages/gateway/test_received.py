@@ -13,11 +13,11 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import PARSERS, RESPONSES, ZMQ, Received, parse_again
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.request_table import RequestTable
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.http.test_resumption import points_of, send
 from tests.stages.gateway.peers import RawPeer

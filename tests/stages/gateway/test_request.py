@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request, SequenceOutput
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import COMPLETION

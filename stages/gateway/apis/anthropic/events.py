@@ -36,7 +36,7 @@ from pipeline.stages.gateway.apis.anthropic.types import (
 )
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()

@@ -18,8 +18,9 @@ from pipeline.stages.gateway.apis.anthropic.types import (
     ToolUseBlock,
 )
 from pipeline.stages.gateway.dialect import trace_write
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.request import Request, SequenceOutput
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 NO_INPUT = Raw(b"{}")

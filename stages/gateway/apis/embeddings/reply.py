@@ -15,8 +15,9 @@ from msgspec import Meta
 
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
-from pipeline.stages.gateway.request import Request, SequenceOutput
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):

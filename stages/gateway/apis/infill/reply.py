@@ -12,8 +12,8 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import framed
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.timings import times_of
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.timings import times_of
 
 STOP_TYPES = ("eos", "word", "limit", "none")
 PREFILL, FIRST_TOKEN = 4, 5

@@ -31,11 +31,11 @@ from pipeline.stages.gateway.apis.ollama.types import (
 from pipeline.stages.gateway.apis.openai.reply import finish_reason
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.timings import times_of
 from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()

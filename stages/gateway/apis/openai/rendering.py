@@ -13,9 +13,10 @@ from msgspec import Meta
 from pipeline.client.protocol.generation import GenerationFields
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateSamplingParams
 from pipeline.stages.gateway.errors import invalid
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.bodies import Body, StreamOptions
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.request import PromptRequest, Request
 
 Parse = Callable[[bytes, RequestLimits], ParsedRequest]
 

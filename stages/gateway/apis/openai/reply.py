@@ -23,11 +23,12 @@ from pipeline.stages.gateway.apis.openai.types import (
 )
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.timings import times_of, timings_of
 from pipeline.stages.gateway.replies.chat import ReplyReader
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails, prompt_logprobs
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
-from pipeline.stages.gateway.timings import times_of, timings_of
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
 """A sequence that ends with an error has none: its request fails."""

@@ -10,9 +10,9 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pipeline.stages.gateway.open_requests.timings import Timings
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.replies.request_metrics import RequestMetrics
-from pipeline.stages.gateway.timings import Timings
 
 StopReason = Annotated[str | int, Meta(description="The stop string or the id of stop_token_ids that ended it.")]
 FinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls", "abort"]})]

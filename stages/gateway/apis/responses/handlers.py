@@ -35,10 +35,10 @@ from pipeline.stages.gateway.apis.responses.types import (
 )
 from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import RESPONSES, Parser, Received
-from pipeline.stages.gateway.request import Request
-from pipeline.stages.gateway.request_table import RequestTable
 
 END_TIMEOUT_S = 10.0
 """How long to wait for the tasks of requests that were aborted: only their responses are left to build."""
@@ -210,7 +210,7 @@ class ResponsesApi:
         try:
             log.append(events.first() + events.due())
             while not events.are_over:
-                self._requests.keep(request, num_before + log.num_bytes)
+                self._requests.admission.keep(request, num_before + log.num_bytes)
                 await request.change()
                 log.append(events.due())
             log.append(await response_writer.last_events(request, events))
@@ -222,7 +222,7 @@ class ResponsesApi:
             if error is not None:
                 log.append(events.failed(error))
             log.close()
-            self._requests.count_log(log)
+            self._requests.admission.count_log(log)
             self._requests.release(request)
 
     async def _send_log(
@@ -230,7 +230,7 @@ class ResponsesApi:
     ) -> web.StreamResponse:
         """Send the events of a background response from the position `first` on. It goes on without the client."""
         log.num_readers += 1
-        self._requests.count_log(log)
+        self._requests.admission.count_log(log)
         try:
             return await response_writer.send_log(
                 http_request,
@@ -245,7 +245,7 @@ class ResponsesApi:
             return web.Response()  # the client has disconnected
         finally:
             log.num_readers -= 1
-            self._requests.count_log(log)
+            self._requests.admission.count_log(log)
 
     def cancel_background(self, error: ApiError) -> int:
         """End all background responses with an error: the server stops. Returns their number."""

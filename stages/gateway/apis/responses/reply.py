@@ -14,6 +14,14 @@ import numpy as np
 from msgspec import Raw
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admission.open_bytes import (
+    ECHO_COPIES,
+    FIRST_EVENTS,
+    VALUE_BYTES,
+    json_bytes,
+    text_bytes,
+    utf8_bytes,
+)
 from pipeline.stages.gateway.apis.openai.reply import usage_of
 from pipeline.stages.gateway.apis.openai.types import ChatDelta
 from pipeline.stages.gateway.apis.responses.fields import ResponseFields
@@ -33,18 +41,10 @@ from pipeline.stages.gateway.apis.responses.types import (
 )
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents, trace_write
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_bytes import (
-    ECHO_COPIES,
-    FIRST_EVENTS,
-    VALUE_BYTES,
-    json_bytes,
-    text_bytes,
-    utf8_bytes,
-)
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.chat import ReplyReader
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
-from pipeline.stages.gateway.request import Request
 
 SHUTTING_DOWN = "shutting_down"
 """Code of the error of requests that the server does not finish."""

@@ -6,6 +6,7 @@ The size of an item is computed once and kept with it: a request of a few bytes 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from pipeline.stages.gateway.admission.open_bytes import MESSAGE_BYTES, TEXT_BYTES, VALUE_BYTES, text_bytes
 from pipeline.stages.gateway.apis.responses.items import (
     CustomToolCallItem,
     CustomToolCallOutputItem,
@@ -19,7 +20,6 @@ from pipeline.stages.gateway.apis.responses.items import (
     num_parts,
 )
 from pipeline.stages.gateway.apis.responses.types import ResponseObject
-from pipeline.stages.gateway.open_bytes import MESSAGE_BYTES, TEXT_BYTES, VALUE_BYTES, text_bytes
 
 PART_BYTES = 256
 """A part of an item, without its text and log probabilities."""

@@ -17,7 +17,7 @@ from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, parts_of, response_bytes, sized, sum_of
 from pipeline.stages.gateway.apis.responses.types import ResponseObject
 from pipeline.stages.gateway.errors import ApiError, invalid, shown
-from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.open_requests.request import Request
 
 
 class StoredResponse(msgspec.Struct, eq=False):

@@ -23,9 +23,9 @@ from pipeline.stages.gateway.apis.openai.reply import (
 from pipeline.stages.gateway.apis.openai.types import FinishReason, PromptLogprobs, Usage
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, prompt_logprobs
-from pipeline.stages.gateway.request import Request
 
 
 class GenerateChoice(msgspec.Struct):

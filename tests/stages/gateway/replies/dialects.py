@@ -20,8 +20,9 @@ from pipeline.stages.gateway.apis.responses import handlers
 from pipeline.stages.gateway.apis.responses.parsing import parse_response
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem
 from pipeline.stages.gateway.apis.responses.store import ResponseStore, StoredResponse
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.apis.responses.test_parsing import Stored

@@ -13,8 +13,8 @@ from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.replies.best_of import best
-from pipeline.stages.gateway.request import SequenceOutput
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, NONE_CACHED, Gate
 from tests.stages.gateway.parsing.bodies import LIMITS, completion, refused

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.output_processor import OutputProcessor
-from pipeline.stages.gateway.preemption import _start_again
-from pipeline.stages.gateway.request import SequenceOutput
+from pipeline.stages.gateway.admission.preemption import _start_again
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.text.special_spans import packed
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import raw

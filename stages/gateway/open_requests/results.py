@@ -13,12 +13,13 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
+from pipeline.stages.gateway.admission.open_bytes import accepted_bytes, output_bytes
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_bytes import accepted_bytes, output_bytes
+from pipeline.stages.gateway.open_requests.prompt_request import ID_BYTES, PromptRequest, SequenceOutput, log_fields
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.request_errors import rejection_error, sampling_param, sequence_error
+from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.token_detail_options import too_many
-from pipeline.stages.gateway.request import ID_BYTES, PromptRequest, Request, SequenceOutput
-from pipeline.stages.gateway.request_errors import rejection_error, sampling_param, sequence_error
-from pipeline.stages.gateway.request_table import RequestTable, log_fields
 
 ABORTED = "aborted"
 """Error code of ingest and schedule for a request that was aborted before it started."""
@@ -97,7 +98,9 @@ class ResultHandler:
                 options=options,
                 prompt_options=m.PromptOptions(lowers_max_tokens=submit.prompt_options.lowers_max_tokens),
             )
-        self._table.count_base(prompt_request, accepted_bytes(prompt_request.submit, message, request.fixed_bytes))
+        self._table.admission.count_base(
+            prompt_request, accepted_bytes(prompt_request.submit, message, request.fixed_bytes)
+        )
         if request.is_accepted:
             request.drop_prompts()
 
@@ -219,7 +222,7 @@ class ResultHandler:
     def _count_output(self, prompt_request: PromptRequest, sequence: SequenceOutput) -> None:
         """Count what a sequence keeps now. What a stream has sent since its last output is counted no more."""
         size = output_bytes(prompt_request.request.output_cost, sequence)
-        self._table.count_output(prompt_request, size - sequence.num_bytes)
+        self._table.admission.count_output(prompt_request, size - sequence.num_bytes)
         sequence.num_bytes = size
 
     def _extend_prompt_records(self, message: m.Deltas) -> None:
@@ -235,7 +238,7 @@ class ResultHandler:
             ):
                 num_before = prompt_request.num_output_bytes
                 prompt_request.extend_prompt_records(offset, records, self._once(pieces) or [])
-                self._table.count_output(prompt_request, prompt_request.num_output_bytes - num_before)
+                self._table.admission.count_output(prompt_request, prompt_request.num_output_bytes - num_before)
 
     def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:
         """The prompt request that a message is about. Returns None for a message of an earlier attempt, and if there is
@@ -243,8 +246,8 @@ class ResultHandler:
         prompt_request = self._table.get(request_id)
         if prompt_request is None:
             if is_open:
-                self._table.send_aborts(request_id, attempt)
-            self._table.send_closed(request_id, attempt)
+                self._table.sender.abort_anywhere(request_id, attempt)
+            self._table.sender.close(request_id, attempt)
             return None
         return prompt_request if prompt_request.submit.attempt == attempt else None
 

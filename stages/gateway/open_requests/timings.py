@@ -14,7 +14,8 @@ import msgspec
 from pipeline.metrics.request_timings import HOPS, RequestTimings, SequenceTimings, stamps
 
 if TYPE_CHECKING:
-    from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput
+    from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
+    from pipeline.stages.gateway.open_requests.request import Request
 
 NUM_KEPT = 512
 """Requests whose timings are kept."""

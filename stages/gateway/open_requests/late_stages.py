@@ -16,7 +16,7 @@ from http import HTTPStatus
 from pipeline.runtime import messages as m
 from pipeline.runtime import suspension
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import Request
+from pipeline.stages.gateway.open_requests.request import Request
 
 RETRY_AFTER_S = 5
 _TIMER_SLACK_S = 0.01

@@ -5,10 +5,29 @@ So a gateway that dies loses what its requests used since the last second, and t
 
 from typing import TYPE_CHECKING
 
-from pipeline.http_server.key_accounts import CACHED_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS, REQUESTS, Account
+from pipeline.http_server.key_accounts import (
+    CACHED_TOKENS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    REQUESTS,
+    Account,
+    KeyAccounts,
+)
 
 if TYPE_CHECKING:
-    from pipeline.stages.gateway.request import Request
+    from pipeline.stages.gateway.open_requests.request import Request
+    from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
+
+
+def usage_of(accounts: KeyAccounts, parsed: "ParsedRequest", num_tokens: int) -> "RequestUsage | None":
+    """Count a request with about `num_tokens` prompt tokens for its API key. Returns what counts the rest, if it has
+    output and a key. Raises RateLimited."""
+    if (account := accounts.of_scope(parsed.scope)) is None:
+        return None
+    if parsed.is_prompt_only:
+        account.count(REQUESTS)
+        return None
+    return RequestUsage(account, num_tokens)
 
 
 class RequestUsage:

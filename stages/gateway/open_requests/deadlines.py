@@ -1,4 +1,4 @@
-"""Deadlines of requests: one heap and one timer for all of them.
+"""Deadlines of requests: when each is, and one heap and one timer for all of them.
 
     add ──► deadline passes ──► expire(number)
      └────► remove, when its response is over
@@ -8,8 +8,12 @@ Removed entries stay in the heap until their deadline passes or they are the maj
 
 import asyncio
 import heapq
+import math
 import time
 from collections.abc import Callable
+
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 
 SLACK = 64
 """Removed entries that the heap may always hold."""
@@ -68,3 +72,32 @@ class Deadlines:
             self._wake_at_first()
         for number in due:
             self._expire(number)
+
+
+class RequestDeadlines:
+    """Those of the open requests of one gateway, whose settings may set one for all."""
+
+    def __init__(self, timeout_s: float, expire: Callable[[Request], None]) -> None:
+        """`timeout_s` is gateway.request_timeout_s; 0 is none. `expire` is called from the event loop."""
+        self._timeout_s = timeout_s
+        self._requests: dict[int, Request] = {}
+        """By number: those that have a deadline."""
+        self._deadlines = Deadlines(lambda number: expire(self._requests[number]))
+
+    def time_of(self, parsed: ParsedRequest) -> tuple[float, float]:
+        """What a request may take in all, for errors, and from its arrival here on; 0 and infinite without a limit."""
+        timeout_s = parsed.timeout_s or self._timeout_s
+        after_s = timeout_s - parsed.age_s if timeout_s else math.inf
+        if parsed.left_s is None:
+            return timeout_s, after_s
+        return timeout_s or parsed.left_s, min(after_s, parsed.left_s)
+
+    def add(self, request: Request, after_s: float) -> None:
+        """Call `expire` when the request is older than this."""
+        self._requests[request.number] = request
+        self._deadlines.add(request.number, request.received_s + after_s)
+
+    def remove(self, request: Request) -> None:
+        """Does nothing if it has none."""
+        if self._requests.pop(request.number, None) is not None:
+            self._deadlines.remove(request.number)

@@ -9,7 +9,8 @@ from http import HTTPStatus
 
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.request import PromptRequest, Request
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
+from pipeline.stages.gateway.open_requests.request import Request
 
 _PROMPT_PARAM = re.compile(r"prompt((?:\[\d+\])?)")
 

@@ -25,10 +25,11 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admission.open_bytes import keeps_output, output_bytes
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_bytes import keeps_output, output_bytes
-from pipeline.stages.gateway.request import PromptRequest, Request, SequenceOutput, next_attempt
-from pipeline.stages.gateway.request_table import RequestTable, log_fields
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput, log_fields, next_attempt
+from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.table import RequestTable
 
 PREEMPT, RESUME, TOO_LARGE = "preempt", "resume", "too large"
 """Events of recordings: keyed by the request's number, with the place of its prompt, or with the error's message."""
@@ -107,7 +108,7 @@ class Preemption:
         """Have the stages forget a prompt request, and keep what its client has."""
         self._note(PREEMPT, prompt_request)
         num_before = prompt_request.num_bytes
-        self._table.withdraw(prompt_request)
+        self._withdraw(prompt_request)
         parsed, cost = prompt_request.request.parsed, prompt_request.request.output_cost
         is_kept = keeps_output(parsed)
         if is_kept:
@@ -129,12 +130,21 @@ class Preemption:
             size = output_bytes(cost, sequence)
             sequence.num_bytes = size if is_kept else size - (cost.id_bytes - KEPT_ID_BYTES) * sequence.num_ids
         num_more = prompt_request.base_bytes + prompt_request.num_output_bytes - num_before
-        self._table.count_output(prompt_request, num_more)
+        self._table.admission.count_output(prompt_request, num_more)
         self._table.admission.num_preempted += 1
         self._table.metrics.num_preemptions += 1
         self._waiting[prompt_request.id] = -num_more
         fields = log_fields(prompt_request, given_back_bytes=-num_more)
         self._table.log.info("preempted: open requests keep too many bytes", extra=fields)
+
+    def _withdraw(self, prompt_request: PromptRequest) -> None:
+        """Have the stages forget it. It keeps its place in the table."""
+        sender = self._table.sender
+        if prompt_request.is_confirmed:
+            sender.close(prompt_request.id, prompt_request.submit.attempt)
+        else:  # submitted again after the death of a stage: schedule refuses it when it comes
+            sender.abort(prompt_request)
+        prompt_request.is_preempted, prompt_request.is_confirmed = True, False
 
     # -------------------------------------------------------------------------------------------------------- resume
 
@@ -167,7 +177,8 @@ class Preemption:
         """Submit a preempted prompt request with its next attempt."""
         self._note(RESUME, prompt_request)
         self._forget(prompt_request.id)
-        self._table.submit_withdrawn(prompt_request)
+        prompt_request.is_preempted = False
+        self._table.submit_again(prompt_request)
 
     def _note(self, what: str, prompt_request: PromptRequest) -> None:
         """Record a decision."""

@@ -14,9 +14,16 @@ preempted (preemption.py).
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from pipeline.config.settings import Settings
+from pipeline.runtime import topology
 from pipeline.stages.gateway.errors import ApiError, overloaded
+
+if TYPE_CHECKING:
+    from pipeline.stages.gateway.apis.responses.event_log import EventLog
+    from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
+    from pipeline.stages.gateway.open_requests.request import Request
 
 ID_BYTES = 4
 WINDOW_S = 30.0
@@ -57,6 +64,19 @@ class Admission:
         """Requests that wait for room in the limit of bytes; see preemption.py."""
         self._busy_since_s = 0.0
         self._ends: deque[_End] = deque(maxlen=MAX_ENDS)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Admission":
+        """With the limits of one of the server's gateways."""
+        admission = cls(0, 0)
+        admission.rescale(settings)
+        return admission
+
+    def rescale(self, settings: Settings) -> None:
+        """The number of gateways has changed."""
+        self.max_sequences = topology.max_open_of_one(settings)
+        self.max_tokens = topology.max_open_tokens_of_one(settings)
+        self.max_bytes = topology.max_open_bytes_of_one(settings)
 
     @property
     def max_request_bytes(self) -> int:
@@ -125,6 +145,32 @@ class Admission:
         self.num_bytes += num_more
         self.num_base_bytes += num_base_more
 
+    def keep(self, request: "Request", num_bytes: int, num_base_bytes: int | None = None) -> None:
+        """Count what a request keeps until its response is over, besides its prompt requests, as `num_bytes`. If
+        `num_base_bytes` is given, it is the part without output."""
+        num_base_bytes = request.num_base_bytes if num_base_bytes is None else num_base_bytes
+        self.change_bytes(num_bytes - request.num_bytes, num_base_bytes - request.num_base_bytes)
+        request.num_bytes, request.num_base_bytes = num_bytes, num_base_bytes
+
+    def count_output(self, prompt_request: "PromptRequest", num_more: int) -> None:
+        """Count more or fewer bytes for the output of an open prompt request."""
+        prompt_request.num_bytes += num_more
+        self.change_bytes(num_more)
+
+    def count_base(self, prompt_request: "PromptRequest", num_bytes: int) -> None:
+        """Count this many bytes for an open prompt request without its output."""
+        num_more = num_bytes - prompt_request.base_bytes
+        prompt_request.base_bytes = num_bytes
+        prompt_request.num_bytes += num_more
+        self.change_bytes(num_more, num_more)
+
+    def count_log(self, log: "EventLog") -> None:
+        """Count the events of a background response, once for all clients that read them: a client that reads slowly
+        keeps them although the request is over, and its response perhaps not stored any more."""
+        num_bytes = log.num_bytes if log.num_readers else 0
+        self.change_bytes(num_bytes - log.num_counted)
+        log.num_counted = num_bytes
+
     def correct(self, estimate: int, num_tokens: int) -> None:
         """The number of tokens of an open prompt is known."""
         self.num_tokens += num_tokens - estimate
@@ -140,6 +186,12 @@ class Admission:
             "more was returned than taken"
         )
         self._ends.append(_End(now_s, num_sequences, num_tokens, num_bytes))
+
+    def most_output(self, max_tokens: int | None) -> int | None:
+        """What a client asks for, no more than the model can generate."""
+        if max_tokens is None or self.max_prompt_tokens is None:
+            return max_tokens
+        return min(max_tokens, self.max_prompt_tokens)
 
     def estimate(self, num_tokens: int, *, is_computed: bool) -> int:
         """Tokens to count for a prompt of about `num_tokens`. `is_computed`: the prompt must fit the model, so that

@@ -14,9 +14,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
-from pipeline.stages.gateway.request import PromptRequest, next_attempt
-from pipeline.stages.gateway.request_errors import sequence_error
-from pipeline.stages.gateway.request_table import RequestTable, log_fields
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, log_fields, next_attempt
+from pipeline.stages.gateway.open_requests.request_errors import sequence_error
+from pipeline.stages.gateway.open_requests.table import RequestTable
 
 
 class Recovery:
@@ -44,16 +44,16 @@ class Recovery:
         stage, _, replica = message.peer.name.partition(".")
         match stage:
             case "ingest":
-                self._requests.drop_unsent(message.peer.name)
+                self._requests.sender.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
                     if one.ingest == int(replica) and not (one.is_with_schedule or one.is_preempted):
                         self._submit_next(one)
             case "schedule":
-                self._requests.drop_unsent(message.peer.name)
+                self._requests.sender.drop_unsent(message.peer.name)
                 for one in self._requests.open_prompts():
                     if one.generates and not one.is_preempted:
                         self._submit_next(one)
-                self._requests.repeat_closed()
+                self._requests.sender.repeat_closed()
                 self._resetter.repeat()
             case "detokenize":
                 self._resetter.repeat()
@@ -74,4 +74,11 @@ class Recovery:
             if prompt_request is not None and not prompt_request.is_closed:
                 self._stage.log.error("failed", extra=log_fields(prompt_request, why=error))
                 prompt_request.request.fail(sequence_error(prompt_request, error))
-                self._requests.give_up(prompt_request)
+                self._close(prompt_request)
+
+    def _close(self, prompt_request: PromptRequest) -> None:
+        """It is not submitted again."""
+        if prompt_request.generates:
+            self._requests.sender.abort(prompt_request)
+            self._requests.sender.close(prompt_request.id, prompt_request.submit.attempt)
+        self._requests.close(prompt_request)

@@ -1,0 +1,94 @@
+"""Sends the messages of open requests to ingest and schedule, in order, also those that full sockets refuse."""
+
+from collections import deque
+from typing import Any
+
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
+
+MAX_REPEATED = 128
+"""How many `Closed` are sent again after a restart of schedule: more than are sent until a gateway learns of it, and so
+few that they don't fill the queue to schedule, which would refuse new requests for a moment."""
+
+
+class StageSender:
+    """Owns the messages that wait for a socket."""
+
+    def __init__(self, stage: "Stage[m.GatewayInbox]") -> None:
+        self._stage = stage
+        self._ingests = stage.outboxes_of("ingest")
+        """Those that get new requests."""
+        self._schedule = stage.outbox("schedule")
+        self._unsent: deque[tuple[Any, m.Abort | m.Closed | m.Submit]] = deque()
+        """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
+        self._closed: deque[m.Closed] = deque(maxlen=MAX_REPEATED)
+        """The last ones that were sent to schedule."""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._unsent)
+
+    def ingest_of(self, request_id: int) -> int:
+        """The replica of ingest for a new request."""
+        return topology.shard(request_id, len(self._ingests))
+
+    def submit(self, submit: m.Submit, ingest: int) -> bool:
+        """Send a new request to this replica of ingest. Returns False if its queue is full."""
+        return self._ingests[ingest].send(submit)
+
+    def submit_again(self, prompt_request: PromptRequest) -> None:
+        """Send a request, which a stage has lost, again, now or when there is room."""
+        prompt_request.ingest = self.ingest_of(prompt_request.id)
+        self._send(self._ingests[prompt_request.ingest], prompt_request.submit)
+
+    def abort(self, prompt_request: PromptRequest) -> None:
+        """Abort it in the stages that may hold it. Its sequences still get their closing messages."""
+        abort = m.Abort(prompt_request.id, prompt_request.submit.attempt)
+        self._send(self._stage.outbox("ingest", prompt_request.ingest), abort)
+        if prompt_request.generates:
+            self._send(self._schedule, abort)
+
+    def abort_anywhere(self, request_id: int, attempt: int) -> None:
+        """Abort a request that may be anywhere."""
+        abort = m.Abort(request_id, attempt)
+        for ingest in self._ingests:
+            self._send(ingest, abort)
+        self._send(self._schedule, abort)
+
+    def close(self, request_id: int, attempt: int) -> None:
+        """Have schedule forget a request."""
+        self._closed.append(closed := m.Closed(request_id, attempt))
+        self._send(self._schedule, closed)
+
+    def repeat_closed(self) -> None:
+        """Schedule has died. Its successor may have got requests, and even finished them, before this gateway learned
+        of it: then their `Closed` was lost. It ignores those of requests that it does not have."""
+        for closed in self._closed:
+            self._send(self._schedule, closed)
+
+    def drop_unsent(self, name: str) -> None:
+        """A stage's process has died: drop what waits for it."""
+        lost = self._stage.outboxes.get(name)
+        self._unsent = deque((outbox, message) for outbox, message in self._unsent if outbox is not lost)
+
+    def clear(self) -> None:
+        """No stage takes anything any more."""
+        self._unsent.clear()
+
+    def rescaled(self) -> None:
+        """The number of ingests in the stage's settings has changed."""
+        self._ingests = self._stage.outboxes_of("ingest")
+
+    def flush(self) -> None:
+        """Send what full sockets refused. Call it once per wake."""
+        while self._unsent:
+            outbox, message = self._unsent[0]
+            if not outbox.send(message):
+                return
+            self._unsent.popleft()
+
+    def _send(self, outbox: Any, message: m.Abort | m.Closed | m.Submit) -> None:
+        if self._unsent or not outbox.send(message):  # in order: a Closed must not overtake its Abort
+            self._unsent.append((outbox, message))
