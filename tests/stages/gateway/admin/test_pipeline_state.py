@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.metrics import stats as s
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.admin import pipeline_state
-from pipeline.stages.gateway.http import app
+from pipeline.stages.gateway.admin import handlers, pipeline_state
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import until
@@ -18,7 +17,7 @@ from tests.stages.gateway.peers import until
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr(app, "PIPELINE_MAX_AGE_S", -1.0)
+    monkeypatch.setattr(handlers, "PIPELINE_MAX_AGE_S", -1.0)
     with Gate(tmp_path) as gate:
         yield gate
 
@@ -144,7 +143,7 @@ def test_lookups_are_not_listed(gate: Gate) -> None:
 
 
 def test_a_key_sees_its_own_requests_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PIPELINE_MAX_AGE_S", -1.0)
+    monkeypatch.setattr(handlers, "PIPELINE_MAX_AGE_S", -1.0)
     with locked(tmp_path) as gate:
         open_ones = {}
         for key in (KEY, SECOND):
@@ -162,7 +161,7 @@ def test_a_key_sees_its_own_requests_only(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_many_pages_share_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PIPELINE_MAX_AGE_S", 60.0)
+    monkeypatch.setattr(handlers, "PIPELINE_MAX_AGE_S", 60.0)
     with Gate(tmp_path) as gate:
         first = pipeline(gate)
         for _ in range(3):

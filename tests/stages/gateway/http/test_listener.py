@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.admin.handlers import ServerApi
 from tests.stages.gateway.gate import Gate
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -74,10 +74,10 @@ def test_a_truncated_body_is_answered_immediately_and_once(gate: Gate, path: byt
 def test_an_uncaught_exception_is_a_500_error_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(self: Api, request: Any) -> Any:
+    async def broken(self: ServerApi, request: Any) -> Any:
         raise ZeroDivisionError("a secret of the server")
 
-    monkeypatch.setattr(Api, "version", broken)
+    monkeypatch.setattr(ServerApi, "version", broken)
     with Gate(tmp_path) as gate:
         for accept in ("*/*", "text/html"):
             result = gate.client.get("/version", headers={"Accept": accept})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.http_server import slow_clients
-from pipeline.stages.gateway.http.app import Api
+from pipeline.stages.gateway.admin.handlers import ServerApi
 from tests.rig import PATIENCE_S
 from tests.runtime.test_tls import CA
 from tests.stages.gateway.apis.responses.test_handlers import PATH
@@ -117,14 +117,14 @@ def test_a_pipeline_has_one_reply_at_a_time(
 ) -> None:
     """A client that only sends would collect replies without end."""
     num_calls, num = 0, 3000
-    whole = getattr(Api, handler)
+    whole = getattr(ServerApi, handler)
 
-    async def counted(self: Api, request: Any) -> Any:
+    async def counted(self: ServerApi, request: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         return await whole(self, request)
 
-    monkeypatch.setattr(Api, handler, counted)
+    monkeypatch.setattr(ServerApi, handler, counted)
     with Gate(tmp_path, send_buffer_bytes=BUFFER_BYTES, slow_client_timeout_s=LONG_S) as gate:
         with get(gate.address, path, num=num) as connection:
             num_before, end = -1, time.monotonic() + PATIENCE_S

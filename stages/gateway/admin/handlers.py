@@ -1,0 +1,220 @@
+"""The handlers of routes about the server and its model."""
+
+import functools
+import time
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server.guard import current_scope
+from pipeline.runtime import messages as m
+from pipeline.runtime.work_pool import WorkPool
+from pipeline.stages.gateway.admin import health, pipeline_state
+from pipeline.stages.gateway.admin.abort_requests import RequestAborter
+from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
+from pipeline.stages.gateway.admin.health import HealthQuery
+from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
+from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.admin.server_info import (
+    ModelCard,
+    ModelList,
+    ServerLoad,
+    Version,
+    server_info,
+    tokenizer_info,
+)
+from pipeline.stages.gateway.admin.stats import StatsQuery
+from pipeline.stages.gateway.apidocs.description import Description, address_of
+from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.http.request_reader import RequestReader
+from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.parsing.build import check_model, unknown_model
+from pipeline.stages.gateway.parsing.decode import decode
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
+from pipeline.version import VERSION
+
+PIPELINE_MAX_AGE_S = 0.2
+"""Age of the counts in /pipeline, so that any number of open pages asks the stages at most five times a second."""
+MAX_KEYS_AT_ONCE = 100
+"""The metrics of more API keys are written in a thread: those of a thousand take 20 ms."""
+
+_aborts = msgspec.json.Decoder(AbortBody)
+
+
+class ServerApi:
+    """A method for each of these routes."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        readiness: Readiness,
+        requests: RequestTable,
+        health_query: HealthQuery,
+        aborter: RequestAborter,
+        stats: StatsQuery,
+        resetter: PrefixCacheResetter,
+        limits: RequestLimits,
+        settings: GatewaySettings,
+        *,
+        has_keys: bool,
+        model: ServedModel | None,
+        adapters: AdapterRegistry | None,
+    ) -> None:
+        """As of `Api`."""
+        self._reader = reader
+        self._readiness = readiness
+        self._requests = requests
+        self._health = health_query
+        self._aborter = aborter
+        self._stats = stats
+        self._resetter = resetter
+        self._limits = limits
+        self._listener = (settings.host, settings.port)
+        self._created = int(time.time())
+        self._has_keys = has_keys
+        self._model = model
+        self._adapters = adapters
+        self._describing = WorkPool("describing the API")
+        self._writing_metrics = WorkPool("writing metrics")
+        self.has_admin_routes = True
+        """They are served to clients, not by the admin listener."""
+
+    async def models(self, http_request: web.Request) -> web.StreamResponse:
+        card, limits = self._card(), self._reader.limits_of_key()
+        cards = [card, *(_adapter_card(card, one) for one in limits.adapters.values())]
+        return _json(ModelList(data=[one for one in cards if limits.allows(one.id)]))
+
+    async def model(self, http_request: web.Request) -> web.StreamResponse:
+        card, name = self._card(), http_request.match_info["model"]
+        check_model(name, self._reader.limits_of_key())
+        adapter = self._limits.adapters.get(name)
+        return _json(card if name == card.id or adapter is None else _adapter_card(card, adapter))
+
+    async def load_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        body = await self._reader.bodies.parse(http_request, lambda body: decode(load_bodies, body, {}))
+        self._check_adapter(body.lora_name)
+        return web.Response(text=await self._registry().load(body))
+
+    async def unload_lora_adapter(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        body = await self._reader.bodies.parse(http_request, lambda body: decode(unload_bodies, body, {}))
+        self._check_adapter(body.lora_name)
+        return web.Response(text=await self._registry().unload(body))
+
+    def _check_adapter(self, name: str) -> None:
+        """Raises ApiError, 404, if the client's key may not use this name: it may not change what others use."""
+        limits = self._reader.limits_of_key()
+        if not limits.allows(name):
+            raise unknown_model(shown(name), limits)
+
+    def _registry(self) -> AdapterRegistry:
+        assert self._adapters is not None
+        return self._adapters
+
+    def _card(self) -> ModelCard:
+        facts = self._readiness.require_ready()
+        return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults)
+
+    async def health(self, http_request: web.Request) -> web.StreamResponse:
+        status = self._readiness.status
+        answer = await self._health.fetch() if status in ("ok", "draining") else None
+        status = self._readiness.status
+        reason = self._readiness.failure
+        if status == "ok" and answer is None:
+            status, reason = "late", "Timed out waiting for the supervisor"
+        body = health.body_of(answer, status, reason, self._requests.num_open, self._readiness.facts)
+        return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def live(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_live()
+        return web.Response()
+
+    async def ping(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        self._requests.late_stages.check(generates=True)
+        return web.Response()
+
+    post_ping = ping
+
+    async def server_info(self, http_request: web.Request) -> web.StreamResponse:
+        config_format = http_request.query.get("config_format", "text")
+        return _json(server_info(self._served().settings, config_format, self._readiness.require_ready()))
+
+    async def tokenizer_info(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(tokenizer_info(self._served(), self._readiness.require_ready().max_model_len))
+
+    def _served(self) -> ServedModel:
+        assert self._model is not None
+        return self._model
+
+    async def metrics(self, http_request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.fetch()
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
+        # Imported here, because prometheus_client takes a tenth of this process's start.
+        from pipeline.metrics import exposition
+
+        if len(stats.keys) > MAX_KEYS_AT_ONCE:
+            body = await self._writing_metrics.run(exposition.text_of, stats)
+        else:
+            body = exposition.text_of(stats)
+        return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def pipeline(self, http_request: web.Request) -> web.StreamResponse:
+        stats = await self._stats.fetch_recent(PIPELINE_MAX_AGE_S)
+        if stats is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
+        return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
+
+    async def load(self, http_request: web.Request) -> web.StreamResponse:
+        admission = self._requests.admission
+        return _json(
+            ServerLoad(
+                server_load=self._requests.num_requests,
+                open_sequences=admission.num_sequences,
+                max_open_sequences=admission.max_sequences,
+                open_tokens=admission.num_tokens,
+                max_open_tokens=admission.max_tokens,
+                open_bytes=admission.num_bytes + self._requests.unread.num_bytes,
+                max_open_bytes=admission.max_bytes,
+            )
+        )
+
+    async def abort_requests(self, http_request: web.Request) -> web.StreamResponse:
+        abort_body = await self._reader.bodies.parse(http_request, lambda body: decode(_aborts, body, {}))
+        return _json(await self._aborter.abort(abort_body.request_ids, current_scope()))
+
+    async def reset_prefix_cache(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        return _json(await self._resetter.reset())
+
+    async def openapi(self, http_request: web.Request) -> web.StreamResponse:
+        found = await self._describing.run(lambda: self._description)
+        return web.Response(body=found.as_json, content_type="application/json")
+
+    async def docs(self, http_request: web.Request) -> web.StreamResponse:
+        found = await self._describing.run(lambda: self._description)  # its first use takes a third of a second
+        listener = http_request.get_extra_info("sockname") or self._listener
+        html = found.as_html(address_of(http_request.headers.get("Host"), listener, http_request.scheme))
+        return web.Response(body=html, content_type="text/html", charset="utf-8", headers=found.headers)
+
+    @functools.cached_property
+    def _description(self) -> Description:
+        return Description(self._limits.model, self._limits.caps, self._has_keys, self.has_admin_routes)
+
+    async def version(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(Version(VERSION))
+
+
+def _adapter_card(card: ModelCard, adapter: m.Adapter) -> ModelCard:
+    return msgspec.structs.replace(card, id=adapter.name, root=adapter.path, parent=card.id)
+
+
+def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

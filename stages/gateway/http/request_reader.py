@@ -1,0 +1,129 @@
+"""Reads the body of a request that opens one in the table, within the limits of the server and of the client's key."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+import msgspec
+from aiohttp import web
+
+from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server import body_reader, expect, request_ids, time_left
+from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
+from pipeline.http_server.guard import current_scope
+from pipeline.http_server.key_accounts import ACCOUNT, Account
+from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.parsing import resumption
+from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.received import PARSERS, Parser, Received, adapter_of
+
+
+class RequestReader:
+    """Reads requests of all APIs."""
+
+    def __init__(
+        self, readiness: Readiness, requests: RequestTable, limits: RequestLimits, settings: GatewaySettings
+    ) -> None:
+        self._readiness = readiness
+        self._requests = requests
+        self._limits = limits
+        self.bodies = BodyReader(settings.max_body_bytes, limits.caps.max_json_depth)
+        self._timeout_s = settings.request_timeout_s
+        self._with_metrics = settings.per_request_metrics
+
+    async def read(
+        self, http_request: web.Request, api: str, parser: Parser | None = None
+    ) -> tuple[ParsedRequest, Received]:
+        """Read a request of an API that can be opened now, and parse it. Raises ApiError."""
+        received_s = time.monotonic()
+        self._readiness.require_ready()
+        account = self._account(http_request)
+        self._requests.check_room(http_request.content_length or 0)
+        if account is not None:
+            account.arrive()
+        limits = self.limits_of_key()
+        given_s = time_left.of_headers(http_request.headers)
+        head = Received(
+            api=api,
+            body=b"",
+            received_s=received_s,
+            num_point_bytes=resumption.num_point_bytes(http_request.headers),
+            arrived_s=time.time(),
+            request_id=request_ids.of_headers(http_request.headers),
+            wants_resume_points=RESUMABLE in http_request.headers,
+            left_s=given_s if given_s < math.inf else None,
+            scope=current_scope(),
+            models=limits.allowed,
+            with_metrics=self._with_metrics,
+        )
+        found = await self._parse_request(http_request, head, parser or PARSERS[api], limits)
+        self._readiness.require_ready()
+        return found
+
+    def limits_of_key(self) -> RequestLimits:
+        """The limits of the current request's client."""
+        account = self._requests.accounts.of_scope(current_scope())
+        return self._limits if account is None else self._limits.for_key(account.key.models)
+
+    def _account(self, http_request: web.Request) -> Account | None:
+        """The account of a request that opens one in the table: its errors count there, and its response has the
+        headers of the limits."""
+        account = self._requests.accounts.of_scope(current_scope())
+        if account is not None:
+            http_request[ACCOUNT] = account
+        return account
+
+    async def answer_expect(self, http_request: web.Request) -> web.StreamResponse | None:
+        """Answer an Expect header of a route that opens a request: refuse before the body is sent, if possible."""
+        account = None
+        try:
+            self._readiness.require_ready()
+            account = self._account(http_request)
+            self._requests.check_room(http_request.content_length or 0)
+            if account is not None:
+                account.check()
+            with self._count_overloaded():
+                self.bodies.check_declared(http_request)
+        except ApiError as error:
+            if account is not None:
+                account.refused(error.status)
+            return expect.refuse(http_request, error)
+        return await expect.answer_expect(http_request)
+
+    async def _parse_request(
+        self, http_request: web.Request, head: Received, parser: Parser, limits: RequestLimits
+    ) -> tuple[ParsedRequest, Received]:
+        """Read and parse the body, within the server's deadline and in what is left of the time that an ingress has
+        given. Returns `head` with it."""
+        given_s = math.inf if head.left_s is None else head.left_s
+        left_s = head.received_s + min(self._timeout_s or math.inf, given_s) - time.monotonic()
+
+        def parse_body(body: bytes) -> tuple[ParsedRequest, Received] | Rest[tuple[ParsedRequest, Received]]:
+            parsed = parser(body[head.num_point_bytes :], limits)
+            if isinstance(parsed, Rest):
+                return parsed.then(lambda parsed: complete(parsed, body))
+            return complete(parsed, body)
+
+        def complete(parsed: ParsedRequest, body: bytes) -> tuple[ParsedRequest, Received]:
+            received = msgspec.structs.replace(head, body=body, adapter=adapter_of(parsed))
+            return received.complete(parsed, limits), received
+
+        try:
+            with self._count_overloaded():
+                return await self.bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
+        except OutOfTime:
+            raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None
+
+    @contextlib.contextmanager
+    def _count_overloaded(self) -> Iterator[None]:
+        """Count requests that are refused because the upload budget is used up."""
+        try:
+            yield
+        except ApiError as error:
+            if error.code == "overloaded":
+                self._requests.refusals.overloaded(error)
+            raise
