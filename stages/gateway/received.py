@@ -13,15 +13,9 @@ from pipeline.http_server.body_reader import Rest
 from pipeline.runtime import messages as m
 from pipeline.runtime.channels import MessageDecoder
 from pipeline.stages.gateway.admission.open_bytes import measured
-from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
-from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
-from pipeline.stages.gateway.apis.infill.parsing import parse_infill
-from pipeline.stages.gateway.apis.ollama import parsing as ollama
-from pipeline.stages.gateway.apis.openai import parsing as openai
-from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
-from pipeline.stages.gateway.apis.openai.rendering import Rendering
 from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_response
-from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
+from pipeline.stages.gateway.apis.table import API_ROUTES
+from pipeline.stages.gateway.http.route import Parse
 from pipeline.stages.gateway.parsing import resumption
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate
@@ -33,32 +27,8 @@ ZMQ = "zmq"
 _generates: MessageDecoder[ReceivedGenerate] = MessageDecoder(ReceivedGenerate)
 
 
-def render_chat() -> Rendering:
-    return Rendering(openai.read_chat, openai.parse_chat)
-
-
-def render_completion() -> Rendering:
-    return Rendering(openai.read_completion, openai.parse_completion, is_list=True)
-
-
-PARSERS: dict[str, Callable[[bytes, RequestLimits], ParsedRequest]] = {
-    "chat_completions": openai.parse_chat,
-    "completions": openai.parse_completion,
-    "messages": parse_messages,
-    "count_tokens": parse_count_tokens,
-    "embeddings": parse_embeddings,
-    "render_chat": lambda body, limits: render_chat().parse(body, limits),
-    "render_completion": lambda body, limits: render_completion().parse(body, limits),
-    "generate": parse_tokens_only,
-    "ollama_chat": ollama.parse_chat,
-    "ollama_generate": ollama.parse_generate,
-    "ollama_embed": ollama.parse_embed,
-    "ollama_embeddings": ollama.parse_embeddings,
-    "tokenize": openai.parse_tokenize,
-    "detokenize": openai.parse_detokenize,
-    "infill": parse_infill,
-    "invocations": parse_invocation,
-    ZMQ: lambda body, limits: parse_generate(_generates.decode(body), limits),
+PARSERS: dict[str, Parse] = {one.handler: one.parse for one in API_ROUTES if one.parse is not None} | {
+    ZMQ: lambda body, limits: parse_generate(_generates.decode(body), limits)
 }
 """By the handler of the route. That of `RESPONSES` needs more than a body."""
 

@@ -10,21 +10,15 @@ from typing import Any
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.apis.openai import ApiFamily
 from pipeline.http_server.apis.table import FAMILIES, OPENAI
-from pipeline.stages.gateway.admin.server_info import CONFIG_FORMATS
-from pipeline.stages.gateway.apidocs.examples import example_of
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
 from pipeline.stages.gateway.apis.ollama.parsing import TAG
-from pipeline.stages.gateway.apis.responses.types import DEFAULT_LIMIT, MAX_LIMIT, MAX_NUMBER_DIGITS
-from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.http.route import MODEL, Route
+from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing.chat.tools import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.version import VERSION
 
 JSON = "application/json"
-TYPED_EVENTS = ("messages", "create_response", "get_response")
-"""Handlers whose streams have an `event` line with the type of each event."""
-RESPONSES = ("create_response", "get_response")
-"""Handlers whose streams have the events of responses."""
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
 NO_CONTENT = ("live", "ping", "post_ping")
@@ -36,29 +30,6 @@ TAGS = {
     "Tokens": "Tokenization, token ids in and out, and embeddings.",
     "Model": "The served model.",
     "Server": "State of the server, and operations on it.",
-}
-_TAG_OF = {
-    "chat_completions": "Text",
-    "completions": "Text",
-    "messages": "Text",
-    "count_tokens": "Text",
-    "ollama_chat": "Text",
-    "ollama_generate": "Text",
-    "ollama_tags": "Model",
-    "ollama_ps": "Model",
-    "ollama_show": "Model",
-    "infill": "Text",
-    "invocations": "Text",
-    "tokenizer_info": "Model",
-    "render_chat": "Text",
-    "render_completion": "Text",
-    "models": "Model",
-    "model": "Model",
-    "create_response": "Text",
-    "get_response": "Text",
-    "delete_response": "Text",
-    "cancel_response": "Text",
-    "list_input_items": "Text",
 }
 
 ERRORS: dict[int, str] = {
@@ -126,7 +97,7 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
     operation: dict[str, Any] = {
         "operationId": route.handler,
         "summary": route.summary,
-        "tags": [_TAG_OF.get(route.handler, "Tokens" if route.opens_request else "Server")],
+        "tags": [route.tag],
         "parameters": _parameters(route, model),
         "responses": {"200": _success(route, schemas)} | _failures(route, has_keys),
     }
@@ -135,7 +106,7 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
         if route.unsupported_fields:
             schema = {"allOf": [schema, {"properties": _unsupported(route.body, route.unsupported_fields)}]}
         content: dict[str, Any] = {"schema": schema}
-        if (example := example_of(route.handler, model)) is not None:
+        if (example := example_of(route, model)) is not None:
             content["example"] = example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     if route.is_admin:
@@ -145,51 +116,11 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
     return operation
 
 
-_QUERIES: dict[str, list[dict[str, Any]]] = {
-    "server_info": [
-        {
-            "name": "config_format",
-            "in": "query",
-            "description": "text: the settings are one string, TOML.",
-            "schema": {"enum": list(CONFIG_FORMATS), "default": CONFIG_FORMATS[0]},
-        },
-    ],
-    "get_response": [
-        {
-            "name": "stream",
-            "in": "query",
-            "description": "true: the events of a response that was created with background and stream.",
-            "schema": {"type": "boolean", "default": False},
-        },
-        {
-            "name": "starting_after",
-            "in": "query",
-            "description": "With stream: the sequence_number of the event before the first one.",
-            "schema": {"type": "integer", "minimum": 0, "maximum": 10**MAX_NUMBER_DIGITS - 1},
-        },
-    ],
-    "list_input_items": [
-        {
-            "name": "limit",
-            "in": "query",
-            "description": "Number of items.",
-            "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
-        },
-        {
-            "name": "order",
-            "in": "query",
-            "description": "desc: the newest first.",
-            "schema": {"enum": ["asc", "desc"], "default": "desc"},
-        },
-        {
-            "name": "after",
-            "in": "query",
-            "description": "The id of the item before the first one.",
-            "schema": {"type": "string"},
-        },
-    ],
-}
-"""Query parameters of routes, by handler"""
+def example_of(route: Route, model: str) -> dict[str, Any] | None:
+    """The example body of a route; None if it has none."""
+    if route.example is None:
+        return None
+    return {name: model if value == MODEL["model"] else value for name, value in route.example.items()}
 
 
 def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
@@ -200,7 +131,7 @@ def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
     if "{response_id}" in route.path:
         schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$", "examples": ["resp_1"]}
         found.append({"name": "response_id", "in": "path", "required": True, "schema": schema})
-    found += _QUERIES.get(route.handler, ())
+    found += route.queries
     if route.opens_request:
         found.append(
             {
@@ -231,12 +162,12 @@ def _success(route: Route, schemas: Schemas) -> dict[str, Any]:
         kinds = schemas.of(route.event)
         names = " or ".join(one["$ref"].rpartition("/")[2] for one in kinds.get("anyOf", [kinds]))
         words += f" With `stream`: server-sent events, each `data: ` and a {names} as JSON. "
-        if route.handler in TYPED_EVENTS:
+        if route.has_typed_events:
             words += "An `event: ` line before it has its type. "
-        elif route.handler != "infill":
+        elif route.ends_with_done:
             words += "The last is `data: [DONE]`. "
-        if route.handler in RESPONSES:
-            words += "If the request fails after its first event, the last ones are `error` and `response.failed`."
+        if route.failure_events:
+            words += f"If the request fails after its first event, the last ones are {route.failure_events}."
         else:
             words += f"If the request fails after its first event, an event has a {route.family.error_body.__name__}."
         content[OPENAI.media_type] = {"schema": {"type": "string", "description": f"Events of {names}."}}
@@ -257,7 +188,7 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
         statuses.append(415)
     if route.opens_request or "{" in route.path:
         statuses += _OF_CALLS
-    elif route.handler == "ollama_show":  # names the model
+    elif route.names_model:
         statuses.append(404)
     if not has_keys or route.is_admin:
         statuses.remove(401)

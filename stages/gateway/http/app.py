@@ -22,16 +22,18 @@ from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apis.anthropic.reply import counted
 from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.apis.openai import reply as responses
+from pipeline.stages.gateway.apis.openai.rendering import render_chat, render_completion
 from pipeline.stages.gateway.apis.responses.handlers import ResponsesApi
 from pipeline.stages.gateway.http import middleware, response_writer
 from pipeline.stages.gateway.http.request_reader import RequestReader
-from pipeline.stages.gateway.http.routes import ROUTES, Route
+from pipeline.stages.gateway.http.route import Route
+from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
-from pipeline.stages.gateway.received import Parser, Received, render_chat, render_completion
+from pipeline.stages.gateway.received import Parser, Received
 
 
 class Api:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.client.protocol.generation import GenerationFields
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, read_chat, read_completion
 from pipeline.stages.gateway.apis.tokens.parsing import GenerateSamplingParams
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
@@ -102,3 +103,11 @@ class Rendering:
         if max_tokens is None and self._max_model_len is not None:
             max_tokens = max(1, self._max_model_len - num_ids)
         return GenerateSamplingParams(**fields, max_tokens=max_tokens, logprobs=self._parsed.details.num_top)
+
+
+def render_chat() -> Rendering:
+    return Rendering(read_chat, parse_chat)
+
+
+def render_completion() -> Rendering:
+    return Rendering(read_completion, parse_completion, is_list=True)

@@ -10,6 +10,7 @@ from pipeline.client.protocol.generation import OBJECT, GenerationFields, JsonSc
 from pipeline.client.protocol.request import CacheSalt, MaxTokens, Priority, Timeout
 from pipeline.stages.gateway.apis.responses.items import InputItem
 from pipeline.stages.gateway.parsing.bodies import UNSUPPORTED_FIELDS
+from pipeline.stages.gateway.parsing.field_names import FieldNames
 
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
@@ -174,3 +175,18 @@ RESPONSES_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
 }
 """As `bodies.UNSUPPORTED_FIELDS`"""
+
+
+renamed = FieldNames(
+    (
+        (r"tools\[(\d+)\]\.function\b", r"tools[\1]"),
+        (r"response_format\.json_schema\b", "text.format"),
+        (r"response_format\b", "text.format"),
+        (r"tool_choice\.function\b", "tool_choice"),
+        (r"messages\b", "input"),
+        (r"prompt\b", "input"),
+        (r"max_tokens\b", "max_output_tokens"),
+        (r"reasoning_effort\b", "reasoning.effort"),
+    )
+).renamed
+"""The error with the field's name in this API, also where the message quotes it."""

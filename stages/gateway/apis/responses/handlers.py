@@ -19,8 +19,8 @@ from pipeline.runtime.client_address import client_address
 from pipeline.stages.gateway.access_details import log_background, set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.apis.responses import reply
+from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
-from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.apis.responses.parsing import Referred, StoredSize, finish_response, read_response
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem
 from pipeline.stages.gateway.apis.responses.store import ResponseStore, StoredResponse

@@ -16,6 +16,7 @@ from pipeline.stages.gateway.apis.responses.body import (
     RESPONSES_UNSUPPORTED_FIELDS,
     ResponsesBody,
     TextConfig,
+    renamed,
 )
 from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import (
@@ -26,7 +27,6 @@ from pipeline.stages.gateway.apis.responses.items import (
     item_of,
 )
 from pipeline.stages.gateway.apis.responses.messages import messages_of
-from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.apis.responses.reply import ResponsesDialect
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, parts_of, sized, sum_of
 from pipeline.stages.gateway.apis.responses.tools import ChatTools, tools_json

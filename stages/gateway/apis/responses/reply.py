@@ -24,9 +24,9 @@ from pipeline.stages.gateway.admission.open_bytes import (
 )
 from pipeline.stages.gateway.apis.openai.reply import usage_of
 from pipeline.stages.gateway.apis.openai.types import ChatDelta
+from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import Item, ReasoningItem, Status
-from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.apis.responses.output import OutputBuilder
 from pipeline.stages.gateway.apis.responses.types import (
     IncompleteDetails,

@@ -1,0 +1,100 @@
+"""The routes of Ollama's API."""
+
+from pipeline.stages.gateway.apis.ollama import bodies as ob
+from pipeline.stages.gateway.apis.ollama import parsing
+from pipeline.stages.gateway.apis.ollama import types as ot
+from pipeline.stages.gateway.http.route import CHAT, MODEL, Route
+
+ROUTES = (
+    Route(
+        "POST",
+        "/api/chat",
+        "ollama_chat",
+        "A reply to a chat, as in Ollama's API.",
+        ob.OllamaChatBody,
+        ob.OLLAMA_UNSUPPORTED_FIELDS,
+        ot.OllamaChatReply,
+        ot.OllamaChatReply,
+        opens_request=True,
+        tag="Text",
+        parse=parsing.parse_chat,
+        example=MODEL | CHAT | {"options": {"temperature": 0, "num_predict": 8}, "stream": False},
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        "ollama_generate",
+        "A reply to a text, as in Ollama's API.",
+        ob.OllamaGenerateBody,
+        ob.OLLAMA_GENERATE_UNSUPPORTED_FIELDS,
+        ot.OllamaGenerateReply,
+        ot.OllamaGenerateReply,
+        opens_request=True,
+        tag="Text",
+        parse=parsing.parse_generate,
+        example=MODEL
+        | {
+            "prompt": "What is the capital of Greece?",
+            "options": {"temperature": 0, "num_predict": 8},
+            "stream": False,
+        },
+    ),
+    Route(
+        "POST",
+        "/api/embed",
+        "ollama_embed",
+        "Embeddings of texts, as in Ollama's API.",
+        ob.OllamaEmbedBody,
+        reply=ot.OllamaEmbedReply,
+        opens_request=True,
+        tag="Tokens",
+        parse=parsing.parse_embed,
+        example=MODEL | {"input": ["a text", "and another"]},
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        "ollama_embeddings",
+        "The embedding of a text, as in Ollama's older API.",
+        ob.OllamaEmbeddingsBody,
+        reply=ot.OllamaEmbeddingsReply,
+        opens_request=True,
+        tag="Tokens",
+        parse=parsing.parse_embeddings,
+        example=MODEL | {"prompt": "a text"},
+    ),
+    Route(
+        "GET",
+        "/api/tags",
+        "ollama_tags",
+        "The model, in Ollama's list.",
+        reply=ot.OllamaModelList,
+        tag="Model",
+    ),
+    Route(
+        "GET",
+        "/api/ps",
+        "ollama_ps",
+        "The model, in Ollama's list of loaded ones.",
+        reply=ot.OllamaRunningList,
+        tag="Model",
+    ),
+    Route(
+        "POST",
+        "/api/show",
+        "ollama_show",
+        "Facts of the model, as in Ollama's API.",
+        ob.OllamaShowBody,
+        reply=ot.OllamaShowReply,
+        tag="Model",
+        example=MODEL,
+        names_model=True,
+    ),
+    Route(
+        "GET",
+        "/api/version",
+        "ollama_version",
+        "The version of Ollama's API.",
+        reply=ot.OllamaVersion,
+    ),
+)

@@ -1,0 +1,111 @@
+"""The routes of OpenAI's API for chats and completions, with vLLM's and SageMaker's that have the same bodies."""
+
+from pipeline.stages.gateway.apis.embeddings.reply import EmbeddingsReply
+from pipeline.stages.gateway.apis.openai.invocations import InvocationBody, parse_invocation
+from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.apis.openai.rendering import Rendered, render_chat, render_completion
+from pipeline.stages.gateway.apis.openai.reply import Detokenized, Tokenized
+from pipeline.stages.gateway.apis.openai.types import ChatChunk, ChatReply, TextReply
+from pipeline.stages.gateway.http.route import CHAT, MODEL, Route
+from pipeline.stages.gateway.parsing.bodies import (
+    CHAT_UNSUPPORTED_FIELDS,
+    COMPLETION_UNSUPPORTED_FIELDS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        "chat_completions",
+        "A reply to a chat.",
+        ChatBody,
+        CHAT_UNSUPPORTED_FIELDS,
+        ChatReply,
+        ChatChunk,
+        opens_request=True,
+        tag="Text",
+        parse=parse_chat,
+        example=MODEL | CHAT | {"temperature": 0, "max_tokens": 8},
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        "completions",
+        "Completions of texts or of token ids.",
+        CompletionBody,
+        COMPLETION_UNSUPPORTED_FIELDS,
+        TextReply,
+        TextReply,
+        opens_request=True,
+        tag="Text",
+        parse=parse_completion,
+        example=MODEL | {"prompt": "One, two, three,", "max_tokens": 3, "temperature": 0},
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions/render",
+        "render_chat",
+        "The prompt of a chat, without running it.",
+        ChatBody,
+        CHAT_UNSUPPORTED_FIELDS,
+        Rendered,
+        opens_request=True,
+        tag="Text",
+        parse=lambda body, limits: render_chat().parse(body, limits),
+        example=MODEL | CHAT,
+    ),
+    Route(
+        "POST",
+        "/v1/completions/render",
+        "render_completion",
+        "The prompts of completions, without running them.",
+        CompletionBody,
+        COMPLETION_UNSUPPORTED_FIELDS,
+        list[Rendered],
+        opens_request=True,
+        tag="Text",
+        parse=lambda body, limits: render_completion().parse(body, limits),
+        example=MODEL | {"prompt": "One, two, three,"},
+    ),
+    Route(
+        "POST",
+        "/tokenize",
+        "tokenize",
+        "The token ids of a text or a chat.",
+        TokenizeBody,
+        reply=Tokenized,
+        opens_request=True,
+        tag="Tokens",
+        parse=parse_tokenize,
+        example=MODEL | {"prompt": "Hello there", "return_token_strs": True},
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        "detokenize",
+        "The text of token ids.",
+        DetokenizeBody,
+        reply=Detokenized,
+        opens_request=True,
+        tag="Tokens",
+        parse=parse_detokenize,
+        example=MODEL | {"tokens": [1, 2, 3]},
+    ),
+    Route(
+        "POST",
+        "/invocations",
+        "invocations",
+        "A chat, completions or embeddings, by the fields of the body: for SageMaker.",
+        InvocationBody,
+        reply=(ChatReply, TextReply, EmbeddingsReply),
+        event=(ChatChunk, TextReply),
+        opens_request=True,
+        tag="Text",
+        parse=parse_invocation,
+        example=MODEL | {"input": ["a text", "and another"]},
+    ),
+)
