@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.stages.gateway.http.app import Api
-from pipeline.stages.gateway.http.routes import ROUTES, Route, meant_route
+from pipeline.stages.gateway.http.route import Route
+from pipeline.stages.gateway.http.routes import ROUTES, meant_route
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.readiness import Readiness
 
