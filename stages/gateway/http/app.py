@@ -19,7 +19,6 @@ from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.stats import StatsQuery
-from pipeline.stages.gateway.apis.anthropic.reply import counted
 from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.apis.openai import reply as responses
 from pipeline.stages.gateway.apis.openai.rendering import render_chat, render_completion
@@ -116,7 +115,7 @@ class Api:
         as its dialect says."""
 
         async def generate(http_request: web.Request) -> web.StreamResponse:
-            return await self._generate(http_request, route.handler)
+            return await self._generate(http_request, route.handler, route.whole)
 
         for owner in (self, self._server, self.responses, self._ollama):
             if (handler := getattr(owner, route.handler, None)) is not None:
@@ -143,17 +142,11 @@ class Api:
         rendering = render_completion()
         return await self._generate(http_request, "render_completion", rendering.body_of, rendering.parse)
 
-    async def count_tokens(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, "count_tokens", counted)
-
     async def tokenize(self, http_request: web.Request) -> web.StreamResponse:
         facts = self._readiness.require_ready()
         return await self._generate(
             http_request, "tokenize", lambda request: responses.tokenized(request, facts.max_model_len)
         )
-
-    async def detokenize(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, "detokenize", responses.detokenized)
 
     async def _generate(
         self,

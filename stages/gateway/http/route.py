@@ -7,6 +7,7 @@ import msgspec
 
 from pipeline.http_server.apis.openai import ApiFamily
 from pipeline.http_server.apis.table import family_of
+from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 
 Parse = Callable[[bytes, RequestLimits], ParsedRequest]
@@ -36,6 +37,8 @@ class Route(msgspec.Struct, frozen=True):
     """It opens a request in the table."""
     parse: Parse | None = None
     """Reads its body, if that needs nothing else. Raises ApiError."""
+    whole: Callable[[Request], bytes] | None = None
+    """The body of its response, if not that of the request's dialect."""
     is_admin: bool = False
     """It is for the operator's programs, which have no key."""
 

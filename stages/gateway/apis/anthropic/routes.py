@@ -2,6 +2,7 @@
 
 from pipeline.stages.gateway.apis.anthropic.bodies import MESSAGES_UNSUPPORTED_FIELDS, CountTokensBody, MessagesBody
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.anthropic.reply import counted
 from pipeline.stages.gateway.apis.anthropic.types import CountTokensReply, MessageEvent, MessageReply
 from pipeline.stages.gateway.http.route import CHAT, MODEL, Route
 
@@ -32,6 +33,7 @@ ROUTES = (
         opens_request=True,
         tag="Text",
         parse=parse_count_tokens,
+        whole=counted,
         example=MODEL | CHAT,
     ),
 )

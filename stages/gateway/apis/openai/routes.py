@@ -4,7 +4,7 @@ from pipeline.stages.gateway.apis.embeddings.reply import EmbeddingsReply
 from pipeline.stages.gateway.apis.openai.invocations import InvocationBody, parse_invocation
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from pipeline.stages.gateway.apis.openai.rendering import Rendered, render_chat, render_completion
-from pipeline.stages.gateway.apis.openai.reply import Detokenized, Tokenized
+from pipeline.stages.gateway.apis.openai.reply import Detokenized, Tokenized, detokenized
 from pipeline.stages.gateway.apis.openai.types import ChatChunk, ChatReply, TextReply
 from pipeline.stages.gateway.http.route import CHAT, MODEL, Route
 from pipeline.stages.gateway.parsing.bodies import (
@@ -93,6 +93,7 @@ ROUTES = (
         opens_request=True,
         tag="Tokens",
         parse=parse_detokenize,
+        whole=detokenized,
         example=MODEL | {"tokens": [1, 2, 3]},
     ),
     Route(
