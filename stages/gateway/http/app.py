@@ -120,6 +120,7 @@ class Api:
         for owner in (self, self._server, self.responses, self._ollama):
             if (handler := getattr(owner, route.handler, None)) is not None:
                 return handler  # type: ignore[no-any-return]
+        assert route.parse is not None, f"{route.path} has neither a handler nor a parser"
         return generate
 
     def _empty(self) -> web.Application:
