@@ -10,8 +10,8 @@ ASKS = re.compile(r"isinstance\([^)]*dialect|dialect (?:is|==|!=|in)\b|match .*d
 ANSWERS = {"apis/ollama/reply.py", "apis/responses/reply.py"}
 """They read what they have kept of the request."""
 OF_A_PATH = re.compile(r"""(?<!["`])["'](?:/v1/messages|/v1/responses|/api)\b|\bis_(?:anthropic|ollama|responses)\b""")
-TABLES = {"stages/gateway/http/routes.py", "pipeline/deploy/deadline.py"}
-"""They list routes, of all APIs."""
+TABLES = {"pipeline/deploy/deadline.py"}
+"""It lists routes, of all APIs."""
 
 
 def test_only_a_dialect_asks_for_itself() -> None:
