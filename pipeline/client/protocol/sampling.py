@@ -29,14 +29,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(description="-2^63 to 2^64 - 1; the same seed gives the same text.")]
-RepetitionPenalty = Annotated[
-    float,
-    Meta(
-        ge=MIN_REPETITION_PENALTY,
-        le=MAX_REPETITION_PENALTY,
-        description="Above 1 makes tokens of the prompt and the output less likely; default 1.",
-    ),
-]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 PresencePenalty = Annotated[
     float, Meta(ge=-2, le=2, description="Above 0 makes tokens of the output less likely; default 0.")
 ]

@@ -11,7 +11,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import RESUMABLE
-from pipeline.stages.gateway.apidocs.examples import example_of
+from pipeline.stages.gateway.apidocs.openapi import example_of
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -64,7 +64,7 @@ def test_a_body_is_parsed_again_to_the_same_request(tmp_path: Path, found: Found
     (route,) = (one for one in ROUTES if one.handler == handler)
     with Gate(tmp_path) as gate:
         headers = {"X-Request-Id": "mine", RESUMABLE: "1"}
-        body = json.dumps(example_of(handler, MODEL)).encode()
+        body = json.dumps(example_of(route, MODEL)).encode()
         reply = gate.do(gate.client.post, route.path, content=body, headers=headers)
         submit = gate.submit()
         gate.reject(submit, m.Failure(400, "enough"))

@@ -70,7 +70,13 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
         | None
     ) = None
     stop: Stop | None = None
-    repeat_penalty: RepetitionPenalty | None = None
+    repeat_penalty: (
+        Annotated[
+            RepetitionPenalty,
+            Meta(description="Above 1 makes tokens of the prompt and the output less likely; default 1."),
+        ]
+        | None
+    ) = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: FrequencyPenalty | None = None
     repeat_last_n: (
