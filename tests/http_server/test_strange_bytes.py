@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.deploy.relay import Relay
 from pipeline.http_server import refusal_log
+from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.errors import ApiError, shown
 from pipeline.http_server.guard import KEY_HEADER
 from pipeline.http_server.request_ids import HEADER as REQUEST_ID
@@ -123,7 +124,7 @@ def test_a_text_of_a_client_is_printable_in_each_shape_of_an_error() -> None:
     assert text.isprintable() and text == r"a\udcff\x1b[31m\u202eb\nc"
     error = ApiError(400, "the key 'a\udcff\x00' is wrong:\nline 2", "a\ud800")
     assert error.message == "the key 'a\\udcff\\x00' is wrong:\nline 2" and error.param == r"a\ud800"
-    assert json.loads(error.json())["error"]["message"] == error.message
+    assert json.loads(error_json(error))["error"]["message"] == error.message
 
 
 async def test_tracebacks_of_failed_requests_are_bounded(

@@ -19,7 +19,7 @@ from pipeline.stages.gateway.apis.infill.parsing import parse_infill
 from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
-from pipeline.stages.gateway.apis.responses.names import renamed
+from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.parsing import StoredSize, parse_response
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError

@@ -20,7 +20,7 @@ from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
-from pipeline.stages.gateway.apis.responses.names import renamed
+from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_resume_points
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets

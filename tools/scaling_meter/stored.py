@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.http_server.body_reader import BodyReader, Rest
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admission.open_bytes import measured
+from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -21,7 +22,6 @@ from pipeline.stages.gateway.apis.responses.items import (
     ReasoningText,
     num_parts,
 )
-from pipeline.stages.gateway.apis.responses.names import renamed
 from pipeline.stages.gateway.apis.responses.parsing import StoredSize, finish_response, read_response
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, sized, sum_of
 from pipeline.stages.gateway.errors import ApiError

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.http_server.apis.openai import error_json
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import MAX_SHOWN_CHARS
@@ -147,7 +148,7 @@ class TestBadInput:
             assert error.param is not None and len(error.param) <= MAX_SHOWN_CHARS
             assert error.message.startswith(f"'{error.param}' ")
             assert len(error.message) < 2 * MAX_SHOWN_CHARS
-            assert json.loads(error.json())["error"]["param"] == error.param
+            assert json.loads(error_json(error))["error"]["param"] == error.param
         deep: Any = math.inf
         for i in range(200):
             deep = {"key" * i: [deep]}
