@@ -14,7 +14,7 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import KeySettings
 from pipeline.http_server.apis.anthropic import AnthropicFamily
 from pipeline.http_server.apis.openai import duration, error_json
-from pipeline.http_server.apis.table import FAMILIES
+from pipeline.http_server.apis.table import FAMILIES, OPENAI
 from pipeline.http_server.cors import EXPOSED
 from pipeline.http_server.key_accounts import Account, RateLimited
 from pipeline.http_server.large_body_lock import LARGE_BYTES
@@ -127,7 +127,7 @@ def test_a_minute_has_rpm_requests(clock: Clock) -> None:
                 account.arrive()
         assert (e.value.status, e.value.code, e.value.headers) == (429, "rate_limit_exceeded", {"Retry-After": "40"})
         assert msgspec.json.decode(error_json(e.value))["error"]["type"] == "requests"
-        assert account.headers() == {
+        assert OPENAI.limit_headers(account.uses()) == {
             "x-ratelimit-limit-requests": "2",
             "x-ratelimit-remaining-requests": "0",
             "x-ratelimit-reset-requests": "1m0s",
