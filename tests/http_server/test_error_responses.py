@@ -117,8 +117,8 @@ def test_a_lost_stream_ends_in_the_shape_of_its_api() -> None:
     fields = {"message": "lost", "type": "server_error", "param": None, "code": "replica_died"}
     ends = {path: family_of(path).lost_stream(fields) for path in ("/v1/completions", "/v1/messages", "/api/chat")}
     assert ends["/v1/completions"] == b"data: " + json.dumps({"error": fields}).encode() + b"\n\ndata: [DONE]\n\n"
-    event = {"type": "error", "error": {"type": "api_error", "message": "lost"}}
-    assert ends["/v1/messages"] == b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+    data = json.dumps({"type": "error", "error": {"type": "api_error", "message": "lost"}}).encode()
+    assert ends["/v1/messages"] == b"event: error\ndata: " + data + b"\n\n"
     assert ends["/api/chat"] == b'{"error": "lost"}\n'
     event = {"type": "error", "code": "replica_died", "message": "lost", "param": None}
     assert (

@@ -79,7 +79,7 @@ class AnthropicFamily(ApiFamily):
         return b"event: error\ndata: " + json.dumps(data).encode() + b"\n\n"
 
     def limit_headers(self, uses: Sequence[LimitUse]) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for use in uses:
             reset = (datetime.now(UTC) + timedelta(seconds=use.reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
             values = {"limit": str(use.limit), "remaining": str(use.remaining), "reset": reset}

@@ -66,7 +66,7 @@ class ApiFamily:
 
     def limit_headers(self, uses: Sequence[LimitUse]) -> dict[str, str]:
         """What a response says about the limits of its key."""
-        found = {}
+        found: dict[str, str] = {}
         for use in uses:
             values = {"limit": str(use.limit), "remaining": str(use.remaining), "reset": duration(use.reset_s)}
             found |= {f"x-ratelimit-{name}-{use.what}": value for name, value in values.items()}

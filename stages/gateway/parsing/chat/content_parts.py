@@ -52,7 +52,7 @@ class PartTypes:
         """The text of a part, which has a `type` and fields for its texts. `types` are those that are allowed where it
         is. Raises ApiError."""
         kind: str | None = part.type
-        if kind not in types:
+        if kind is None or kind not in types:
             raise self._refusal(at, kind, types)
         text: str | None = getattr(part, self._texts[kind])
         if text is None:

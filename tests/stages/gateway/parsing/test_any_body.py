@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.apis.openai import error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.bodies import MessagesBody
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
@@ -89,7 +90,7 @@ def assert_parsed_or_rejected(body: bytes) -> None:
         except ApiError as error:
             assert 400 <= error.status < 500
             assert error.message
-            assert json.loads(error.json())["error"]["type"] == "invalid_request_error"
+            assert json.loads(error_json(error))["error"]["type"] == "invalid_request_error"
 
 
 class TestAnyBytes:
