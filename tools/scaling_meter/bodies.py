@@ -10,6 +10,7 @@ from msgspec import inspect as types
 
 from pipeline.config.settings import ChatSettings
 from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
@@ -159,7 +160,7 @@ def refused(parse: Parse, body: bytes) -> None:
         parse(body, LIMITS)
     except ApiError as error:
         assert 400 <= error.status < 500
-        renamed(error).json()
+        error_json(renamed(error))
 
 
 # ------------------------------------------------------------------------------------------------------------- fields

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.body_reader import BodyReader, Rest
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admission.open_bytes import measured
@@ -142,7 +143,7 @@ def _refused(work: Callable[[], object]) -> None:
         work()
     except ApiError as error:
         assert 400 <= error.status < 500
-        renamed(error).json()
+        error_json(renamed(error))
 
 
 def _message(i: int, role: str) -> Item:

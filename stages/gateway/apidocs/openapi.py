@@ -123,8 +123,8 @@ def example_of(route: Route, model: str) -> dict[str, Any] | None:
     return {name: model if value == MODEL["model"] else value for name, value in route.example.items()}
 
 
-def _parameters(route: Route, model: str) -> list[dict[str, Any]]:
-    found = []
+def _parameters(route: Route, model: str) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
     if "{model}" in route.path:
         schema: Schema = {"type": "string", "enum": [model]}
         found.append({"name": "model", "in": "path", "required": True, "schema": schema})

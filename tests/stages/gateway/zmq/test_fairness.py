@@ -12,6 +12,7 @@ import pytest
 from pipeline.client import protocol as p
 from pipeline.stages.gateway.zmq import frame_budget, listener, sweeper, zmtp
 from pipeline.stages.gateway.zmq import server as server_module
+from pipeline.stages.gateway.zmq.connection import Connection
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
@@ -132,7 +133,7 @@ def test_small_messages_of_one_key_do_not_queue_before_another_key(address: str)
             order.append("flood" if message.nonce else "other")
         really_handle(server, client, message, data)
 
-    def read(owner: listener.ZmtpListener, connection: listener.Connection) -> None:
+    def read(owner: listener.ZmtpListener, connection: Connection) -> None:
         transport = connection.transport
         if transport is not None and transport.get_extra_info("peername") == name and connection.num_arrived:
             order.append("arrived")
