@@ -25,8 +25,8 @@ from pipeline.version import VERSION
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 4
-REPORT_S = 1.0
-"""Maximum time for sending a report."""
+REPORT_S = 10.0
+"""Maximum time for sending a report, on a machine however busy."""
 PR_SET_PDEATHSIG = 1
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",

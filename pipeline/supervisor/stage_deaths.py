@@ -20,6 +20,8 @@ from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_STAGE_DIED, Stag
 
 LAST_MESSAGES_S = 0.5
 """Maximum time to wait for the last messages of a child that has ended."""
+RESULT_S = 10.0
+"""The same for a prepare that has ended well: its result is on the way, however busy the machine is."""
 
 
 class StageDeaths:
@@ -111,7 +113,8 @@ class StageDeaths:
         if child.state == "leaving":
             self._drain_inbox()
             return
-        end = time.monotonic() + LAST_MESSAGES_S
+        has_result = child.stage == "prepare" and child.exit_code == 0
+        end = time.monotonic() + (RESULT_S if has_result else LAST_MESSAGES_S)
         self._drain_inbox()
 
         def is_complete() -> bool:  # prepare's last message is its result, and it exits with 0
