@@ -17,6 +17,7 @@ from jsonschema import Draft202012Validator
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.format_names import KNOWN, LIKE
 from tests.grammars.walks import accepts, check, matcher_of, walk
+from tests.slices import ALL_CASES, part_of
 from tools.benchmarks import structured as benchmark
 
 SUITE = json.loads((Path(__file__).parents[1] / "data" / "json_schema_suite.json").read_text())["files"]
@@ -177,11 +178,11 @@ def walk_all(engine: Engine, cases: list[Case], num_walks: int, max_ids: int) ->
 def test_random_outputs_validate(tiny_engine: Engine) -> None:
     cases = [case for case in groups() if is_supported(tiny_engine, case[1])]
     assert len(cases) > 200
-    assert walk_all(tiny_engine, cases, 8, 300) > 0.8
+    assert walk_all(tiny_engine, cases, part_of(8, 3), 300) > 0.8
 
 
 def test_random_outputs_of_a_real_vocabulary_validate(engine: Engine) -> None:
-    cases = [case for case in groups() if is_supported(engine, case[1])][::2]
+    cases = [case for case in groups() if is_supported(engine, case[1])][:: 2 if ALL_CASES else 8]
     assert walk_all(engine, cases, 1, 80) > 0.5
 
 
@@ -271,7 +272,7 @@ SCHEMAS = st.recursive(SCALARS, compound, max_leaves=4)
 
 
 @settings(
-    max_examples=120,
+    max_examples=part_of(120, 40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
