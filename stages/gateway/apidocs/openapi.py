@@ -11,9 +11,9 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server.apis.openai import ApiFamily
 from pipeline.http_server.apis.table import FAMILIES, OPENAI
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
-from pipeline.stages.gateway.apis.ollama.parsing import TAG
 from pipeline.stages.gateway.http.route import MODEL, Route
 from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.parsing.bodies import NAME_ENDS
 from pipeline.stages.gateway.parsing.chat.tools import Tool
 from pipeline.stages.gateway.parsing.sampling_fields import COUNTED
 from pipeline.version import VERSION
@@ -233,13 +233,13 @@ _LISTS = {**COUNTED, "stop_sequences": COUNTED["stop"], "tools": "max_tools"}
 
 def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema) -> None:
     """Add bounds from this server's settings, and the type of tools."""
-    for component, schema in components.items():
-        names = [model, model + TAG] if component.startswith("Ollama") else [model]
+    for schema in components.values():
         is_reply = not {"id", "root", "created_at", "details", "embeddings", "content"}.isdisjoint(
             schema.get("required", ())
         )
         for name, one in schema.get("properties", {}).items():
             if name == "model" and not is_reply:
+                names = _model_names(one, model)
                 one.pop("type", None)
                 one["enum"] = names if name in schema.get("required", ()) else [*names, None]
             for part in (one, *one.get("anyOf", ())):
@@ -252,3 +252,9 @@ def _narrow(components: dict[str, Schema], model: str, caps: Caps, tool: Schema)
                     part["maxProperties"] = getattr(caps, _LISTS[name])
                 if name == "tools" and "array" in kinds and not is_reply and "$ref" not in part.get("items", ()):
                     part["items"] = tool
+
+
+def _model_names(field: Schema, model: str) -> list[str]:
+    """The names of the served model in a field: some APIs have more than one (`NAME_ENDS`)."""
+    ends = [end for part in (field, *field.get("anyOf", ())) for end in part.pop(NAME_ENDS, ())]
+    return [model, *(model + end for end in ends)]

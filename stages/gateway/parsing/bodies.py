@@ -49,6 +49,9 @@ class Body(RequestFields, kw_only=True):
 
 B = TypeVar("B", bound=msgspec.Struct)
 
+NAME_ENDS = "x-name-ends"
+"""Key in the JSON schema of a field with the model's name: what may follow it. The API's description replaces it."""
+
 
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions"""

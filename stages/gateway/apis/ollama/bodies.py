@@ -21,13 +21,23 @@ from pipeline.client.protocol.sampling import (
     TopK,
     TopP,
 )
+from pipeline.stages.gateway.parsing.bodies import NAME_ENDS
 
 ROLES = ("system", "user", "assistant", "tool")
 OBJECT = {"type": "object"}
 """JSON schema of fields that are not decoded"""
 FORMAT = {"anyOf": [{"enum": ["json", "", None]}, {"type": "object"}]}
 
-ModelName = Annotated[str, Meta(min_length=1, description="The model's name in /api/tags; `:latest` may be left out.")]
+TAG = ":latest"
+"""Ollama appends it to names without a tag, and so do its clients."""
+ModelName = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        description="The model's name in /api/tags; `:latest` may be left out.",
+        extra_json_schema={NAME_ENDS: [TAG]},
+    ),
+]
 Images = Annotated[list[str], Meta(description="Not supported: must be null or empty.")]
 MAX_DURATION_CHARS = 256
 """Go writes no duration longer than 25 characters."""

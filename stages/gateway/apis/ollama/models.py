@@ -4,7 +4,7 @@ from typing import Any
 
 from pipeline.runtime.weight_headers import WeightFacts
 from pipeline.stages.gateway.admin.served_model import ServedModel
-from pipeline.stages.gateway.apis.ollama.parsing import TAG
+from pipeline.stages.gateway.apis.ollama.bodies import TAG
 from pipeline.stages.gateway.apis.ollama.reply import rfc3339
 from pipeline.stages.gateway.apis.ollama.types import (
     OllamaModel,

@@ -35,8 +35,6 @@ from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.fill_in import fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 
-TAG = ":latest"
-"""Ollama appends it to names without a tag, and so do its clients."""
 TEMPERATURE, TOP_P, TOP_K = 0.8, 0.9, 40
 """Ollama's defaults"""
 RANDOM_SEED = -1
@@ -115,9 +113,9 @@ def read_show(body: bytes, limits: RequestLimits) -> b.OllamaShowBody:
 def check_name(name: str, limits: RequestLimits) -> str:
     """Returns the name of the model, or of one of its adapters. Names are compared without regard to case, as Ollama
     does. Raises ApiError, 404."""
-    folded = name.casefold().removesuffix(TAG)
+    folded = name.casefold().removesuffix(b.TAG)
     for known in limits.names:
-        if folded == known.casefold().removesuffix(TAG):
+        if folded == known.casefold().removesuffix(b.TAG):
             return known
     has = (
         "this API key has no other than GET /v1/models lists" if limits.allowed else f"this server has '{limits.model}'"
