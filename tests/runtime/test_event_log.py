@@ -33,3 +33,16 @@ def test_events_of_a_second_share_a_line(caplog: pytest.LogCaptureFixture) -> No
     now_s += 5.0
     events.update(1000, why="c")
     assert lines() == []
+
+
+def test_events_that_nothing_else_counts_are_logged_with_the_newest_fields(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 50.0
+    events = EventLog(logging.getLogger("tests.events"), "refused", lambda: now_s)
+    events.flush()
+    for num, why in ((1, "a"), (2, "b"), (3, "c")):
+        events.add(num, why=why)
+    events.flush()
+    now_s += 1.0
+    events.flush()
+    events.flush()
+    assert [vars(record)["fields"] for record in caplog.records] == [{"num": 1, "why": "a"}, {"num": 5, "why": "c"}]
