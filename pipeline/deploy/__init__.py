@@ -7,11 +7,9 @@
 prompts.py          what the router must know of a request's body: keys of its prefixes, and sizes
 replicas.py         replica sets: which replicas there are, their load, who gets a request
 health_checks.py    probes replicas, so that a dead or hung one loses its requests
-upstream.py         a small HTTP/1.1 client that passes a response on as it arrives
-resumable_stream.py   separates a stream's events from its resume points
-relay.py            one request: lease, relay, and again at another replica if the first one fails
+proxy/              one request: lease, relay, and again at another replica if the first one fails
 ingress.py          the HTTP server: routes, /health, /metrics, drain
 exposition.py       the metrics of the ingress, with those of the replicas
 run.py              an ingress in front of servers that run already
-ray_serve.py        replicas and ingress as a Ray Serve application (needs the extra `ray`)
+ray/                replicas and ingress as a Ray Serve application (needs the extra `ray`)
 """

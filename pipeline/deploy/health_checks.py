@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 import msgspec
 
+from pipeline.deploy.proxy.upstream import Upstream, UpstreamLost, fetch
 from pipeline.deploy.replicas import DEFAULT_KV_TOKENS, Numbers, ReplicaInfo, RoutedLease, RoutedReplicas
-from pipeline.deploy.upstream import Upstream, UpstreamLost, fetch
 from pipeline.routing.policies import Prompt
 
 PROBE_S = 1.0

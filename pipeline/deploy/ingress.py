@@ -21,10 +21,10 @@ from pipeline.config.sections.access_log import AccessLogSettings
 from pipeline.config.sections.gateway import GatewaySettings
 from pipeline.config.sections.requests import LimitSettings
 from pipeline.deploy import exposition
-from pipeline.deploy.forwarding import head_bytes
-from pipeline.deploy.relay import NUM_HELD_BODIES, Relay
+from pipeline.deploy.proxy.forwarding import head_bytes
+from pipeline.deploy.proxy.relay import NUM_HELD_BODIES, Relay
+from pipeline.deploy.proxy.upstream import ResponseCollector, Upstream, UpstreamLost, fetch
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
-from pipeline.deploy.upstream import ResponseCollector, Upstream, UpstreamLost, fetch
 from pipeline.http_server import body_reader, descriptors, expect
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.access_log import AccessLog

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipeline.deploy.prompts import KEY_TOKENS
-from pipeline.deploy.upstream import Upstream
+from pipeline.deploy.proxy.upstream import Upstream
 from pipeline.errors import UserError
 from pipeline.routing import router
 from pipeline.routing.policies import PredictedTTFT, Prompt

@@ -8,7 +8,7 @@ import pytest
 from pipeline.__main__ import _parser, main
 from pipeline.cli.commands.deploy import deploy_settings
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.deploy.ray_serve import DOWNSCALE_DELAY_S
+from pipeline.deploy.ray.serve import DOWNSCALE_DELAY_S
 
 
 def given(*words: str) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.__main__ import main
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
-from tests.deploy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.test_relay import BODY, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ def test_without_keys_it_listens_where_a_server_would_and_nowhere_else(
 ) -> None:
     served: list[Any] = []
     monkeypatch.setattr("pipeline.deploy.run.serve", lambda *args: served.append(args[2]) or 0)
-    monkeypatch.setattr("pipeline.deploy.ray_serve.deploy", lambda *args: served.append(args[-1]) or 0)
+    monkeypatch.setattr("pipeline.deploy.ray.serve.deploy", lambda *args: served.append(args[-1]) or 0)
     assert main(["deploy", *how, "--host", "0.0.0.0"]) == 2
     refusal = capsys.readouterr().err.split("error: ", 1)[1]
     assert main(["serve", "--host", "0.0.0.0"]) == 2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.deploy import relay
 from pipeline.deploy.ingress import Ingress
+from pipeline.deploy.proxy import relay
 from pipeline.http_server import body_reader, listener, upload_budget
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
@@ -20,7 +20,7 @@ from pipeline.http_server.upload_budget import NUM_BODIES
 from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.fair_gate import FairGate
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
-from tests.deploy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.test_relay import BODY, tokens_of
 
 KEY = "sk-the-key-of-the-ingress"
 RIGHT = {"Authorization": f"Bearer {KEY}"}

@@ -15,9 +15,11 @@ from aiohttp import web
 
 from pipeline.cli.commands import deploy as deploy_command
 from pipeline.config.settings import GatewaySettings, Settings
-from pipeline.deploy import ray_replicas, ray_serve, run
+from pipeline.deploy import run
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
+from pipeline.deploy.ray import replicas as ray_replicas
+from pipeline.deploy.ray import serve as ray_serve
 from pipeline.http_server.rules import ListenerRules
 from pipeline.runtime.api_keys import SERVER_VARIABLE, Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.deploy.relay import Relay
+from pipeline.deploy.proxy.relay import Relay
 from pipeline.http_server import refusal_log
 from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.errors import ApiError, shown

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.deploy.ingress import IngressSettings
-    from pipeline.deploy.ray_serve import DeploySettings
+    from pipeline.deploy.ray.serve import DeploySettings
     from pipeline.runtime.api_keys import Keys
     from pipeline.runtime.key_book import KeyBook
 
@@ -75,7 +75,7 @@ def _deploy(args: argparse.Namespace) -> int:
     try:
         if args.servers is not None:
             return _relay(args, settings, ingress)
-        from pipeline.deploy.ray_serve import deploy
+        from pipeline.deploy.ray.serve import deploy
 
         what = deploy_settings(args, settings)
         return deploy(settings, ingress, what, _keys(settings))
@@ -88,7 +88,7 @@ def _deploy(args: argparse.Namespace) -> int:
 
 def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySettings":
     """What the options say. Raises ConfigError."""
-    from pipeline.deploy.ray_serve import (
+    from pipeline.deploy.ray.serve import (
         APP,
         DOWNSCALE_DELAY_S,
         TARGET_OPEN_REQUESTS,

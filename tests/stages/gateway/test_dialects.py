@@ -10,7 +10,7 @@ ASKS = re.compile(r"isinstance\([^)]*dialect|dialect (?:is|==|!=|in)\b|match .*d
 ANSWERS = {"apis/ollama/reply.py", "apis/responses/reply.py"}
 """They read what they have kept of the request."""
 OF_A_PATH = re.compile(r"""(?<!["`])["'](?:/v1/messages|/v1/responses|/api)\b|\bis_(?:anthropic|ollama|responses)\b""")
-TABLES = {"pipeline/deploy/deadline.py"}
+TABLES = {"pipeline/deploy/proxy/deadline.py"}
 """It lists routes, of all APIs."""
 
 

@@ -12,31 +12,25 @@ A request may be what kills replicas. So one that loses MAX_DEATHS of them witho
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator
 from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
 
-from pipeline.deploy import prompts
-from pipeline.deploy.client_writer import ClientWriter
-from pipeline.deploy.deadline import TIMED_PATHS, Deadline, DeadlinePassed
-from pipeline.deploy.forwarding import BODILESS, end_to_end, head_bytes, uses_resume_points
-from pipeline.deploy.relay_errors import RelayError
+from pipeline.deploy.proxy.client_writer import ClientWriter
+from pipeline.deploy.proxy.deadline import Deadline, DeadlinePassed
+from pipeline.deploy.proxy.forwarding import BODILESS, end_to_end, head_bytes, uses_resume_points
+from pipeline.deploy.proxy.relay_errors import RelayError
+from pipeline.deploy.proxy.resumable_stream import ResumableStream
+from pipeline.deploy.proxy.upstream import Connection, Head, UpstreamLost
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
-from pipeline.deploy.resumable_stream import ResumableStream
-from pipeline.deploy.upstream import Connection, Head, UpstreamLost
-from pipeline.http_server import body_reader, time_left
+from pipeline.http_server import time_left
 from pipeline.http_server.apis.table import FAMILIES, family_of
-from pipeline.http_server.body_reader import BodyReader, OutOfTime
-from pipeline.http_server.errors import ApiError, overloaded, timeout_error
-from pipeline.http_server.guard import current_scope
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.errors import ApiError, timeout_error
 from pipeline.routing.policies import Prompt
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 
@@ -48,8 +42,6 @@ RETRIED = ("stage_died", "shutting_down", "draining", "late", "output_lost")
 """Codes of errors that are about the replica and not about the request."""
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """A whole reply is collected up to this size, so that it can be asked for again. A longer one is passed on."""
-NUM_HELD_BODIES = 256
-"""Bodies of the largest size that open requests may keep, for another attempt. At 4 MiB each, that is 1 GiB."""
 STREAM_TYPES = tuple({family.media_type for family in FAMILIES})
 
 log = logging.getLogger("pipeline.deploy")
@@ -72,94 +64,10 @@ class RelayCounts(msgspec.Struct):
     """Requests that no replica took."""
 
 
-class Relay:
-    """Handles requests for replicas."""
-
-    def __init__(
-        self,
-        replicas: ReplicaSet,
-        bodies: BodyReader,
-        *,
-        wait_s: float,
-        resume_timeout_s: float,
-        slow_client_s: float,
-        max_held_bytes: int,
-        request_timeout_s: float,
-        unread: UnreadReplies,
-        shares_cache: bool = False,
-    ) -> None:
-        """A request waits `wait_s` for a replica, and a stream that was lost `resume_timeout_s`. A client that takes
-        nothing for `slow_client_s` is disconnected. All open requests together keep `max_held_bytes` of bodies. A
-        request without a `timeout_s` of its own has `request_timeout_s`; 0 is unlimited. `unread` counts what clients
-        have not taken. `shares_cache`: replicas share their prefix cache between API keys."""
-        self._replicas = replicas
-        self._bodies = bodies
-        self.slow_client_s = slow_client_s
-        self.unread = unread
-        self._max_held_bytes = max_held_bytes
-        self.num_held_bytes = 0
-        self._wait_s = wait_s
-        self._resume_timeout_s = resume_timeout_s
-        self._request_timeout_s = request_timeout_s
-        self._shares_cache = shares_cache
-        self.counts = RelayCounts()
-        self.num_open = 0
-        self.idle = asyncio.Event()
-        """Set while no request is open."""
-        self.idle.set()
-
-    async def handle(self, http_request: web.Request) -> web.StreamResponse:
-        """Serve a request at one of the replicas. Raises ApiError."""
-        self.counts.num_requests += 1
-        self.num_open += 1
-        self.idle.clear()
-        received_s, given_s = time.monotonic(), math.inf
-        try:
-            body, prompt, timeout_s = b"", Prompt(1), None
-            if http_request.method not in BODILESS:
-                given_s = time_left.of_headers(http_request.headers)
-                left_s = min(self._request_timeout_s or math.inf, given_s)
-                read = functools.partial(_read, scope="" if self._shares_cache else current_scope())
-                parts = await self._bodies.parse(http_request, read, body_reader.BODY_TIMEOUT_S, left_s)
-                body, prompt, timeout_s = parts
-            if http_request.path not in TIMED_PATHS:
-                timeout_s = None
-            deadline = Deadline(received_s, timeout_s or self._request_timeout_s, given_s)
-            with self.hold(len(body)):
-                relayed = _Relayed(self, self._replicas, http_request, body, deadline)
-                return await relayed.run(prompt, self._wait_s, self._resume_timeout_s)
-        except OutOfTime:
-            raise timeout_error(self._request_timeout_s or given_s) from None
-        except ConnectionError:
-            return web.Response()  # the client has disconnected
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self.idle.set()
-
-    @contextlib.contextmanager
-    def hold(self, num_bytes: int) -> Iterator[None]:
-        """Count a body while its request is open. Raises ApiError, 503."""
-        num_left = self._max_held_bytes - self.num_held_bytes
-        if num_bytes > num_left:
-            message = f"{num_left} of {self._max_held_bytes} bytes are free for the bodies of open requests"
-            raise overloaded(f"{message}, and this one has {num_bytes}")
-        self.num_held_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.num_held_bytes -= num_bytes
-
-
-def _read(body: bytes, scope: str) -> tuple[bytes, Prompt, float | None]:
-    """A body, what the router must know of it, and its `timeout_s`."""
-    return body, *(prompts.read(body, scope) if body else (Prompt(1), None))
-
-
-class _Attempt:
+class Attempt:
     """A request at one replica; the sink of its response."""
 
-    def __init__(self, relayed: "_Relayed", lease: ReplicaLease) -> None:
+    def __init__(self, relayed: "RelayedRequest", lease: ReplicaLease) -> None:
         self._relayed = relayed
         self._lease = lease
         self.response: Head | None = None
@@ -192,18 +100,24 @@ class _Attempt:
         return ""
 
 
-class _Relayed:
+class RelayedRequest:
     """One request, over all its attempts."""
 
     def __init__(
-        self, relay: Relay, replicas: ReplicaSet, http_request: web.Request, body: bytes, deadline: Deadline
+        self,
+        counts: RelayCounts,
+        replicas: ReplicaSet,
+        http_request: web.Request,
+        client: ClientWriter,
+        body: bytes,
+        deadline: Deadline,
     ) -> None:
-        self._counts = relay.counts
+        self._counts = counts
         self._replicas = replicas
         self._http_request = http_request
         self._body = body
         self._deadline = deadline
-        self._client = ClientWriter(http_request, relay.slow_client_s, relay.unread)
+        self._client = client
         self._stream: ResumableStream | None = None
         """If the response is a stream with points."""
         self._family = family_of(http_request.rel_url.raw_path)
@@ -258,7 +172,7 @@ class _Relayed:
     async def _attempt(self, lease: ReplicaLease) -> web.StreamResponse | None:
         """One attempt. Returns the response if it is complete; None if another attempt is to be made. Raises RelayError
         if no other one can be."""
-        attempt = _Attempt(self, lease)
+        attempt = Attempt(self, lease)
         try:
             await self._exchange(lease, attempt)
         except UpstreamLost as error:
@@ -273,7 +187,7 @@ class _Relayed:
             return await self._stream_ended(lease)
         return await self._reply(lease, attempt, attempt.response)
 
-    async def _exchange(self, lease: ReplicaLease, attempt: _Attempt) -> None:
+    async def _exchange(self, lease: ReplicaLease, attempt: Attempt) -> None:
         """Send the request and take its response. Raises UpstreamLost, and DeadlinePassed if that was not possible in
         time. The replica ends it if its time passes from then on."""
         async with self._deadline.bound():
@@ -292,7 +206,7 @@ class _Relayed:
         finally:
             lease.upstream.give_back(connection)
 
-    async def _drive(self, connection: Connection, attempt: _Attempt) -> None:
+    async def _drive(self, connection: Connection, attempt: Attempt) -> None:
         client = self._client
         client.pause = connection.pause
         done = connection.send(*self._request(), sink=attempt, has_body=self._http_request.method != "HEAD")
@@ -416,7 +330,7 @@ class _Relayed:
             self._counts.num_retried += 1
         log.info("stream continued" if has_begun else "request repeated", extra={"fields": fields})
 
-    async def _reply(self, lease: ReplicaLease, attempt: _Attempt, head: Head) -> web.StreamResponse | None:
+    async def _reply(self, lease: ReplicaLease, attempt: Attempt, head: Head) -> web.StreamResponse | None:
         """A whole reply has arrived."""
         code = attempt.error_code if head.status >= 500 or head.status == 404 else ""
         if self._client.has_begun:  # instead of the rest of a stream
@@ -479,7 +393,7 @@ class _Relayed:
         raise ApiError(error.status, error.message, code=error.code)
 
 
-def _message_of(attempt: _Attempt) -> str:
+def _message_of(attempt: Attempt) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         return str(json.loads(attempt.body)["error"]["message"])
     return "the replica refused it"

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from pipeline.deploy import relay
-from pipeline.deploy.forwarding import end_to_end
-from pipeline.deploy.resumable_stream import MAX_HELD_BYTES, ResumableStream
-from pipeline.deploy.upstream import MAX_HEAD_BYTES, MAX_TRAILER_BYTES
+from pipeline.deploy.proxy import relayed_request
+from pipeline.deploy.proxy.forwarding import end_to_end
+from pipeline.deploy.proxy.resumable_stream import MAX_HELD_BYTES, ResumableStream
+from pipeline.deploy.proxy.upstream import MAX_HEAD_BYTES, MAX_TRAILER_BYTES
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed, text_of
-from tests.deploy.test_relay import BODY, tokens_of
-from tests.deploy.test_upstream import answer
+from tests.deploy.proxy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.test_upstream import answer
 
 
 @pytest.mark.parametrize("name", [RESUMABLE, RESUMABLE.lower(), RESUMABLE.upper(), "x-PIPELINE-resumable"])
@@ -120,7 +120,7 @@ LONG = json.dumps({"text": "x" * 1_000_000}).encode()
 
 
 async def test_a_long_reply_is_passed_on_and_not_collected(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(relay, "MAX_REPLY_BYTES", 10_000)
+    monkeypatch.setattr(relayed_request, "MAX_REPLY_BYTES", 10_000)
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(LONG)}\r\n\r\n".encode()
     body = {"prompt": "x"}
     async with deployed(Raw(head + LONG)) as (_, client), client.post("/v1/completions", json=body) as response:

@@ -16,7 +16,8 @@ import msgspec
 
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.config.settings import Settings
-from pipeline.deploy.ray_members import MEMBERS
+from pipeline.deploy.proxy.upstream import Upstream
+from pipeline.deploy.ray.members import MEMBERS
 from pipeline.deploy.replicas import (
     DEFAULT_KV_TOKENS,
     UNKNOWN,
@@ -26,7 +27,6 @@ from pipeline.deploy.replicas import (
     RoutedLease,
     RoutedReplicas,
 )
-from pipeline.deploy.upstream import Upstream
 from pipeline.errors import UserError
 from pipeline.routing.policies import Prompt
 from pipeline.supervisor.admin_client import Admin, find_servers

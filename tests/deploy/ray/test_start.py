@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.deploy import ray_start
-from pipeline.deploy.ray_start import reason, until_running
+from pipeline.deploy.ray import start as ray_start
+from pipeline.deploy.ray.start import reason, until_running
 from pipeline.errors import UserError
 
 FAILED = """The deployment failed to start 2 times in a row. Error:
 ray::ServeReplica:pipeline:Server.initialize_and_get_metadata() (pid=1)
-  File "ray_replicas.py", line 60, in __init__
+  File "replicas.py", line 60, in __init__
 RuntimeError: the server of replica ab could not start: execute: there is no GPU"""
 WHY = "the server of replica ab could not start: execute: there is no GPU"
 

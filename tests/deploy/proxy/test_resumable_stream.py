@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.deploy.resumable_stream import ResumableStream
+from pipeline.deploy.proxy.resumable_stream import ResumableStream
 
 HEAD = b': point {"id":"cmpl-1"}\n'
 

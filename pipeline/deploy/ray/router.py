@@ -14,7 +14,7 @@ class LeaseRouter(RequestRouter):  # type: ignore[misc] # ray is an extra, so it
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         # Ray pickles this class with the globals that it uses; the ingress must see the same object.
-        from pipeline.deploy.ray_members import MEMBERS
+        from pipeline.deploy.ray.members import MEMBERS
 
         super().update_replicas(replicas)
         MEMBERS.set(frozenset(one.replica_id.unique_id for one in replicas))

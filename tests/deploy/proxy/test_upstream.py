@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.deploy.upstream import Connection, ResponseCollector, Upstream, UpstreamLost, fetch, head_of
+from pipeline.deploy.proxy.upstream import Connection, ResponseCollector, Upstream, UpstreamLost, fetch, head_of
 from tests.rig import PATIENCE_S
 
 CHUNKED = (

@@ -17,7 +17,7 @@ import msgspec
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import AccessLogSettings, Settings
 from pipeline.deploy.ingress import Ingress, IngressSettings
-from pipeline.deploy.ray_start import until_running
+from pipeline.deploy.ray.start import until_running
 from pipeline.errors import UserError
 from pipeline.hosts import own_ray
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT
@@ -65,7 +65,7 @@ class IngressActor:
         self, handle: Any, settings: bytes, start_timeout_s: float, keys: bytes
     ) -> None:
         """`settings` are msgpack of IngressSettings, and `keys` as of `Keys.packed`, or empty."""
-        from pipeline.deploy.ray_replicas import RayReplicas
+        from pipeline.deploy.ray.replicas import RayReplicas
 
         given = msgspec.msgpack.decode(settings, type=IngressSettings)
         open_log("ingress", given.log_level, given.log_format)
@@ -151,7 +151,7 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-    from pipeline.deploy.ray_replicas import ServerReplica
+    from pipeline.deploy.ray.replicas import ServerReplica
 
     # In a cluster of our own, the ingress is on the same machine.
     is_wildcard = bool(what.address) and settings.gateway.host in ("0.0.0.0", "::")
@@ -184,7 +184,7 @@ def application(settings: Settings, ingress: IngressSettings, what: DeploySettin
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        request_router_config=RequestRouterConfig(request_router_class="pipeline.deploy.ray_router.LeaseRouter"),
+        request_router_config=RequestRouterConfig(request_router_class="pipeline.deploy.ray.router.LeaseRouter"),
         ray_actor_options={
             "num_cpus": what.replica_cpus,
             "num_gpus": what.replica_gpus,

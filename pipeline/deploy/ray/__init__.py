@@ -1,0 +1,1 @@
+"""Replicas and ingress as a Ray Serve application; needs the extra `ray`."""
