@@ -21,7 +21,7 @@ from pipeline.config.keys import Key, needs, sections
 from pipeline.config.renamed import RENAMED, new_value, warning_of, warning_of_value
 from pipeline.config.settings import Settings
 
-PRESETS_DIR = Path(__file__).parent
+PRESETS_DIR = Path(__file__).parent / "presets"
 
 Origin = str
 Given = dict[str, tuple[Origin, Any]]

@@ -4,8 +4,8 @@ import ipaddress
 import os
 import re
 
-from pipeline.config import browsers, core_list, hf_overrides, port_range, zmq_setting
 from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.config.values import browsers, core_list, hf_overrides, port_range, zmq_setting
 
 BYTES_PER_ID = 4
 UNNAMED_KEY = re.compile(r"key-\d+")

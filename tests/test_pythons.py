@@ -119,7 +119,7 @@ class TestAWheel:
     def test_contains_type_marker_defaults_and_kernel_sources(self, wheel: Path) -> None:
         names = zipfile.ZipFile(wheel).namelist()
         assert "pipeline/py.typed" in names
-        assert "pipeline/config/default.toml" in names
+        assert "pipeline/config/presets/default.toml" in names
         assert {"pipeline/kernels/cpu/program.cpp", "pipeline/kernels/cpu/linear.h"} <= set(names)
 
 

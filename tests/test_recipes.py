@@ -55,8 +55,8 @@ class Tree:
         return found.stdout if code == 0 else found.stderr
 
     def write_defaults(self) -> None:
-        """pipeline config show > config/default.toml"""
-        (self.root / "config/default.toml").write_text(self.python("-m", "pipeline", "config", "show"))
+        """pipeline config show > config/presets/default.toml"""
+        (self.root / "config/presets/default.toml").write_text(self.python("-m", "pipeline", "config", "show"))
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_adding_a_config_key(tree: Tree) -> None:
     field = '    nap_s: Annotated[float, Meta(ge=0, le=9, description="Seconds of sleep between steps.")] = 0.5\n'
     tree.add("config/sections/stages.py", "    policy: Annotated[", field)
     tree.write_defaults()
-    defaults = (tree.root / "config/default.toml").read_text()
+    defaults = (tree.root / "config/presets/default.toml").read_text()
     assert "\n# Seconds of sleep between steps.\n" in defaults and "\nnap_s = 0.5\n" in defaults
     assert "\nnap_s = 2.0\n" in tree.python("-m", "pipeline", "config", "show", "--set", "schedule.nap_s=2")
     assert "schedule.nap_s" in tree.python("-m", "pipeline", "config", "show", "--set", "schedule.nap_s=10", code=2)
@@ -216,7 +216,7 @@ def test_adding_a_scheduling_policy(tree: Tree) -> None:
     tree.replace(settings, 'PolicyName = Literal["fcfs"', 'PolicyName = Literal["lifo", "fcfs"')
     tree.replace(settings, "description='Order of waiting requests: ", 'description=\'"lifo" starts the last first; ')
     tree.write_defaults()
-    assert '"lifo" starts the last first' in (tree.root / "config/default.toml").read_text()
+    assert '"lifo" starts the last first' in (tree.root / "config/presets/default.toml").read_text()
     order = tree.python(
         "-c",
         """if True:
@@ -269,7 +269,7 @@ def test_adding_a_tool_call_parser(tree: Tree) -> None:
     tree.replace(formats, "    Glm4(),\n", "    Glm4(),\n    Arrow(),\n")
     tree.replace(settings, "_XmlToolFormats = Literal[", '_XmlToolFormats = Literal["arrow", ')
     tree.write_defaults()
-    assert '"arrow"' in (tree.root / "config/default.toml").read_text()
+    assert '"arrow"' in (tree.root / "config/presets/default.toml").read_text()
     calls = tree.python(
         "-c",
         """if True:

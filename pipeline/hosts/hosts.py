@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from pipeline.config import port_range
+from pipeline.config.values import port_range
 from pipeline.hosts.remote_child import RemoteChild
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology

@@ -6,9 +6,9 @@ import logging
 import os
 import socket
 
-from pipeline.config import zmq_setting
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
+from pipeline.config.values import zmq_setting
 from pipeline.runtime import api_keys
 from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE, Keys
 from pipeline.runtime.key_book import KeyBook

@@ -21,7 +21,7 @@ import zmq
 
 from pipeline import torch_needed
 from pipeline.config.settings import Settings
-from pipeline.config.sizes import size_words
+from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.hosts import placement
 from pipeline.runtime import api_keys, topology

@@ -4,8 +4,8 @@ import socket
 
 import msgspec
 
-from pipeline.config import port_range
 from pipeline.config.settings import Settings
+from pipeline.config.values import port_range
 from pipeline.runtime import curve, topology
 from pipeline.runtime import messages as m
 from pipeline.runtime.curve import ClientKeys, CurveKeys

@@ -2,8 +2,8 @@
 
 import os
 
-from pipeline.config import core_list
 from pipeline.config.settings import Settings
+from pipeline.config.values import core_list
 from pipeline.errors import UserError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
-from pipeline.config.sizes import size_words
+from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks

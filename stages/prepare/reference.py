@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, ProgramResults, ReferenceResults
-from pipeline.config import hf_overrides
 from pipeline.config.settings import Settings
+from pipeline.config.values import hf_overrides
 from pipeline.runtime.model_folder import ModelConfig
 from pipeline.runtime.rust_panics import panics_as_errors
 from pipeline.stages.prepare import gguf_reference

@@ -17,8 +17,8 @@ from typing import assert_never
 
 import msgspec
 
-from pipeline.config import hf_overrides
 from pipeline.config.settings import PreparedFormat, Settings
+from pipeline.config.values import hf_overrides
 from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report

@@ -67,7 +67,7 @@ def test_any_value_loads_again(name: str, num_bytes: int, wait: float) -> None:
 
 def test_the_default_preset_is_what_config_show_prints() -> None:
     assert presets()["default"].read_text("utf-8") == as_toml(Settings()), (
-        "the settings have changed: run `pipeline config show > config/default.toml`"
+        "the settings have changed: run `pipeline config show > config/presets/default.toml`"
     )
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config import port_range
 from pipeline.config.rules import contradictions
 from pipeline.config.settings import ExecuteSettings, LoraSettings, RaySettings, Settings, TransportSettings
+from pipeline.config.values import port_range
 from pipeline.hosts import placement
 from pipeline.runtime import topology
 

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config.zmq_setting import AUTO, OFF, problem_of
+from pipeline.config.values.zmq_setting import AUTO, OFF, problem_of
 from pipeline.errors import UserError
 
 CONNECT_S = 1.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from pipeline.config import hf_overrides
 from pipeline.config.settings import PreparedFormat
+from pipeline.config.values import hf_overrides
 from pipeline.runtime import generation_config
 from pipeline.runtime.model_folder import NOTES
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config.sizes import size_words
+from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m

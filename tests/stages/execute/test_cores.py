@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.config import core_list
 from pipeline.config.settings import ExecuteSettings, Settings
+from pipeline.config.values import core_list
 from pipeline.errors import UserError
 from pipeline.stages.execute.cores import threads_of, use_cores
 

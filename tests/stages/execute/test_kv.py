@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.config.sizes import size_words
+from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.kv_groups import KVGroup

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config.load import load
-from pipeline.config.sizes import size_words
+from pipeline.config.values.sizes import size_words
 
 
 @pytest.mark.parametrize(

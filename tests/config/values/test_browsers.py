@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.config.browsers import (
+from pipeline.config.load import ConfigError, load
+from pipeline.config.values.browsers import (
     Authority,
     Origin,
     is_listed,
@@ -10,7 +11,6 @@ from pipeline.config.browsers import (
     parse_authority,
     parse_origin,
 )
-from pipeline.config.load import ConfigError, load
 
 
 @pytest.mark.parametrize(
