@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.shm.arrays import Array, ShmRef
 
 VOCAB = 997

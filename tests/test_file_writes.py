@@ -27,12 +27,12 @@ REASONS: dict[str, dict[str, str]] = {
     "The modules that have the rule.": {
         "pipeline/cli/out_file.py": "O_CREAT*2 O_WRONLY*3 replace unlink*3",
         "pipeline/own_files.py": "O_CREAT*2 O_RDWR*2 chmod mkdir*4",
-        "pipeline/runtime/private_files.py": "O_CREAT O_WRONLY*2 unlink",
+        "pipeline/runtime/files/private_files.py": "O_CREAT O_WRONLY*2 unlink",
     },
     "Inside an `OpenFolder`, or relative to its descriptor.": {
         "pipeline/cli/cache/entries.py": "O_RDWR rmtree unlink*2",
         "pipeline/lora/adapter_file.py": "open replace unlink*2",
-        "pipeline/runtime/log_file.py": "O_CREAT O_WRONLY rename",
+        "pipeline/runtime/log/log_file.py": "O_CREAT O_WRONLY rename",
         "pipeline/supervisor/crash_reports.py": "mkdir rename rmtree*2",
         "stages/execute/cpu/native/panel_file.py": "O_RDWR O_TMPFILE link unlink",
         "stages/prepare/adapters.py": "unlink",
@@ -42,7 +42,7 @@ REASONS: dict[str, dict[str, str]] = {
         "kernels/cpu/library_file.py": "open",
     },
     "In the folder that `Cache.ensure` fills: it is open, and only its user can enter it.": {
-        "pipeline/runtime/generation_config.py": "write_bytes",
+        "pipeline/runtime/model/generation_config.py": "write_bytes",
         "stages/prepare/gguf/model.py": "write_text*3",
         "stages/prepare/given_template.py": "unlink",
         "stages/prepare/sharing.py": "copyfile*2 link unlink*2",
@@ -70,7 +70,7 @@ REASONS: dict[str, dict[str, str]] = {
     "A file of the kernel or a device: /dev/null, /proc.": {
         "kernels/cpu/compile_ahead.py": "write_bytes",
         "pipeline/__main__.py": "O_WRONLY",
-        "pipeline/runtime/api_keys.py": "write_text",
+        "pipeline/runtime/security/api_keys.py": "write_text",
         "stages/execute/cuda/ranks/board.py": "O_RDWR",
         "tools/ranks_bench.py": "O_RDWR*2",
         "tools/simulator/__main__.py": "O_WRONLY",
@@ -104,7 +104,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "The time of use of a prepared adapter.": {"pipeline/lora/convert.py": "utime"},
     "`save` writes in the folder that is filled. `is_held` opens a stamp for its lock, not over a link.": {
-        "pipeline/runtime/model_folder.py": "O_RDWR write_bytes"
+        "pipeline/runtime/model/model_folder.py": "O_RDWR write_bytes"
     },
     "A stale socket's own name, not where a link leads (docs/security.md says which folder to use).": {
         "stages/gateway/zmq/bind.py": "unlink",

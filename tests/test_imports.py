@@ -108,8 +108,9 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
         ),
         (
             "pipeline/errors.py",
-            "from pipeline.runtime import logs",
-            "pipeline/errors.py:1: pipeline/errors may not import pipeline.runtime.logs: runtime is on no lower floor",
+            "from pipeline.runtime.log import logs",
+            "pipeline/errors.py:1: pipeline/errors may not import pipeline.runtime.log.logs: "
+            "runtime is on no lower floor",
         ),
         (
             "stages/ingest/a.py",

@@ -10,7 +10,7 @@ from pipeline import own_files
 from pipeline.cli.cache.entries import _is_locked
 from pipeline.kernels.cpu.build import _try_lock
 from pipeline.own_files import OpenFolder, open_lock
-from pipeline.runtime.model_folder import STAMP, hold, is_held
+from pipeline.runtime.model.model_folder import STAMP, hold, is_held
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.sources.source import ModelError
 

@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine
-from pipeline.runtime import heap
+from pipeline.runtime.process import heap
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, Order
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker
 from tools.benchmarks.structured import SCHEMAS

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.runtime.printable import printable
+from pipeline.runtime.log.printable import printable
 
 MAX_CHARS = 64 * 1024
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from pipeline.config.load import ConfigError
 from pipeline.own_files import NotOwn, descriptor, is_planted, place_of
-from pipeline.runtime.private_files import open_output, own_descriptor
+from pipeline.runtime.files.private_files import open_output, own_descriptor
 
 PRIVATE = 0o600
 """The mode of files with prompts."""

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from pipeline.runtime.printable import printable
+from pipeline.runtime.log.printable import printable
 
 
 class SafeConsole(Console):

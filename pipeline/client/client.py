@@ -29,7 +29,7 @@ from pipeline.client.inputs.checks import checked_reconnect_timeout
 from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.request_options import checked
 from pipeline.client.inputs.sampling_params import SamplingParams
-from pipeline.runtime import api_keys
+from pipeline.runtime.security import api_keys
 
 RECONNECT_S = 60.0
 """Default time in which a server that is gone must return."""

@@ -40,10 +40,10 @@ from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.log_file import dropped_log
-from pipeline.runtime.logs import LogFormat
-from pipeline.runtime.tls import server_context
+from pipeline.runtime.log.log_file import dropped_log
+from pipeline.runtime.log.logs import LogFormat
+from pipeline.runtime.security.api_keys import Keys
+from pipeline.runtime.security.tls import server_context
 
 ALL_TIMEOUT_S = 10.0
 """Time for a replica to answer what is sent to all."""

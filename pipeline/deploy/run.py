@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pipeline.config.load import ConfigError
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool
+from pipeline.runtime.security.api_keys import Keys
 
 FIRST_ANSWER_S = 5.0
 

@@ -25,8 +25,8 @@ from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, 
 from pipeline.grammars.entry import die_with_parent
 from pipeline.grammars.source import InvalidGrammar, to_llguidance
 from pipeline.grammars.worker import WorkerLostError, receive, send
-from pipeline.runtime.process_usage import usage_of
-from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.process.process_usage import usage_of
+from pipeline.runtime.process.rust_panics import RustPanic, panics_as_errors
 from pipeline.text.formats.lark import LarkGrammar
 
 MAX_BYTES = 512 * 1024**2

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pipeline.runtime.model_folder import ModelConfig, read_text
-from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.runtime.model.model_folder import ModelConfig, read_text
+from pipeline.runtime.process.rust_panics import panics_as_errors
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """The library's default limits: fuel per mask, items per row, lexer states. Without verbose errors, its messages do not

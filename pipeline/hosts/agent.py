@@ -22,13 +22,15 @@ import zmq
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime import black_box, curve, model_folder
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.curve import ClientKeys
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.messages.wire_version import wire_version
+from pipeline.runtime.model import model_folder
+from pipeline.runtime.process import black_box
 from pipeline.runtime.topology import SUPERVISOR
-from pipeline.runtime.wire_version import wire_version
+from pipeline.runtime.transport import curve
+from pipeline.runtime.transport.curve import ClientKeys
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.process import Child

@@ -20,12 +20,12 @@ from pipeline.config.values import port_range
 from pipeline.hosts.remote_child import RemoteChild
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.curve import ClientKeys, is_loopback
-from pipeline.runtime.outbox import Outbox
-from pipeline.runtime.process_usage import ProcessUsage
+from pipeline.runtime.messages.wire_version import wire_version
+from pipeline.runtime.process.process_usage import ProcessUsage
 from pipeline.runtime.topology import RAY, SUPERVISOR
-from pipeline.runtime.wire_version import wire_version
+from pipeline.runtime.transport.curve import ClientKeys, is_loopback
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION, SharedResources
 

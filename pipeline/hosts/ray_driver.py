@@ -27,9 +27,9 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.hosts import own_ray
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT, NOT_INSTALLED, bundle_of, problem_of
-from pipeline.runtime import curve
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
+from pipeline.runtime.transport import curve
 
 CHECK_S = 0.2
 """How often a placement that waits for room is checked."""
@@ -209,7 +209,7 @@ def _actor_class() -> type:
             try:
                 from pipeline.errors import UserError
                 from pipeline.hosts.agent import HostAgent
-                from pipeline.runtime.logs import open_log
+                from pipeline.runtime.log.logs import open_log
                 from pipeline.runtime.messages import HostOrders
             except ImportError as error:
                 return b"", f"Pipeline can't be imported on {socket.gethostname()} ({address}): {error}", address

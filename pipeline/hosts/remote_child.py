@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.process_usage import NOTHING, ProcessUsage
+from pipeline.runtime.process.process_usage import NOTHING, ProcessUsage
 from pipeline.supervisor.process import Child
 
 KILLED = -9

@@ -23,9 +23,9 @@ from pipeline.http_server import request_ids
 from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_headers
 from pipeline.http_server.errors import truncated
 from pipeline.http_server.guard import current_scope
-from pipeline.runtime.client_address import client_address
-from pipeline.runtime.log_file import LogWriter, RotatingFile, StandardError
-from pipeline.runtime.printable import json_printable, printable
+from pipeline.runtime.log.log_file import LogWriter, RotatingFile, StandardError
+from pipeline.runtime.log.printable import json_printable, printable
+from pipeline.runtime.security.client_address import client_address
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 CLIENT_LEFT = 499

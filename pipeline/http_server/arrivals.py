@@ -21,7 +21,7 @@ from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
 from pipeline.http_server.receive_turns import ReceiveTurns
 from pipeline.http_server.wrong_scheme import WrongScheme
-from pipeline.runtime.client_address import address_of
+from pipeline.runtime.security.client_address import address_of
 
 ACCEPT_S = 0.002
 """No connection is accepted after this time of a turn of the loop: about 100 are."""

@@ -18,7 +18,7 @@ from pipeline.http_server.guard import current_scope
 from pipeline.http_server.json_depth import check_depth
 from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
 from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
-from pipeline.runtime.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool
 
 BODY_TIMEOUT_S = 60.0
 """Time for a client to send the body."""

@@ -17,7 +17,7 @@ from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError
 from pipeline.http_server.origins import OriginPolicy, check_content_type
 from pipeline.http_server.server_header import set_server
-from pipeline.runtime.api_keys import NO_SCOPE, Keys, bearer
+from pipeline.runtime.security.api_keys import NO_SCOPE, Keys, bearer
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 

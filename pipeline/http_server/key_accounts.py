@@ -20,9 +20,9 @@ from pipeline.http_server.apis.openai import LimitUse, duration
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.errors import ApiError
 from pipeline.metrics.stats import KeyUsage
-from pipeline.runtime import key_usage
-from pipeline.runtime.api_keys import ApiKey, Keys
-from pipeline.runtime.key_usage import COUNTERS, UsageMemory
+from pipeline.runtime.security import key_usage
+from pipeline.runtime.security.api_keys import ApiKey, Keys
+from pipeline.runtime.security.key_usage import COUNTERS, UsageMemory
 
 REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, RATE_LIMITED, OVERLOADED, INVALID = range(len(COUNTERS))
 _REFUSALS: dict[int, int] = {

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from pipeline.runtime.fair_gate import FairGate
+from pipeline.runtime.queues.fair_gate import FairGate
 
 LARGE_BYTES = 65536
 """Bodies up to this size need no lock."""

@@ -29,7 +29,7 @@ from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
 from pipeline.http_server.slow_clients import UnreadReplies
-from pipeline.runtime.client_address import client_address
+from pipeline.runtime.security.client_address import client_address
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""

@@ -16,7 +16,7 @@ import select
 import time
 from typing import Protocol
 
-from pipeline.runtime.fair_queue import FairQueue
+from pipeline.runtime.queues.fair_queue import FairQueue
 
 NUM_READS = 8
 """Connections that are read in one turn of the loop: 2 MiB at most, which takes about 2 ms, as the handling of eight

@@ -12,8 +12,8 @@ import itertools
 from aiohttp import web
 
 from pipeline.http_server.guard import Handle, current_scope
-from pipeline.runtime.client_address import client_address
-from pipeline.runtime.fair_queue import FairQueue
+from pipeline.runtime.queues.fair_queue import FairQueue
+from pipeline.runtime.security.client_address import client_address
 
 NUM_REQUESTS = 32
 """Requests that begin in one turn of the loop: they take about 10 ms. Others don't wait if there are no more."""

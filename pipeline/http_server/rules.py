@@ -19,7 +19,7 @@ from pipeline.http_server.expect import refuse_unknown
 from pipeline.http_server.guard import Handle, require_allowed_origin, require_key
 from pipeline.http_server.origins import OriginPolicy
 from pipeline.http_server.refusal_log import RefusalLog
-from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.security.api_keys import Keys
 
 
 class ListenerRules:

@@ -17,8 +17,8 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.http_server.guard import Handle, current_scope
-from pipeline.runtime import suspension
-from pipeline.runtime.client_address import client_address
+from pipeline.runtime.process import suspension
+from pipeline.runtime.security.client_address import client_address
 
 HIGH_BYTES = 16 * 1024
 """Bytes buffered in the transport of a slow client, besides one piece of PIECE_BYTES."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from pipeline.own_files import OpenFolder, make_folder
-from pipeline.runtime.regular_files import open_regular
+from pipeline.runtime.files.regular_files import open_regular
 
 MAGIC = b"lora\r\n1\n"
 LENGTH = struct.Struct("<Q")

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.lora.tensors import FloatMatrix, bf16_to_float, require_contiguous
-from pipeline.runtime.regular_files import RegularFile
+from pipeline.runtime.files.regular_files import RegularFile
 
 MAGIC = b"GGUF"
 NUMBER_BYTES = 8

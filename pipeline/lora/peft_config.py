@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import UserError
-from pipeline.runtime.printable import printable
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.files.regular_files import read_regular
+from pipeline.runtime.log.printable import printable
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 * 1024**2

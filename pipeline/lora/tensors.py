@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
-from pipeline.runtime.regular_files import RegularFile
+from pipeline.runtime.files.regular_files import RegularFile
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 * 1024**2

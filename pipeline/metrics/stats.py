@@ -275,7 +275,8 @@ class StageStats(Part, frozen=True):
 
 
 class KeyUsage(Part, frozen=True):
-    """What one API key has used since the server's start; see pipeline.runtime.key_usage. Append counters only."""
+    """What one API key has used since the server's start; see pipeline/runtime/security/key_usage.py. Only append
+    counters."""
 
     name: str
     num_requests: int = 0

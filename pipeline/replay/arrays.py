@@ -5,7 +5,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from pipeline.runtime.memories import Memories
+from pipeline.runtime.transport.memories import Memories
 from pipeline.shm.arrays import ShmRef
 
 

@@ -21,7 +21,7 @@ from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.replay.rotation import facts_in, wake_behind
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.memories import Memories
+from pipeline.runtime.transport.memories import Memories
 from pipeline.shm import segment
 
 GROW_BYTES = 64 * 1024

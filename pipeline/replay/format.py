@@ -30,9 +30,9 @@ import msgspec
 from pipeline.config.renamed import with_new_names
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.generation_config import ExcludedTokens, GenerationDefaults
 from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model.generation_config import ExcludedTokens, GenerationDefaults
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.version import VERSION
 
 MAGIC = b"PLRECORD"

@@ -4,8 +4,8 @@ from typing import Any
 
 from pipeline.replay.stage_recordings import Recordings
 from pipeline.runtime import messages as m
-from pipeline.runtime.peer_channels import PeerChannels
 from pipeline.runtime.stage import Channels, Stage
+from pipeline.runtime.transport.peer_channels import PeerChannels
 
 
 def open_stage(launch: m.Launch, union: Any) -> Stage[Any]:

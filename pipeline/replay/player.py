@@ -22,10 +22,10 @@ from pipeline.replay.arrays import copies, refs
 from pipeline.replay.partial import Partial, partial_of
 from pipeline.replay.recorder import FileWriter
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.memories import Memories
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.runtime.transport.memories import Memories
 
 MOMENT_S = 120.0
 """Longest wait for work beside the loop that had ended here in the recording."""

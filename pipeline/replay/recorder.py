@@ -17,12 +17,13 @@ import msgspec
 from pipeline.errors import UserError
 from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
-from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.generation_config import ExcludedTokens, GenerationDefaults
-from pipeline.runtime.memories import Memories
-from pipeline.runtime.private_files import create_private
+from pipeline.runtime import topology
+from pipeline.runtime.files.private_files import create_private
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.generation_config import ExcludedTokens, GenerationDefaults
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.transport.memories import Memories
 from pipeline.version import VERSION
 
 MAX_PENDING_BYTES = 64 * 1024**2

@@ -7,9 +7,9 @@ import msgspec
 
 from pipeline.replay.player import PlaybackContext
 from pipeline.runtime import messages as m
-from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.arrays import Arrays
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.outbox import Outbox
 
 T = TypeVar("T")
 

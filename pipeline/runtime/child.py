@@ -14,13 +14,13 @@ import setproctitle
 import zmq
 
 from pipeline.errors import UserError
-from pipeline.runtime import black_box
-from pipeline.runtime.curve import ClientKeys, CurveKeys
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.process import black_box
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.curve import ClientKeys, CurveKeys
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.version import VERSION
 
 EXIT_FAILED = 1
@@ -59,7 +59,7 @@ def main(launch_fd: int) -> None:
         if launch.wire_version:
             _check_version(launch.wire_version)
         if launch.foreground:
-            importlib.import_module("pipeline.runtime.debugging").install(launch.break_at)
+            importlib.import_module("pipeline.runtime.process.debugging").install(launch.break_at)
         module = importlib.import_module(launch.entry)
         if (preload := getattr(module, "preload", None)) is not None:
             preload(launch)
@@ -88,7 +88,7 @@ def _exit(code: int) -> None:
 
 def _check_version(expected: str) -> None:
     """Raise UserError if the code that is installed now sends other messages than the server's."""
-    from pipeline.runtime.wire_version import wire_version
+    from pipeline.runtime.messages.wire_version import wire_version
 
     if wire_version() != expected:
         raise UserError(

@@ -15,13 +15,13 @@ from pipeline.errors import UserError
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.metrics.stats import EdgeCounts, OwnCounts, StageCounts, num_queued
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.outbox import Outbox
-from pipeline.runtime.stack_sampler import StackSampler
+from pipeline.runtime.process.stack_sampler import StackSampler
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace, Tracer
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.outbox import Outbox
 
 if TYPE_CHECKING:
-    from pipeline.runtime.arrays import Arrays
+    from pipeline.runtime.transport.arrays import Arrays
 
 
 class StageRecordings(Protocol):

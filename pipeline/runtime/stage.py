@@ -8,17 +8,18 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox
+from pipeline.runtime import topology
 from pipeline.runtime.control_requests import ControlRequests, StageRecordings
-from pipeline.runtime.memories import Memories
 from pipeline.runtime.messages import ExecuteFacts, Launch
-from pipeline.runtime.outbox import GoneOutbox, Outbox
+from pipeline.runtime.process import black_box
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
+from pipeline.runtime.transport.arrays import Arrays
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.memories import Memories
+from pipeline.runtime.transport.outbox import GoneOutbox, Outbox
 
 T = TypeVar("T")
 

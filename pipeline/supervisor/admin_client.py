@@ -13,9 +13,9 @@ from pipeline.config.source import SettingsSource
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, is_listening, problem_of
+from pipeline.runtime.security.peer_credentials import NEVER_MS, Monitor, connect_again, is_listening, problem_of
 from pipeline.runtime.tracing import StageTrace
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor import admin_server
 from pipeline.version import VERSION
 

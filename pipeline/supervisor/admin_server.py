@@ -22,8 +22,8 @@ from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import StageTrace
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.changed_settings import Change
 
 MAX_QUESTION_BYTES = 1024 * 1024

@@ -9,9 +9,9 @@ import socket
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.config.values import zmq_setting
-from pipeline.runtime import api_keys
-from pipeline.runtime.api_keys import FILE_KEY, SERVER_VARIABLE, Keys
-from pipeline.runtime.key_book import KeyBook
+from pipeline.runtime.security import api_keys
+from pipeline.runtime.security.api_keys import FILE_KEY, SERVER_VARIABLE, Keys
+from pipeline.runtime.security.key_book import KeyBook
 
 
 def keys_of(

@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.process import black_box
 
 
 class BlackBoxes:

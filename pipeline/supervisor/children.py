@@ -8,9 +8,9 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.curve import ClientKeys
-from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.curve import ClientKeys
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import INCARNATION
 from pipeline.supervisor.run_mode import RunMode

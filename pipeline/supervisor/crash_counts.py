@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import MAX_SUSPECTS
+from pipeline.runtime.process.black_box import MAX_SUSPECTS
 
 MAX_CRASHES = 3
 """Of a stage, the last of them with the request alone in work, before it fails."""

@@ -27,11 +27,11 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.own_files import OpenFolder, own_folder
-from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
-from pipeline.runtime.cache_path import CRASHES, cache_path
-from pipeline.runtime.private_files import create_private
-from pipeline.runtime.process_usage import rss_bytes
+from pipeline.runtime.files.cache_path import CRASHES, cache_path
+from pipeline.runtime.files.private_files import create_private
+from pipeline.runtime.process import black_box
+from pipeline.runtime.process.process_usage import rss_bytes
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.process import Child, signal_name
 from pipeline.version import VERSION

@@ -7,7 +7,7 @@
 A late stage is not pinged again: it answers the ping that waits in its inbox. The log has a line when a stage goes late
 and when it is back, and the gateways get `LateStages`, so that they refuse requests that would wait for it.
 
-If the supervisor itself was suspended (`pipeline/runtime/suspension.py`), that time does not count.
+If the supervisor itself was suspended (`pipeline/runtime/process/suspension.py`), that time does not count.
 
 A step may take long on a slow or busy machine, so an executor that uses the CPU gets `BUSY_FACTOR` times both timeouts:
 it is neither late nor hangs while it computes.

@@ -22,10 +22,10 @@ from pipeline.config.settings import Settings
 from pipeline.hosts.hosts import Hosts
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import with_execute_facts
-from pipeline.runtime.suspension import Suspension
+from pipeline.runtime.process.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor.adapters import Adapters
 from pipeline.supervisor.admin_server import AdminServer, Questions
 from pipeline.supervisor.children import ChildTable

@@ -20,8 +20,8 @@ import msgspec
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.wire_version import wire_version
+from pipeline.runtime.messages.wire_version import wire_version
+from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child
 from pipeline.supervisor.resources import Channels, SharedResources

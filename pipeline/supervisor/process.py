@@ -15,7 +15,7 @@ from pipeline.runtime import entry
 from pipeline.runtime.child import SINGLE_THREADED
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
-from pipeline.runtime.process_usage import ProcessUsage, usage_of
+from pipeline.runtime.process.process_usage import ProcessUsage, usage_of
 
 ABORT_S = 0.5
 """Maximum time for a process that hangs to write its stacks."""

@@ -16,7 +16,7 @@ from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.security.api_keys import Keys
 from pipeline.supervisor.admin_server import Answers, Questions, ReloadDone
 from pipeline.supervisor.changed_settings import Change, changes, to_restart, to_scale
 from pipeline.supervisor.children import ChildTable

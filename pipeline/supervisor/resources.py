@@ -13,11 +13,13 @@ import msgspec
 from pipeline.config.by_device import kv_bytes_in_ram
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime import api_keys, model_folder, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import address_of
-from pipeline.runtime.key_book import KeyBook
+from pipeline.runtime import topology
+from pipeline.runtime.model import model_folder
+from pipeline.runtime.security import api_keys
+from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import address_of
 from pipeline.shm import segment
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.crash_counts import CrashCounts

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
+from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.process import Child

@@ -8,9 +8,9 @@ import time
 from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.key_book import KeyBook
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
+from pipeline.runtime.security.api_keys import Keys
+from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import bind_policy
 from pipeline.supervisor.listeners import listen, zmq_address
@@ -39,7 +39,7 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
     book = KeyBook() if keys is None else None
     keys = bind_policy.keys_of(settings, log, keys, book)
     if settings.gateway.ssl_certfile:  # imported only then, because it takes a while
-        from pipeline.runtime.tls import server_context
+        from pipeline.runtime.security.tls import server_context
 
         server_context(settings.gateway)
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)

@@ -5,10 +5,10 @@ import os
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.metrics.stats import KeyUsage
-from pipeline.runtime import key_usage
-from pipeline.runtime.api_keys import FILE_KEY, Keys
-from pipeline.runtime.key_book import KeyBook
-from pipeline.runtime.key_usage import UsageMemory
+from pipeline.runtime.security import key_usage
+from pipeline.runtime.security.api_keys import FILE_KEY, Keys
+from pipeline.runtime.security.key_book import KeyBook
+from pipeline.runtime.security.key_usage import UsageMemory
 
 
 class SharedKeys:

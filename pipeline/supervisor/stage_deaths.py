@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
+from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor.admin_server import Questions
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.crash_reports import CrashReports

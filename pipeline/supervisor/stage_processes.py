@@ -9,7 +9,7 @@ from pipeline.client.connection.zmq_address import check_free
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox
+from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor import heartbeats
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.listeners import add_listener, remove_listener, set_active_listeners, zmq_address

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from pipeline.metrics.stats import ServerStats, StageCounts, StageStats
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.process_usage import NOTHING, usage_of
+from pipeline.runtime.process.process_usage import NOTHING, usage_of
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.admin_server import Answers, Questions
 from pipeline.supervisor.children import ChildTable
 from pipeline.supervisor.process import Child

@@ -24,10 +24,11 @@ from pipeline.config.settings import Settings
 from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.hosts import placement
-from pipeline.runtime import api_keys, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.key_book import KeyBook
-from pipeline.runtime.kv_groups import described, has_windows
+from pipeline.runtime import topology
+from pipeline.runtime.model.kv_groups import described, has_windows
+from pipeline.runtime.security import api_keys
+from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.inline import InlineChild

@@ -6,10 +6,11 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.config.values import port_range
-from pipeline.runtime import curve, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.curve import ClientKeys, CurveKeys
+from pipeline.runtime import topology
 from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
+from pipeline.runtime.transport import curve
+from pipeline.runtime.transport.curve import ClientKeys, CurveKeys
 
 LOCAL_RECEIVERS = (SUPERVISOR, SCHEDULE)
 """Processes of this host to which those of other hosts send."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.errors import UserError
-from pipeline.runtime.model_folder import read_file
+from pipeline.runtime.model.model_folder import read_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

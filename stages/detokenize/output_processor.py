@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
+from pipeline.runtime.process.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.text import special_spans
 from pipeline.text.incremental_decoder import IncrementalDecoder

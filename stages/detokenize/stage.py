@@ -15,11 +15,11 @@ import numpy as np
 
 from pipeline.metrics.stats import DetokenizeCounts
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.vocabulary import Vocabulary
 

@@ -13,10 +13,11 @@ from pipeline import torch_needed
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import described, has_windows
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime import topology
+from pipeline.runtime.model.kv_groups import described, has_windows
+from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cores import threads_of, use_cores
 

@@ -24,8 +24,8 @@ from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
-from pipeline.runtime.model_folder import ModelConfig, Piece, format_key
-from pipeline.runtime.regular_files import open_regular
+from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.model.model_folder import ModelConfig, Piece, format_key
 
 if TYPE_CHECKING:
     from torch import Tensor

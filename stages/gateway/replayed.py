@@ -11,8 +11,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from pipeline.runtime.api_keys import NO_SCOPE
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.admin.abort_requests import AbortEvent, RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admission.preemption import PREEMPT, RESUME, TOO_LARGE, Preemption

@@ -23,13 +23,15 @@ from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import generation_config, heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.async_inbox import AsyncInbox
-from pipeline.runtime.log_file import dropped_log
+from pipeline.runtime import topology
+from pipeline.runtime.log.log_file import dropped_log
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.process import heap
+from pipeline.runtime.security.api_keys import Keys
+from pipeline.runtime.security.tls import server_context
 from pipeline.runtime.stage import Stage
-from pipeline.runtime.tls import server_context
+from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry
 from pipeline.stages.gateway.admin.health import HealthQuery

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.runtime.process.rust_panics import panics_as_errors
 
 MAX_CHARS = 65_536
 """Of all words together: every step searches for each of them."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from pipeline.runtime.black_box import Breadcrumb
-from pipeline.runtime.fair_gate import FairGate
+from pipeline.runtime.process.black_box import Breadcrumb
+from pipeline.runtime.queues.fair_gate import FairGate
 
 T = TypeVar("T")
 

@@ -31,8 +31,8 @@ from pipeline.runtime.messages import (
     Submit,
     TextPrompt,
 )
-from pipeline.runtime.model_folder import ModelConfig
-from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words
 from pipeline.stages.ingest.bad_words import BadWord
 from pipeline.stages.ingest.content_specials import ContentSpecials

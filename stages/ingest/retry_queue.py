@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.transport.outbox import Outbox
 
 RETRY_S = 0.02
 

@@ -4,8 +4,8 @@
                            │                     ▲                or Rejected to the gateway
                            └─long──► a thread ───┘
 
-Requests wait in a queue that is fair to the API keys (pipeline/runtime/fair_queue.py). The loop works on them for
-`SLICE_S`, then reads the inbox again, so that an Abort finds its request still waiting. Threads encode long texts
+Requests wait in a queue that is fair to the API keys (pipeline/runtime/queues/fair_queue.py). The loop works on them
+for `SLICE_S`, then reads the inbox again, so that an Abort finds its request still waiting. Threads encode long texts
 (encoder_threads.py), one of each key at a time: short requests overtake them, and the executor keeps its cores. A
 separate process checks grammars (grammar_checker.py) while their requests wait.
 """
@@ -22,14 +22,15 @@ import uvloop
 from tokenizers import Tokenizer
 
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import generation_config, heap
 from pipeline.runtime import messages as m
-from pipeline.runtime.async_inbox import AsyncInbox
-from pipeline.runtime.black_box import Breadcrumb
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
-from pipeline.runtime.model_folder import ModelConfig, read_file
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.model_folder import ModelConfig, read_file
+from pipeline.runtime.process import heap
+from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
+from pipeline.runtime.transport.async_inbox import AsyncInbox
 from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
 from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker

@@ -8,8 +8,8 @@ What waits for a thread, or for the check of its grammar in another process, is 
 
 from collections.abc import Container, Iterator
 
-from pipeline.runtime.fair_queue import FairQueue
 from pipeline.runtime.messages import Submit
+from pipeline.runtime.queues.fair_queue import FairQueue
 from pipeline.stages.ingest.prompt_processor import cost_chars
 
 MIN_CHARS = 1024

@@ -10,7 +10,7 @@ from pipeline.lora.convert import convert, dtype_of
 from pipeline.lora.peft_config import AdapterError
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.messages import Adapter
-from pipeline.runtime.model_folder import is_held
+from pipeline.runtime.model.model_folder import is_held
 from pipeline.stages.prepare.progress import Progress
 
 KEEP_S = 7 * 86_400.0

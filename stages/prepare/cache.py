@@ -24,9 +24,9 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.own_files import NotOwn, OpenFolder, make_folder, open_lock
-from pipeline.runtime.cache_path import cache_path
-from pipeline.runtime.model_folder import MAX_STAMP_BYTES, PANELS, STAMP, is_held
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.files.cache_path import cache_path
+from pipeline.runtime.files.regular_files import read_regular
+from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, PANELS, STAMP, is_held
 from pipeline.stages.prepare.sources.source import ModelError, expanded
 
 POLL_S = 0.05

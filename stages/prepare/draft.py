@@ -8,7 +8,7 @@ import msgspec
 
 from pipeline.config.settings import Settings
 from pipeline.own_files import OpenFolder, make_folder
-from pipeline.runtime.draft_link import draft_link
+from pipeline.runtime.model.draft_link import draft_link
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.source import ModelError
 

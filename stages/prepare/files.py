@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from pipeline.runtime import regular_files
+from pipeline.runtime.files import regular_files
 from pipeline.stages.prepare.sources.source import ModelError
 
 T = TypeVar("T")

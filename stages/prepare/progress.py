@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Protocol
 
-from pipeline.runtime.printable import printable
+from pipeline.runtime.log.printable import printable
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, total bytes); the total is 0 while it is unknown."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.runtime.model_folder import PANELS, STAMP
-from pipeline.runtime.regular_files import read_regular
+from pipeline.runtime.files.regular_files import read_regular
+from pipeline.runtime.model.model_folder import PANELS, STAMP
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.files import open_regular
 from pipeline.stages.prepare.progress import Report

@@ -19,11 +19,11 @@ import msgspec
 
 from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.config.values import hf_overrides
-from pipeline.runtime import generation_config
 from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
-from pipeline.runtime.model_folder import CONVERTED, LongRope, ModelConfig, notes_of
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.model_folder import CONVERTED, LongRope, ModelConfig, notes_of
 from pipeline.stages.prepare import adapters, draft, given_template
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
@@ -97,7 +97,7 @@ def digest_of(folder: Path, progress: Progress = SILENT) -> str:
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
-    """The prepared folder of `settings.model` (see pipeline.runtime.model_folder), new or from the cache.
+    """The prepared folder of `settings.model` (see pipeline.runtime.model.model_folder), new or from the cache.
 
     Raises ModelError if the model can't be served or the cache can't be written.
     """

@@ -8,7 +8,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from pipeline.errors import UserError
-from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.shape import MAX_COUNT
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.text.vocabulary import Vocabulary

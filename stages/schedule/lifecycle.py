@@ -15,8 +15,8 @@ from collections import deque
 
 import numpy as np
 
-from pipeline.runtime.black_box import MAX_SUSPECTS
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.process.black_box import MAX_SUSPECTS
 from pipeline.stages.schedule.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss

@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 
 from pipeline.config.settings import PolicyName, ScheduleSettings, SpeculativeSettings
-from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 
 PreemptionMode = Literal["auto", "swap", "recompute"]
 

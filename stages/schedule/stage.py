@@ -19,12 +19,13 @@ import msgspec
 from pipeline.config.by_device import max_steps_in_flight
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import heap, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.event_log import EventLog
-from pipeline.runtime.outbox import Outbox, RankOutboxes
+from pipeline.runtime import topology
+from pipeline.runtime.log.event_log import EventLog
+from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import Args
+from pipeline.runtime.transport.outbox import Outbox, RankOutboxes
 from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner

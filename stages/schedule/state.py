@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.runtime.black_box import CRUMB_BYTES, NUM_BYTES, Breadcrumb, SuspectList
+from pipeline.runtime.process.black_box import CRUMB_BYTES, NUM_BYTES, Breadcrumb, SuspectList
 from pipeline.runtime.topology import EXECUTE
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take

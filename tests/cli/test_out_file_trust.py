@@ -16,7 +16,7 @@ from pipeline.cli.replay.traffic_command import TraceFile, write_trace
 from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.own_files import NotOwn, OpenFolder, open_to_append
-from pipeline.runtime.private_files import create_private
+from pipeline.runtime.files.private_files import create_private
 from tests.planting import give_away
 from tests.rig import PATIENCE_S
 

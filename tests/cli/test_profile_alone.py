@@ -21,7 +21,7 @@ from pipeline.cli.profile.flame_graph import write
 from pipeline.config.settings import ScheduleSettings, Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
-from pipeline.runtime.stack_sampler import Stacks, StackSampler
+from pipeline.runtime.process.stack_sampler import Stacks, StackSampler
 from pipeline.runtime.topology import SUPERVISOR
 
 STREAMS = 8

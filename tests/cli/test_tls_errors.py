@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from pipeline.__main__ import main
-from tests.runtime.test_tls import CERT, KEY
+from tests.runtime.security.test_tls import CERT, KEY
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.client.embedded import server_log
-from pipeline.runtime.logs import JsonFormatter, KeyValueFormatter
+from pipeline.runtime.log.logs import JsonFormatter, KeyValueFormatter
 
 
 def lines(form: str, *events: tuple[int, str, str, dict[str, Any]]) -> str:

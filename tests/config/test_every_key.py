@@ -188,10 +188,10 @@ EFFECTS = {
         "test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_none"
     ),
     "supervisor.crash_recording_bytes": (
-        "tests/runtime/test_black_box.py::test_crash_recording_bytes_of_0_makes_no_recording"
+        "tests/runtime/process/test_black_box.py::test_crash_recording_bytes_of_0_makes_no_recording"
     ),
     "supervisor.record_first_processes": (
-        "tests/runtime/test_black_box.py::test_record_first_processes_off_records_only_successors"
+        "tests/runtime/process/test_black_box.py::test_record_first_processes_off_records_only_successors"
     ),
     "limits.max_n": CAPPED,
     "limits.max_best_of": CAPPED,

@@ -15,8 +15,8 @@ import aiohttp
 from pipeline.config.settings import GatewaySettings
 from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
-from pipeline.runtime.api_keys import Keys
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
+from pipeline.runtime.security.api_keys import Keys
 
 HEAD = '{"id":"cmpl-1","created":1,"arrival_s":1.0,"seed":7,"salt":0,"prompt":""}'
 PATIENCE_S = 20.0

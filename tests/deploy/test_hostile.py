@@ -17,8 +17,8 @@ from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.http_server.upload_budget import NUM_BODIES
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.fair_gate import FairGate
+from pipeline.runtime.queues.fair_gate import FairGate
+from pipeline.runtime.security.api_keys import Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
 from tests.deploy.proxy.test_relay import BODY, tokens_of
 

@@ -12,11 +12,11 @@ import pytest
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import AccessLogSettings, KeySettings
 from pipeline.deploy.run import KeyReader
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.key_book import KeyBook
+from pipeline.runtime.security.api_keys import Keys
+from pipeline.runtime.security.key_book import KeyBook
 from tests.deploy.fake_replica import FakeReplica, deployed
 from tests.deploy.proxy.test_relay import BODY, tokens_of
-from tests.runtime.test_tls import CA, CERT, KEY
+from tests.runtime.security.test_tls import CA, CERT, KEY
 
 ORIGIN = "https://chat.example.com"
 API_KEY = "sk-the-key-of-the-ingress"

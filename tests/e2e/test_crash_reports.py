@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.runtime import black_box
-from pipeline.runtime.cache_path import CRASHES
+from pipeline.runtime.files.cache_path import CRASHES
 from pipeline.runtime.messages import BlackBox
+from pipeline.runtime.process import black_box
 from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.supervisor.crash_reports import reports_in
 from tests.compiled import link_kernels

@@ -15,11 +15,12 @@ from pipeline.errors import UserError
 from pipeline.hosts import hosts as hosts_module
 from pipeline.hosts.agent import HostAgent
 from pipeline.hosts.hosts import MAX_LOSSES, Hosts
-from pipeline.runtime import curve, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.outbox import Outbox
-from pipeline.runtime.wire_version import wire_version
+from pipeline.runtime import topology
+from pipeline.runtime.messages.wire_version import wire_version
+from pipeline.runtime.transport import curve
+from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.supervisor.resources import SharedResources
 from pipeline.supervisor.tcp_channels import TcpChannels
 

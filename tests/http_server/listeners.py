@@ -21,7 +21,7 @@ from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray import replicas as ray_replicas
 from pipeline.deploy.ray import serve as ray_serve
 from pipeline.http_server.rules import ListenerRules
-from pipeline.runtime.api_keys import SERVER_VARIABLE, Keys
+from pipeline.runtime.security.api_keys import SERVER_VARIABLE, Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.http.test_guard import locked

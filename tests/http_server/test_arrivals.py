@@ -23,10 +23,10 @@ from pipeline.http_server.connections import NUM_HANDSHAKES, HttpConnections
 from pipeline.http_server.listener import HttpConnection
 from pipeline.http_server.read_steps import STEP_BYTES
 from pipeline.http_server.receive_turns import NUM_READS
-from pipeline.runtime.tls import server_context
+from pipeline.runtime.security.tls import server_context
 from tests.http_server.test_kept_connections import serving
 from tests.rig import PATIENCE_S
-from tests.runtime.test_tls import CA, CERT, KEY
+from tests.runtime.security.test_tls import CA, CERT, KEY
 
 NUM_FLOOD = 60
 LOOPS = pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

@@ -19,7 +19,7 @@ from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.slow_clients import UnreadReplies
-from pipeline.runtime.tls import server_context
+from pipeline.runtime.security.tls import server_context
 from tests.rig import PATIENCE_S
 
 MAX_HEADER_BYTES = 8190

@@ -1,7 +1,7 @@
 """Channels of a model of the whole server in one process: what a stage's code sees of the others, without sockets.
 
 There is one FIFO for each pair of a sender's and a receiver's incarnation. `ModelInbox` and `ModelOutbox` follow the
-rules of pipeline.runtime.channels, and `ModelStage` those of pipeline.runtime.peer_channels.
+rules of pipeline.runtime.transport.inbox, and `ModelStage` those of pipeline.runtime.transport.peer_channels.
 """
 
 import logging
@@ -16,16 +16,16 @@ import msgspec
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.black_box import NUM_BYTES, Breadcrumb, SuspectList
-from pipeline.runtime.channels import Inbox
 from pipeline.runtime.control_requests import ControlRequests
-from pipeline.runtime.memories import Memories
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.process.black_box import NUM_BYTES, Breadcrumb, SuspectList
 from pipeline.runtime.replay_context import ReplayContext
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.tracing import Tracer
+from pipeline.runtime.transport.arrays import Arrays
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.memories import Memories
+from pipeline.runtime.transport.outbox import Outbox
 
 INDEX_BYTES = 4096
 ARENA_BYTES = 16 * 1024

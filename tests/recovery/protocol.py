@@ -27,7 +27,7 @@ from pipeline.config.settings import (
 )
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.black_box import breadcrumbs_in, suspects_in
+from pipeline.runtime.process.black_box import breadcrumbs_in, suspects_in
 from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.supervisor.crash_counts import CrashCounts

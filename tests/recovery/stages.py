@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import MAX_THREADS, Breadcrumb
+from pipeline.runtime.process.black_box import MAX_THREADS, Breadcrumb
 from pipeline.stages.detokenize.stage import DetokenizeStage
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter

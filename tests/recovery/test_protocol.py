@@ -27,7 +27,7 @@ FIRST_SEED = int(os.environ.get("PIPELINE_PROTOCOL_SEED", "0"))
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send all arrays through arenas, however small, and never give the core to other programs."""
-    for module in ("pipeline.runtime.arrays", "pipeline.shm.arena"):
+    for module in ("pipeline.runtime.transport.arrays", "pipeline.shm.arena"):
         monkeypatch.setattr(f"{module}.INLINE_BYTES", 0)
     monkeypatch.setattr("os.sched_yield", lambda: None)
 

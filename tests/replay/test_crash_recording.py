@@ -15,7 +15,7 @@ from pipeline.replay import format as f
 from pipeline.replay.crash_recording import END_BYTES, CrashRecording
 from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.runtime import messages as m
-from pipeline.runtime.memories import Memories
+from pipeline.runtime.transport.memories import Memories
 from pipeline.shm.arrays import ShmRef
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig

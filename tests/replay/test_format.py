@@ -19,9 +19,9 @@ from pipeline.replay.arrays import copies, refs
 from pipeline.replay.compare import compare
 from pipeline.replay.recorder import FileWriter, RecordingContext
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, address_of
-from pipeline.runtime.memories import Memories
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.inbox import Inbox, address_of
+from pipeline.runtime.transport.memories import Memories
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.version import VERSION
 

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
-from pipeline.runtime.arrays import Arrays
-from pipeline.runtime.channels import Inbox
-from pipeline.runtime.memories import Memories
+from pipeline.runtime.transport.arrays import Arrays
+from pipeline.runtime.transport.inbox import Inbox
+from pipeline.runtime.transport.memories import Memories
 from pipeline.shm import segment
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
 
@@ -135,8 +135,8 @@ def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
     import zmq
 
     from pipeline.config.settings import Settings
-    from pipeline.runtime.channels import address_of
-    from tests.runtime.test_channels import until
+    from pipeline.runtime.transport.inbox import address_of
+    from tests.runtime.transport.test_inbox import until
 
     server = f"stage-{os.getpid()}"
     address = {name: address_of(server, name, 1) for name in ("supervisor.0", "schedule.0", "detokenize.0")}

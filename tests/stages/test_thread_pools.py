@@ -1,4 +1,5 @@
-"""Work that blocks has a pool of its own kind, see pipeline/runtime/work_pool.py: all share asyncio's default one."""
+"""Work that blocks has a pool of its own kind, see pipeline/runtime/queues/work_pool.py: asyncio's default one is
+shared by all."""
 
 import ast
 from collections.abc import Iterator

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import MAX_SUSPECTS
+from pipeline.runtime.process import black_box
+from pipeline.runtime.process.black_box import MAX_SUSPECTS
 from pipeline.supervisor.crash_counts import MAX_CRASHES, CrashCounts
 from pipeline.supervisor.resources import SharedResources
 

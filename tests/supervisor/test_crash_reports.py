@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import own_files
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box
+from pipeline.runtime.process import black_box
 from pipeline.supervisor import crash_reports
 from pipeline.supervisor.black_boxes import BlackBoxes
 from pipeline.supervisor.crash_reports import CrashReports

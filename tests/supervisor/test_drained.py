@@ -5,7 +5,7 @@ import socket
 
 from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.supervisor.listeners import listen
 from pipeline.supervisor.supervisor import Supervisor
 from tests.stages.gateway.peers import until

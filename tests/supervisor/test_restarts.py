@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, Settings
-from pipeline.runtime import black_box, topology
 from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.process import black_box
 from pipeline.supervisor.crash_counts import MAX_CRASHES
 from pipeline.supervisor.planned_restarts import launch_of
 from pipeline.supervisor.resources import SharedResources

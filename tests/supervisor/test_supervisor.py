@@ -14,7 +14,7 @@ from pipeline.config.by_device import CPU_KV_BYTES
 from pipeline.config.settings import DetokenizeSettings, ExecuteSettings, GatewaySettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.supervisor.health import HealthChecks, HealthRound
 from pipeline.supervisor.listeners import listen

@@ -9,7 +9,7 @@ from types import TracebackType
 import msgspec
 import psutil
 
-from pipeline.runtime.process_usage import usage_of
+from pipeline.runtime.process.process_usage import usage_of
 
 MAX_GROWTH = 0.03
 SLACK_BYTES = 8e6

@@ -14,8 +14,8 @@ from pipeline.deploy.proxy.resumable_stream import ResumableStream
 from pipeline.http_server import request_ids
 from pipeline.http_server.origins import _ABSOLUTE, _JSON
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import bearer
 from pipeline.runtime.resume_points import PREFIX, RESUME
+from pipeline.runtime.security.api_keys import bearer
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.stages.gateway.apis.ollama.form import OllamaForm
 from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed

@@ -23,7 +23,7 @@ from pipeline.cli.bench.tasks import prompt_of
 from pipeline.cli.complain import complain
 from pipeline.cli.out_file import require_writable, write_output, writing
 from pipeline.config.load import ConfigError
-from pipeline.runtime.api_keys import keep_out_of_core_dumps, of_client
+from pipeline.runtime.security.api_keys import keep_out_of_core_dumps, of_client
 from pipeline.version import VERSION
 
 REFRESH_S = 0.5

@@ -14,7 +14,7 @@ from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.printable import printable
+from pipeline.runtime.log.printable import printable
 
 NAME, MIN_NAME, GAP = 1, 16, 2
 """The place of the column of names, its least width, and the columns between two others."""

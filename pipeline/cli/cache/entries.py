@@ -16,10 +16,10 @@ import msgspec
 from pipeline.cli.server_choice import look
 from pipeline.config.settings import Settings
 from pipeline.own_files import OpenFolder
-from pipeline.runtime.cache_path import CRASHES
-from pipeline.runtime.draft_link import DRAFTS
-from pipeline.runtime.model_folder import MAX_STAMP_BYTES, STAMP, is_held
-from pipeline.runtime.regular_files import open_regular, read_regular
+from pipeline.runtime.files.cache_path import CRASHES
+from pipeline.runtime.files.regular_files import open_regular, read_regular
+from pipeline.runtime.model.draft_link import DRAFTS
+from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP, is_held
 from pipeline.supervisor.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"

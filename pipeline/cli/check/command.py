@@ -25,8 +25,8 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import topology
-from pipeline.runtime.logs import open_log
-from pipeline.runtime.model_folder import ModelConfig, notes_of
+from pipeline.runtime.log.logs import open_log
+from pipeline.runtime.model.model_folder import ModelConfig, notes_of
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.check"

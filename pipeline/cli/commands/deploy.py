@@ -13,8 +13,8 @@ from pipeline.errors import UserError
 if TYPE_CHECKING:
     from pipeline.deploy.ingress import IngressSettings
     from pipeline.deploy.ray.serve import DeploySettings
-    from pipeline.runtime.api_keys import Keys
-    from pipeline.runtime.key_book import KeyBook
+    from pipeline.runtime.security.api_keys import Keys
+    from pipeline.runtime.security.key_book import KeyBook
 
 FAILED = 1
 SCALING = ("target_open_requests", "upscale_delay", "downscale_delay")
@@ -136,7 +136,7 @@ def deploy_settings(args: argparse.Namespace, settings: Settings) -> "DeploySett
 def _keys(settings: Settings, book: "KeyBook | None" = None) -> "Keys | None":
     """The API keys, which `book` can read again. Raises ConfigError if there are none and the ingress may not listen
     without, as a server."""
-    from pipeline.runtime.logs import open_log
+    from pipeline.runtime.log.logs import open_log
     from pipeline.supervisor import bind_policy
 
     return bind_policy.keys_of(settings, open_log("ingress", settings.log_level, settings.log_format), book=book)
@@ -145,7 +145,7 @@ def _keys(settings: Settings, book: "KeyBook | None" = None) -> "Keys | None":
 def _relay(args: argparse.Namespace, settings: Settings, ingress: "IngressSettings") -> int:
     from pipeline.deploy import run
     from pipeline.deploy.replicas import address_of
-    from pipeline.runtime.key_book import KeyBook
+    from pipeline.runtime.security.key_book import KeyBook
 
     given = [f"--{name.replace('_', '-')}" for name in RAY_ONLY if getattr(args, name) is not None]
     if given:

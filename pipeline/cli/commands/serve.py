@@ -101,8 +101,8 @@ def _take_keys(keys: list[str]) -> None:
     see. Raises ConfigError."""
     import setproctitle
 
-    from pipeline.runtime.api_keys import SERVER_VARIABLE
-    from pipeline.runtime.key_book import listed
+    from pipeline.runtime.security.api_keys import SERVER_VARIABLE
+    from pipeline.runtime.security.key_book import listed
 
     setproctitle.setproctitle("pipeline serve")
     others = [os.environ[SERVER_VARIABLE]] if SERVER_VARIABLE in os.environ else []

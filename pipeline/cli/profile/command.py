@@ -20,7 +20,7 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import topology
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.profile"

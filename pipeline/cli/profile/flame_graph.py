@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from pipeline.cli.out_file import write_output
-from pipeline.runtime.stack_sampler import Stacks
+from pipeline.runtime.process.stack_sampler import Stacks
 
 
 def write(stacks: Stacks, path: Path, title: str) -> None:

@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
 from pipeline.supervisor.admin_client import Admin, find_servers
 
 FAILED = 1

@@ -13,10 +13,11 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.replay import format as f
-from pipeline.runtime import generation_config, topology
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, address_of
+from pipeline.runtime import topology
+from pipeline.runtime.model import generation_config
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import Inbox, address_of
 from pipeline.supervisor.process import Child
 
 LAST_WORDS_S = 0.5

@@ -24,8 +24,8 @@ from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
-from pipeline.runtime.private_files import open_output
+from pipeline.runtime.files.private_files import open_output
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.admin_client import Admin
 
 STAGE = "schedule"

@@ -16,8 +16,8 @@ from pipeline.cli.trace.options import MAX_SECONDS
 from pipeline.errors import UserError
 from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
 from pipeline.runtime.tracing import StageTrace
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.admin_client import Admin
 
 MARGIN_S = 5.0

@@ -15,7 +15,7 @@ import zmq
 from pipeline.client import protocol as p
 from pipeline.client.connection.wire import error_of
 from pipeline.client.errors import ConnectionLost, ForeignServer
-from pipeline.runtime.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
+from pipeline.runtime.security.peer_credentials import NEVER_MS, Monitor, connect_again, problem_of
 from pipeline.version import VERSION
 
 LINGER_MS = 200

@@ -12,7 +12,7 @@ from pipeline.client.inputs.chat import reasoning_of, tool_calls_of, unknown_key
 from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob, logprobs_of
-from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.model.generation_config import GenerationDefaults
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """A text, token ids, or the messages of a chat: mappings with role, content and optionally name, tool_calls,

@@ -29,7 +29,7 @@ def main(launch_fd: int) -> int:
     setproctitle.setproctitle("pipeline: supervisor.0")
 
     from pipeline.config.load import ConfigError
-    from pipeline.runtime.api_keys import Keys
+    from pipeline.runtime.security.api_keys import Keys
     from pipeline.supervisor.serve import serve
 
     try:

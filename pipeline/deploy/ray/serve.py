@@ -21,8 +21,8 @@ from pipeline.deploy.ray.start import until_running
 from pipeline.errors import UserError
 from pipeline.hosts import own_ray
 from pipeline.hosts.placement import ACTOR_ENVIRONMENT
-from pipeline.runtime.api_keys import Keys
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
+from pipeline.runtime.security.api_keys import Keys
 
 APP = "pipeline"
 SERVERS, INGRESS = "Server", "Ingress"

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 import msgspec
 
-from pipeline.runtime.kv_groups import KVGroup
+from pipeline.runtime.model.kv_groups import KVGroup
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):

@@ -36,13 +36,13 @@ class EndRecord(Message, frozen=True, tag="end_record"):
 
 
 class Flame(Message, frozen=True, tag="flame"):
-    """Sample the stage's stack from now on; see pipeline.runtime.stack_sampler. Answered with nil."""
+    """Sample the stage's stack from now on; see pipeline.runtime.process.stack_sampler. Answered with nil."""
 
     nonce: int
 
 
 class EndFlame(Message, frozen=True, tag="end_flame"):
-    """End sampling; answered with `Stacks` (see pipeline.runtime.stack_sampler)."""
+    """End sampling; answered with `Stacks` (see pipeline.runtime.process.stack_sampler)."""
 
     nonce: int
 

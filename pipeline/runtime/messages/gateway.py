@@ -161,8 +161,8 @@ class AbortRequests(Message, frozen=True, tag="abort_calls"):
     names: list[str]
     """Ids of responses, or clients' own ids of their requests."""
     scope: str = ""
-    """Scope of the client's API key (see pipeline.runtime.api_keys); requests of other scopes are not aborted. Empty:
-    no key."""
+    """Scope of the client's API key (see pipeline.runtime.security.api_keys); requests of other scopes are not aborted.
+    Empty: no key."""
 
 
 class RequestsAborted(Message, frozen=True, tag="calls_aborted"):

@@ -53,7 +53,8 @@ class PeerInbox(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tcp(msgspec.Struct, array_like=True, frozen=True):
-    """For a process with peers on other hosts: its keys, and where it listens; see pipeline/runtime/curve.py."""
+    """For a process with peers on other hosts: its keys, and where it listens; see
+    pipeline/runtime/transport/curve.py."""
 
     public_key: str
     secret_key: str
@@ -98,7 +99,8 @@ class Replay(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BlackBox(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of the supervisor in which a process leaves what explains its death; see pipeline/runtime/black_box.py."""
+    """Memory of the supervisor in which a process leaves what explains its death; see
+    pipeline/runtime/process/black_box.py."""
 
     stacks_fd: int
     """A file for the stacks that faulthandler writes."""
@@ -141,8 +143,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     break_at: str = ""
     """A function, as `pipeline.stages.schedule.scheduler:Scheduler.admit`, whose calls stop in the debugger."""
     keys_fd: int = -1
-    """Digests of API keys, for the gateway; see pipeline.runtime.api_keys. -1: the server has no keys and requires
-    none."""
+    """Digests of API keys, for the gateway; see pipeline.runtime.security.api_keys. -1: the server has no keys and
+    requires none."""
     admin_fd: int = -1
     """The socket of the gateway's admin listener; -1: it has none."""
     rings: list[Ring] = []
@@ -171,8 +173,8 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """For an executor: memory that outlives it, in which it leaves the library of its kernels to its successor. Empty
     at first; -1: there is none."""
     usage_fd: int = -1
-    """For a gateway: memory in which it counts what each API key uses; see pipeline.runtime.key_usage. -1: the server
-    has no keys."""
+    """For a gateway: memory in which it counts what each API key uses; see pipeline.runtime.security.key_usage. -1: the
+    server has no keys."""
     crash_counts: dict[int, int] = {}
     """For ingest and schedule: how often processes have crashed of which each of these requests may be the reason, by
     request id. Ingest prepares them alone, schedule computes them beside few others."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.config.settings import ChatSettings
-from pipeline.runtime.model_folder import read_file, read_text
+from pipeline.runtime.model.model_folder import read_file, read_text
 from pipeline.text.formats.calls import CallParser, NoCalls
 from pipeline.text.formats.deepseek import DeepSeekV3, DeepSeekV31
 from pipeline.text.formats.events import Content, Event

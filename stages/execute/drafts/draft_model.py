@@ -25,8 +25,8 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.draft_link import draft_link
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model.draft_link import draft_link
+from pipeline.runtime.model.model_folder import ModelConfig
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes
 from pipeline.stages.execute.rows import BoolArray, RowTable
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from pipeline.grammars.worker import Worker, WorkerLostError, receive, send
 from pipeline.kernels.step_inputs import IntArray, LongArray
-from pipeline.runtime import suspension
 from pipeline.runtime.messages import GRAMMAR_FAILED, GenerationOptions
-from pipeline.runtime.process_usage import usage_of
+from pipeline.runtime.process import suspension
+from pipeline.runtime.process.process_usage import usage_of
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
     NUM_PREPARING,

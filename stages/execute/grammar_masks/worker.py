@@ -19,9 +19,9 @@ from llguidance import LLMatcher
 
 from pipeline.grammars.engine import Engine, GrammarsUnsupported, limit_memory, short_message
 from pipeline.grammars.worker import receive, send
-from pipeline.runtime import heap
 from pipeline.runtime.messages import GRAMMAR_FAILED, NOTHING_LEFT
-from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.process import heap
+from pipeline.runtime.process.rust_panics import RustPanic, panics_as_errors
 from pipeline.shm import fence
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (

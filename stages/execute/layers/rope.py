@@ -12,7 +12,15 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
-from pipeline.runtime.model_folder import LinearRope, Llama3Rope, LongRope, ModelConfig, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.model_folder import (
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    YarnRope,
+)
 
 
 @dataclass(frozen=True, slots=True)

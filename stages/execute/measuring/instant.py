@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from pipeline.replay.open_stage import open_stage
-from pipeline.runtime import heap
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE
 

@@ -7,7 +7,7 @@ loaded.
 
 from enum import Enum
 
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model.model_folder import ModelConfig
 
 
 class Feature(Enum):

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.errors import UserError
-from pipeline.runtime.kv_groups import KVLayout
+from pipeline.runtime.model.kv_groups import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

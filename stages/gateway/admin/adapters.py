@@ -23,9 +23,9 @@ from pipeline.config.settings import Settings
 from pipeline.lora.convert import WEIGHTS, convert, dtype_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter
 from pipeline.runtime import messages as m
-from pipeline.runtime.regular_files import OutsideFolders
+from pipeline.runtime.files.regular_files import OutsideFolders
+from pipeline.runtime.queues.work_pool import PoolFull, WorkPool
 from pipeline.runtime.stage import Stage
-from pipeline.runtime.work_pool import PoolFull, WorkPool
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
 from pipeline.stages.gateway.errors import ApiError, invalid, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

@@ -7,8 +7,8 @@ from msgspec import Meta
 
 from pipeline.config.settings import Settings
 from pipeline.config.show import as_toml
-from pipeline.runtime.generation_config import GenerationDefaults
 from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.errors import invalid
 from pipeline.version import VERSION

@@ -24,8 +24,8 @@ from pipeline.http_server.slow_clients import (
     send_body,
     write,
 )
+from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.resume_points import RESUMABLE
-from pipeline.runtime.work_pool import WorkPool
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from pipeline.runtime import messages as m
-from pipeline.runtime import suspension
+from pipeline.runtime.process import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 

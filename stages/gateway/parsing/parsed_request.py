@@ -6,7 +6,7 @@ import msgspec
 
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions

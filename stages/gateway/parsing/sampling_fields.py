@@ -14,7 +14,7 @@ from pipeline.client.protocol.generation import GenerationFields
 from pipeline.client.protocol.sampling import MAX_BIAS, MAX_STOP_CHARS, SamplingFields
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
-from pipeline.runtime.generation_config import GenerationDefaults
+from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.stages.gateway.parsing.structured_outputs import grammar_of

@@ -11,7 +11,7 @@ unless as many keys exceed the budget.
 
 from typing import Generic, Protocol, TypeVar
 
-from pipeline.runtime.fair_queue import FairQueue
+from pipeline.runtime.queues.fair_queue import FairQueue
 
 MAX_OVERDRAFTS = 4
 GRACE_S = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pipeline.runtime.rust_panics import panics_as_errors
+from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import MODEL_KEY
 from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer

@@ -8,8 +8,8 @@ import msgspec
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.config.values import hf_overrides
-from pipeline.runtime import generation_config
-from pipeline.runtime.model_folder import NOTES
+from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources import chat_templates

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeline.runtime.kv_groups import KVGroup
+from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.prefix import group_key
 from pipeline.stages.schedule.kv_cache.swap import Swapped

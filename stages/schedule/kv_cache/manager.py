@@ -10,8 +10,8 @@ which copies bring the rest.
 
 A shared block is always full: nothing writes to it again.
 
-A sequence has a block table in each KV group (pipeline/runtime/kv_groups.py). With full attention it has blocks for all
-its ids from the start. With a window, it has those that its next positions read, and those that a step may write:
+A sequence has a block table in each KV group (pipeline/runtime/model/kv_groups.py). With full attention it has blocks for
+all its ids from the start. With a window, it has those that its next positions read, and those that a step may write:
 
                  released        first .......... planned ...... end
                  or never held   window           largest chunk
@@ -22,7 +22,7 @@ from bisect import bisect_left
 import msgspec
 import numpy as np
 
-from pipeline.runtime import kv_groups
+from pipeline.runtime.model import kv_groups
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, BlockIndex, IndexMemory, unpacked

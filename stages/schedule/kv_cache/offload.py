@@ -15,7 +15,7 @@ room, the rest of a sequence is not copied. SGLang's hierarchical cache has the 
 
 import numpy as np
 
-from pipeline.runtime.kv_groups import FULL, KVGroup
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
+from pipeline.runtime.process import black_box
 from pipeline.stages.detokenize.output_processor import OutputSequence
 from pipeline.supervisor.black_boxes import BlackBoxes
 from tests.rig import Rig

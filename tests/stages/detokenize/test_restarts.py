@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.outbox import Outbox
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import FACTS, receive_until_closed, send, settled

@@ -12,15 +12,15 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import Inbox, address_of
-from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import StageTrace
+from pipeline.runtime.transport.inbox import Inbox, address_of
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import Array, ShmRef
 from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
-from tests.runtime.test_channels import until
+from tests.runtime.transport.test_inbox import until
 from tests.stages.detokenize.test_output_processor import FakeGateway, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 

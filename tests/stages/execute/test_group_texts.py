@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.kv_groups import KVGroup
+from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import tiny_architectures

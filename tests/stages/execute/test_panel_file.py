@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.cpu import native
-from pipeline.runtime.model_folder import PANELS
+from pipeline.runtime.model.model_folder import PANELS
 from pipeline.stages.execute.cpu.native import panel_file
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.ranks.place import RankPlace

@@ -13,9 +13,9 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.replay.compare import compare
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.model.kv_groups import KVGroup
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.execute.cpu.backend import code_of_torch
 from tests.rig import Rig

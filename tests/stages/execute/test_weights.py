@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.errors import UserError
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, Format
-from pipeline.runtime.model_folder import format_key
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.execute.weights import Weights
 from tests.k_quants import quantize
 from tests.stages.execute.checkpoints import config_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.outbox import Outbox
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.peers import until
 

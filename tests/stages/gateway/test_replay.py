@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.replay import format as f
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
-from tests.runtime.test_tls import CERT, KEY
+from tests.runtime.security.test_tls import CERT, KEY
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.replies.test_logprobs import records
 from tests.stages.replays import entries, order, replay_partial, replays_alike

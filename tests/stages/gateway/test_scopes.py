@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import Keys, scoped_salt
+from pipeline.runtime.security.api_keys import Keys, scoped_salt
 from tests.stages.gateway.admin.test_abort_requests import counts, play_abort
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked

@@ -16,7 +16,7 @@ import pytest
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.grammars.checks import Checked
 from pipeline.runtime import messages as m
-from pipeline.runtime import suspension
+from pipeline.runtime.process import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import RequestRejected

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.runtime import heap
 from pipeline.runtime import messages as m
+from pipeline.runtime.process import heap
 from pipeline.stages.ingest import stage as ingest_stage
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import GatewaySettings, Settings
-from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.process import black_box
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import PromptProcessor

@@ -196,7 +196,7 @@ def test_stopping_waits_only_for_the_text_being_encoded(smollm2_dir: Path, monke
 
 
 def test_messages_to_a_full_edge_are_sent_later(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.runtime.outbox import Outbox
+    from pipeline.runtime.transport.outbox import Outbox
 
     counter = itertools.count()
     really = Outbox.send

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.own_files import open_lock
-from pipeline.runtime.model_folder import STAMP
+from pipeline.runtime.model.model_folder import STAMP
 from pipeline.stages.prepare import cache as module
 from pipeline.stages.prepare.cache import Cache, _takes_lock, require_room
 from pipeline.stages.prepare.sources.source import ModelError

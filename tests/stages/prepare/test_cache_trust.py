@@ -13,7 +13,7 @@ from pipeline import own_files
 from pipeline.config.settings import Settings, SpeculativeSettings
 from pipeline.lora.adapter_file import FOLDER, path_of, write
 from pipeline.own_files import NotOwn
-from pipeline.runtime.draft_link import draft_link
+from pipeline.runtime.model.draft_link import draft_link
 from pipeline.stages.prepare import adapters, draft
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.sources.source import ModelError

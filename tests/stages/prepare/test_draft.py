@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Settings, SpeculativeSettings
-from pipeline.runtime.draft_link import draft_link
+from pipeline.runtime.model.draft_link import draft_link
 from pipeline.stages.prepare.draft import require_same_tokens
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare

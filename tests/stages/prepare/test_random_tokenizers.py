@@ -16,7 +16,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from pipeline.runtime.rust_panics import RustPanic, panics_as_errors
+from pipeline.runtime.process.rust_panics import RustPanic, panics_as_errors
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.test_special_tokens import TEXTS, prepared, token

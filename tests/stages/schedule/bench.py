@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.process.black_box import NUM_BYTES, SuspectList, suspects_in
 from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES

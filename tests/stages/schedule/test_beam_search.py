@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.model.kv_groups import KVGroup
 from tests.fakes import inline, logprob
 from tests.stages.schedule.beam_reference import beam_search
 from tests.stages.schedule.bench import Bench, config

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.runtime import black_box
 from pipeline.runtime import messages as m
+from pipeline.runtime.process import black_box
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Scheduler

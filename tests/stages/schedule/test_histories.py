@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pipeline.config.settings import PolicyName
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import FULL, KVGroup
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
 from tests.stages.schedule.bench import Bench, config, inline

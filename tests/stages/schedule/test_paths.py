@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import FULL, KVGroup
 from pipeline.runtime.messages import Finish, GenerationOptions, Pooling
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule import row_flags
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import KVGroup
+from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor

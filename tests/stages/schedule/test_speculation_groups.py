@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.runtime.kv_groups import FULL, KVGroup
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
 

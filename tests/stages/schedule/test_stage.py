@@ -14,7 +14,7 @@ from pipeline.metrics.batch_size_buckets import BATCH_SIZE_BUCKETS
 from pipeline.metrics.stats import ScheduleCounts, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.runtime.outbox import Outbox
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.schedule.output_buffer import OutputBuffer
 from tests.fakes import FakeExecutor, expected

@@ -19,8 +19,8 @@ import numpy as np
 from pipeline.config.settings import LoraSettings, Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
-from pipeline.runtime.draft_link import draft_link
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model.draft_link import draft_link
+from pipeline.runtime.model.model_folder import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from tools.gpu_check import models
 from tools.gpu_check.child import Context, Item

@@ -18,7 +18,7 @@ from pipeline.cli.profile.report import console
 from pipeline.cli.safe_console import SafeConsole
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.logs import open_log
+from pipeline.runtime.log.logs import open_log
 
 Tell = Callable[[str, float], None]
 

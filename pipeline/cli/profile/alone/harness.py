@@ -14,10 +14,10 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.channels import Inbox, address_of
-from pipeline.runtime.memories import Memories
-from pipeline.runtime.outbox import Outbox
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.runtime.transport.inbox import Inbox, address_of
+from pipeline.runtime.transport.memories import Memories
+from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef

@@ -23,8 +23,8 @@ from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
-from pipeline.runtime.kv_groups import undivided
-from pipeline.runtime.model_folder import ModelConfig
+from pipeline.runtime.model.kv_groups import undivided
+from pipeline.runtime.model.model_folder import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program

@@ -31,8 +31,8 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
-from pipeline.runtime.model_folder import PANELS
-from pipeline.runtime.regular_files import open_regular
+from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.model.model_folder import PANELS
 from pipeline.stages.execute.ranks.place import ALONE, RankPlace
 from pipeline.stages.execute.weights import TensorFile
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.runtime.weight_headers import WeightFacts
+from pipeline.runtime.model.weight_headers import WeightFacts
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.apis.ollama.bodies import TAG
 from pipeline.stages.gateway.apis.ollama.reply import rfc3339

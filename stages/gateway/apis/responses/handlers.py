@@ -15,7 +15,7 @@ from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.apis.responses import ResponsesFamily
 from pipeline.http_server.body_reader import Rest
 from pipeline.http_server.guard import current_scope
-from pipeline.runtime.client_address import client_address
+from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.access_details import log_background, set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.apis.responses import reply

@@ -9,8 +9,8 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.kernels.triton.rows import Field, StepArrays
 from pipeline.runtime import messages as m
-from pipeline.runtime.kv_groups import KVGroup
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.kv_groups import undivided
+from pipeline.runtime.model.kv_groups import undivided
 from pipeline.stages.execute.kv import MAX_CHOSEN_BLOCKS, DeviceMemory, KVPlan, plan_device_kv
 from tests.stages.execute import checkpoints
 

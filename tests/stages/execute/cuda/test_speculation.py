@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.config.settings import Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.draft_link import draft_link
 from pipeline.runtime.messages import Pooling
+from pipeline.runtime.model.draft_link import draft_link
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.rows import RowTable

@@ -15,7 +15,7 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import AccessLogSettings
 from pipeline.errors import UserError
 from pipeline.http_server.access_log import AccessLog, Entry, _text
-from pipeline.runtime.log_file import LogWriter
+from pipeline.runtime.log.log_file import LogWriter
 from tests.stages.gateway.gate import COMPLETION, MODEL
 from tests.stages.gateway.http.test_guard import free_port
 from tests.stages.gateway.http.test_key_limits import ALICE, KeyedGate, keys_of, table

@@ -114,7 +114,7 @@ class TestTurns:
             async def endless(*_: object) -> None:
                 await asyncio.Event().wait()
 
-            patch.setattr("pipeline.runtime.fair_gate.FairGate.enter", endless)
+            patch.setattr("pipeline.runtime.queues.fair_gate.FairGate.enter", endless)
             response = send_body(gate)
             assert response.status_code == 503 and "other large bodies were parsed" in response.text
             patch.undo()
@@ -129,7 +129,7 @@ class TestTurns:
             async def endless(*_: object) -> None:
                 await asyncio.Event().wait()
 
-            patch.setattr("pipeline.runtime.fair_gate.FairGate.enter", endless)
+            patch.setattr("pipeline.runtime.queues.fair_gate.FairGate.enter", endless)
             for _ in range(NUM_BODIES + 1):  # each returns its room
                 response = send_body(gate)
                 assert response.status_code == 504 and "0.2 s" in response.text

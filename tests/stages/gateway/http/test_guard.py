@@ -14,7 +14,7 @@ from pipeline.client import protocol as p
 from pipeline.config.settings import Settings
 from pipeline.http_server.guard import OPEN_PATHS
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import Keys
+from pipeline.runtime.security.api_keys import Keys
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.page import files
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

@@ -19,11 +19,11 @@ from pipeline.http_server.cors import EXPOSED
 from pipeline.http_server.key_accounts import Account, RateLimited
 from pipeline.http_server.large_body_lock import LARGE_BYTES
 from pipeline.metrics.stats import KeyUsage
-from pipeline.runtime import key_usage
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import ApiKey, Keys
-from pipeline.runtime.key_book import KeyBook
-from pipeline.runtime.key_usage import UsageMemory
+from pipeline.runtime.security import key_usage
+from pipeline.runtime.security.api_keys import ApiKey, Keys
+from pipeline.runtime.security.key_book import KeyBook
+from pipeline.runtime.security.key_usage import UsageMemory
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.zmq import parsing
 from tests.stages.gateway.gate import COMPLETION, MODEL, Gate

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.rig import PATIENCE_S
-from tests.runtime.test_tls import CA, CERT, KEY, TLS
+from tests.runtime.security.test_tls import CA, CERT, KEY, TLS
 from tests.stages.gateway.gate import CHAT, Gate
 
 FILES: dict[str, Any] = {"ssl_certfile": CERT, "ssl_keyfile": KEY}

@@ -13,7 +13,7 @@ import pytest
 from pipeline.http_server import slow_clients
 from pipeline.stages.gateway.admin.handlers import ServerApi
 from tests.rig import PATIENCE_S
-from tests.runtime.test_tls import CA
+from tests.runtime.security.test_tls import CA
 from tests.stages.gateway.apis.responses.test_handlers import PATH
 from tests.stages.gateway.gate import CHAT, END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked

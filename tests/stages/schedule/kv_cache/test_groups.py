@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.runtime.kv_groups import FULL, KVGroup, most_blocks
+from pipeline.runtime.model.kv_groups import FULL, KVGroup, most_blocks
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.lookup import PrefixLookup
 from pipeline.stages.schedule.kv_cache.prefix import group_key

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pipeline.runtime.kv_groups import FULL, KVGroup
+from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config

@@ -1,0 +1,1 @@
+"""Files that others may read, write or name."""

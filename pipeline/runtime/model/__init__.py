@@ -1,0 +1,1 @@
+"""The prepared model, as stages see it."""

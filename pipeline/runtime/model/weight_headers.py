@@ -1,0 +1,78 @@
+"""What the headers of a model's weight files say: sizes, the number of parameters and the formats.
+
+A safetensors file starts with the length of its header (u64, little-endian), then the header: a JSON object with the
+dtype, shape and place of each tensor.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.model.model_folder import format_key
+
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors package."""
+BLOCKS = {
+    "q8_0": (32, 34),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "fp8": (128, 132),
+}
+"""Weights and bytes of a block. Quantized matrices are stored as bytes."""
+_METADATA = "__metadata__"
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+
+
+class WeightFacts(msgspec.Struct, frozen=True):
+    """Facts of all weight files together."""
+
+    num_bytes: int
+    num_parameters: int
+    format: str
+    """The format of most weights: such as Q8_0, BF16."""
+
+    @property
+    def has_gguf_blocks(self) -> bool:
+        """Whether `format` is a block format of GGUF."""
+        return self.format.lower() in BLOCKS and self.format != "FP8"
+
+
+def weight_facts(paths: Iterable[Path]) -> WeightFacts:
+    """Read the headers. Raises OSError and msgspec.DecodeError, or ValueError if a header is too long."""
+    num_bytes = 0
+    num_of: Counter[str] = Counter()
+    for path in paths:
+        num_bytes += path.stat().st_size
+        header = msgspec.json.decode(_header(path), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(header.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        for name, raw in header.items():
+            tensor = msgspec.json.decode(raw, type=_Tensor)
+            size = math.prod(tensor.shape)
+            if (format := metadata.get(format_key(name))) in BLOCKS:
+                num_weights, num_bytes_of_block = BLOCKS[format]
+                num_of[format] += size // num_bytes_of_block * num_weights
+            else:
+                num_of[tensor.dtype] += size
+    return WeightFacts(num_bytes, num_of.total(), num_of.most_common(1)[0][0].upper() if num_of else "")
+
+
+def _header(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: the header has {length} bytes, and the limit is {MAX_HEADER_BYTES}")
+        return file.read(length)

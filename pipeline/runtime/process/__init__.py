@@ -1,0 +1,1 @@
+"""What every process of a server has: its black box, heaps, usage, and how it is watched and debugged."""

@@ -1,0 +1,1 @@
+"""API keys, TLS, and who is at the other end of a socket."""

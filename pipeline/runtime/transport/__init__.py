@@ -1,0 +1,1 @@
+"""Carries messages and arrays between stages: inboxes, outboxes, rings and arenas."""

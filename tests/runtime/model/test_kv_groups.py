@@ -1,0 +1,92 @@
+"""How layers are divided into KV groups, and how many blocks these need."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.runtime.model.kv_groups import (
+    FULL,
+    MAX_GROUPS,
+    KVGroup,
+    kv_layout,
+    longest_sequence,
+    most_blocks,
+    undivided,
+)
+
+BLOCK_SIZE = 16
+GROUPS = st.lists(st.one_of(st.just(FULL), st.integers(1, 300).map(KVGroup)), min_size=1, max_size=4)
+
+
+def every_sixth_full(num_layers: int) -> list[int | None]:
+    """Gemma 3's layers."""
+    return [None if layer % 6 == 5 else 512 for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected", "num_places"),
+    [
+        ([None] * 30, (0,), 30),
+        ([4096] * 32, (4096,), 32),
+        (every_sixth_full(18), (0, 512, 512, 512, 512, 512), 3),  # Gemma 3 270M
+        (every_sixth_full(26), (0, 512, 512, 512, 512, 512, 512), 4),  # 1B: two places of 28 are unused
+        ([128, None] * 12, (0, 128), 12),  # gpt-oss
+        ([4096, 4096, 4096, None] * 8, (0, 4096, 4096, 4096), 8),  # Command R7B
+        ([32768] * 32, (0,), 32),  # no sequence is longer than the window
+        ([None, 32768, 64, 100], (0, 0, 64, 100), 1),
+    ],
+    ids=["full", "windows", "gemma-3-270m", "gemma-3-1b", "gpt-oss", "cohere2", "wide windows", "two windows"],
+)
+def test_layers_of_a_kind_are_divided_into_groups_of_one_size(
+    windows: list[Any], expected: tuple[int, ...], num_places: int
+) -> None:
+    layout = kv_layout(windows, 32768)
+    assert (layout.windows, layout.num_places) == (expected, num_places)
+    assert sum(group.num_layers for group in layout.groups) == len(windows)
+    assert len(set(layout.places)) == len(windows), "two layers have the same place"
+    for window, (group, place) in zip(windows, layout.places, strict=True):
+        assert place < num_places
+        assert layout.windows[group] == (window if window and window < 32768 else 0)
+
+
+@given(st.lists(st.sampled_from([None, 16, 512]), min_size=1, max_size=64))
+def test_any_division_has_few_groups_and_wastes_little(windows: list[Any]) -> None:
+    layout = kv_layout(windows, 4096)
+    assert len(layout.groups) <= MAX_GROUPS
+    assert len(layout.groups) * layout.num_places <= 1.5 * len(windows) + 1
+    assert list(layout.windows) == sorted(layout.windows), "full attention is first"
+
+
+def test_layers_can_stay_undivided() -> None:
+    assert kv_layout([512, None, 512], 4096, divides=False) == undivided(3)
+    assert undivided(3).groups == (KVGroup(0, 3),)
+    assert undivided(3).places == ((0, 0), (0, 1), (0, 2))
+
+
+def test_a_window_needs_its_blocks_and_those_of_a_chunk() -> None:
+    group = KVGroup(512)
+    assert group.most_blocks(100, 96, BLOCK_SIZE) == 7, "no more than the sequence has"
+    # 511 positions before a chunk of 96, of which the first may be the last of its block: 1 + ceil(606 / 16)
+    assert group.most_blocks(8192, 96, BLOCK_SIZE) == 39
+    assert most_blocks([FULL, group], 8192, 96, BLOCK_SIZE) == 512 + 39
+    # Position 600 reads 89 .. 600.
+    assert (group.first_block(600, BLOCK_SIZE), FULL.first_block(600, BLOCK_SIZE)) == (5, 0)
+    assert group.first_block(511, BLOCK_SIZE) == group.first_block(0, BLOCK_SIZE) == 0
+
+
+@given(group=st.integers(1, 100).map(KVGroup), position=st.integers(0, 500), chunk=st.integers(1, 60))
+def test_most_blocks_is_enough_for_any_chunk(group: KVGroup, position: int, chunk: int) -> None:
+    num_ids = position + chunk
+    held = -(-num_ids // BLOCK_SIZE) - group.first_block(position, BLOCK_SIZE)
+    assert held <= group.most_blocks(num_ids, chunk, BLOCK_SIZE)
+
+
+@given(groups=GROUPS, num_blocks=st.integers(0, 200), chunk=st.integers(1, 100), longest=st.integers(1, 2000))
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(
+    groups: list[KVGroup], num_blocks: int, chunk: int, longest: int
+) -> None:
+    length = longest_sequence(groups, num_blocks, chunk, BLOCK_SIZE, longest)
+    assert length == 0 or most_blocks(groups, length, chunk, BLOCK_SIZE) <= num_blocks
+    assert length == longest or most_blocks(groups, length + 1, chunk, BLOCK_SIZE) > num_blocks
