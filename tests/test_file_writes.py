@@ -103,9 +103,10 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/tokenizer_vectors/__main__.py": "write_text",
     },
     "The time of use of a prepared adapter.": {"pipeline/lora/convert.py": "utime"},
-    "`save` writes in the folder that is filled. `is_held` opens a stamp for its lock, not over a link.": {
-        "pipeline/runtime/model/model_folder.py": "O_RDWR write_bytes"
+    "`ModelConfig.save` writes in the folder that is filled.": {
+        "pipeline/runtime/model/model_config.py": "write_bytes"
     },
+    "`is_held` opens a stamp for its lock, not over a link.": {"pipeline/runtime/model/model_folder.py": "O_RDWR"},
     "A stale socket's own name, not where a link leads (docs/security.md says which folder to use).": {
         "stages/gateway/zmq/bind.py": "unlink",
         "stages/gateway/zmq/listener.py": "unlink",

@@ -40,7 +40,8 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from pipeline.config.settings import PreparedFormat, Settings  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
-from pipeline.runtime.model.model_folder import ModelConfig, format_key  # noqa: E402
+from pipeline.runtime.model.model_config import ModelConfig  # noqa: E402
+from pipeline.runtime.model.model_folder import format_key  # noqa: E402
 from pipeline.stages.prepare.sources.source import ModelError  # noqa: E402
 from pipeline.stages.prepare.stage import prepare  # noqa: E402
 from pipeline.stages.prepare.tensors import expected_shapes  # noqa: E402

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime.model.kv_groups import KVGroup
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv
 from pipeline.stages.prepare.stage import prepare

@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.config.settings import ExecuteSettings, LoraSettings, ScheduleSettings, Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.lora.adapter_file import AdapterFile, write
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.measuring.plain_adapter import pairs_of
 from pipeline.stages.prepare.stage import prepare

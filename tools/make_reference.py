@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.cli.out_file import write_output
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
 NUM_OUTPUTS = 48

@@ -19,7 +19,8 @@ from pipeline.cli.server_choice import look
 from pipeline.cli.watch import draw
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import ModelConfig, format_key
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.supervisor.admin_client import find_servers
 
 SUPPORTED = "pipeline.stages.prepare.supported"

@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pipeline.runtime.model.model_folder import ModelConfig, read_text
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import read_text
 from pipeline.runtime.process.rust_panics import panics_as_errors
 
 LIMITS = LLParserLimits(verbose_errors=False)

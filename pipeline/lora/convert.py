@@ -24,7 +24,7 @@ from pipeline.lora.module_names import in_files, layout_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter, PeftConfig, read_config
 from pipeline.lora.tensors import AdapterTensors, FloatMatrix, bf16_to_float, float_to_bf16, scaled
 from pipeline.runtime.files.regular_files import RegularFile
-from pipeline.runtime.model.model_folder import ModelConfig, Piece
+from pipeline.runtime.model.model_config import ModelConfig, Piece
 
 FORMAT = 2
 """Raise it when a conversion changes, so that older files are not used."""

@@ -19,7 +19,7 @@ from pipeline.lora.gguf_file import SmallGguf
 from pipeline.lora.peft_config import AdapterError, NotAnAdapter
 from pipeline.lora.tensors import FloatMatrix, scaled
 from pipeline.runtime.files.regular_files import RegularFile
-from pipeline.runtime.model.model_folder import ModelConfig, Piece
+from pipeline.runtime.model.model_config import ModelConfig, Piece
 
 SUFFIX = ".gguf"
 PERMUTED = frozenset({"arcee", "granite", "llama", "olmo", "smollm3"})

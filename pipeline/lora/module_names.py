@@ -9,7 +9,7 @@ of a text model in one for texts and images are at `language_model.model.layers`
 import re
 from collections.abc import Mapping
 
-from pipeline.runtime.model.model_folder import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
 
 BASES: Mapping[str, str] = {"layers": "model.", "h": "transformer.", "blocks": "transformer."}
 """What `ForCausalLM` has before the list of layers, by the list's name."""

@@ -13,7 +13,7 @@ from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 
 SwapArray = np.ndarray[Any, np.dtype[np.uint8]]

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
-from pipeline.runtime.model.model_folder import NormKind
+from pipeline.runtime.model.model_config import NormKind
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -17,7 +17,7 @@ from pipeline.config.sections.speculative import max_num_drafts, num_speculative
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import ExecuteFacts
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import AdapterPlace, AdapterSlots, LoraPlan
 from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks

@@ -16,7 +16,7 @@ from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.model.kv_groups import described, has_windows
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.cores import threads_of, use_cores

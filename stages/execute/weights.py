@@ -25,7 +25,8 @@ from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.files.regular_files import open_regular
-from pipeline.runtime.model.model_folder import ModelConfig, Piece, format_key
+from pipeline.runtime.model.model_config import ModelConfig, Piece
+from pipeline.runtime.model.model_folder import format_key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,7 +31,7 @@ from pipeline.runtime.messages import (
     Submit,
     TextPrompt,
 )
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.ingest import bad_words
 from pipeline.stages.ingest.bad_words import BadWord

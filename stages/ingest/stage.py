@@ -25,7 +25,8 @@ from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_folder import ModelConfig, read_file
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.runtime.stage import Stage

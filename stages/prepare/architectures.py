@@ -6,7 +6,7 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture
+from pipeline.runtime.model.model_config import Architecture
 from pipeline.stages.prepare.families import alibi, cohere, experts, gemma, glm, gpt, layer_norm, llama, olmo, phi
 from pipeline.stages.prepare.families.architecture import HfArchitecture
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys

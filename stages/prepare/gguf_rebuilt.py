@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.runtime.model.model_folder import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from pipeline.runtime.model.model_config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES

@@ -16,7 +16,7 @@ import gguf
 import msgspec
 import torch
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare import gguf_rebuilt
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, Ids, Logits, ProgramResults, ReferenceResults
 from pipeline.config.settings import Settings
 from pipeline.config.values import hf_overrides
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare import gguf_reference
 from pipeline.stages.prepare.cache import Cache

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from pipeline.config.settings import ChatSettings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.text.formats.chat_formats import ChatFormats
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.model.model_folder import (
+from pipeline.runtime.model.model_config import (
     Experts,
     LinearRope,
     Llama3Rope,

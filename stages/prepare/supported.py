@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.runtime.model.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.sources.config_json import ConfigReader

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import EXPERTS, Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import EXPERTS, Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import TEXT_PREFIX
 
 OUTSIDE = ("model.embed_tokens", "model.embed_positions", "model.embed_norm", "model.norm", "lm_head")

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import safe_open
 
-from pipeline.runtime.model.model_folder import EXPERTS, ModelConfig, Piece
+from pipeline.runtime.model.model_config import EXPERTS, ModelConfig, Piece
 from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
 

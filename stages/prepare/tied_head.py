@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.stages.prepare.tensors import STORED, Found, same_bytes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

@@ -6,7 +6,7 @@ Each rule says why the result is the same without the tensor, or what the server
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tensor_names import is_part

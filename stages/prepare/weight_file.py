@@ -1,7 +1,7 @@
 """Writes the safetensors file of a prepared model, and chooses the format of each tensor.
 
-stages/prepare/tensors.py describes the file format, pipeline.runtime.model.model_folder how quantized tensors are stored
-in it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
+stages/prepare/tensors.py describes the file format, pipeline.runtime.model.model_folder how quantized tensors are
+stored in it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
 """
 
 import math
@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.runtime.model.model_folder import ModelConfig, format_key
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError

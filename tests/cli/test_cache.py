@@ -18,7 +18,8 @@ from pipeline.cli.cache import entries
 from pipeline.cli.option_types import age
 from pipeline.config.load import presets
 from pipeline.metrics.stats import ServerStats
-from pipeline.runtime.model.model_folder import ModelConfig, hold, is_held
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import hold, is_held
 from pipeline.stages.execute.models import features
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.cache import Cache

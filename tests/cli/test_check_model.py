@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from pipeline.__main__ import main
 from pipeline.cli.check.cases import CheckPlan, ComputedCase, ProgramResults, ReferenceResults
 from pipeline.cli.check.judge import judge
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.prepare import gguf_reference, random_checkpoint
 from pipeline.stages.prepare.gguf import model as gguf_model

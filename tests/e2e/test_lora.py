@@ -17,7 +17,7 @@ from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.llm import LLM
 from pipeline.config.settings import Settings
 from pipeline.replay.compare import compare
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.stage import prepare
 from tests.compiled import link_kernels
 from tests.e2e.server import Server

@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import save_file
 
 from pipeline.lora.peft_config import PeftConfig
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")

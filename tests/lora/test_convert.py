@@ -14,7 +14,8 @@ from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.lora.convert import convert
 from pipeline.lora.peft_config import AdapterError
 from pipeline.lora.tensors import bf16_to_float
-from pipeline.runtime.model.model_folder import STAMP, Layout, ModelConfig, Piece, hold
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_folder import STAMP, hold
 from pipeline.stages.prepare.adapters import remove_unused
 from tests.lora.random_adapters import ALL, module_of, peft_config, write_adapter
 from tests.stages.execute.checkpoints import config_of

@@ -14,7 +14,7 @@ from pipeline.lora.convert import convert
 from pipeline.lora.gguf_adapter import PERMUTED, PLAIN
 from pipeline.lora.gguf_file import MAX_HEADER_BYTES
 from pipeline.lora.peft_config import AdapterError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from tests.lora.random_adapters import ALL, module_of, write_adapter
 from tests.stages.execute.checkpoints import config_of

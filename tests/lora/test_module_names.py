@@ -20,7 +20,7 @@ from pipeline.config.settings import Settings
 from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.lora.convert import convert
 from pipeline.lora.peft_config import AdapterError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.prepare import checkpoints, forms

@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, settings
 from tests.stages.prepare import checkpoints

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.stage import gguf_file, prepare
 
 NAME = "model"

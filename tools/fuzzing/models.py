@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.gguf.model import gguf_name
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.tensors import expected_shapes

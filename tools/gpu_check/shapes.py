@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.cli.profile.shape import shape
 from pipeline.cli.profile.shapes import SHAPES
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 
 LLAMA_8B = shape(
     "llama-8b",

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from pipeline.cli.bench.client import message_of, reason_of
 from pipeline.config.settings import Settings
 from pipeline.lora.adapter_file import DTYPES
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring.plain_adapter import pairs_of
 from pipeline.stages.prepare.stage import prepare
 from tools.benchmarks.served import Served

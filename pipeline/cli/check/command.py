@@ -26,7 +26,8 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import topology
 from pipeline.runtime.log.logs import open_log
-from pipeline.runtime.model.model_folder import ModelConfig, notes_of
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import notes_of
 from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.check"

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
 
 
 def shape(

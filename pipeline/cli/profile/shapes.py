@@ -4,7 +4,7 @@ from typing import Any
 
 from pipeline.cli.profile.family_shapes import FAMILY_SHAPES
 from pipeline.cli.profile.shape import shape
-from pipeline.runtime.model.model_folder import Experts, Rope
+from pipeline.runtime.model.model_config import Experts, Rope
 
 _SMOLLM2_135M = shape(
     "smollm2-135m",

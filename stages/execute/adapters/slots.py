@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile, Target, path_of
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import places_of_heads
 from pipeline.stages.execute.layers.rope import head_order
 

@@ -16,7 +16,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Step
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cores import threads_of
 from pipeline.stages.execute.cpu.backend import (

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from pipeline.config.settings import Quantization, Settings
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, GPU_BLOCK_BYTES
-from pipeline.runtime.model.model_folder import ModelConfig, format_key
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.execute.kv import gib
 from pipeline.stages.execute.models.features import TRITON, missing
 from pipeline.supervisor import gpu

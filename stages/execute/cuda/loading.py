@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_model import DraftWeights

@@ -5,7 +5,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.rows import NUM_FIELDS
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.host_transfer import NUM_STAGING_BUFFERS, PACKED_BYTES
 from pipeline.stages.execute.cuda.rows.device_rows import LIST_MEMORY_WORDS
 from pipeline.stages.execute.cuda.rows.staging import NUM_SLOTS

@@ -26,7 +26,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes
 from pipeline.stages.execute.rows import BoolArray, RowTable
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import StoredMatrix
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.layers.rope import head_order
 from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, HeadNorms, Linear

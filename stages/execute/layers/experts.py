@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeline import torch_needed
 from pipeline.kernels.stored_matrix import StoredMatrix
-from pipeline.runtime.model.model_folder import EXPERTS, ModelConfig
+from pipeline.runtime.model.model_config import EXPERTS, ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.program import AnyMatrix, ExpertsWeights, Linear
 from pipeline.stages.execute.weights import DTYPES, Weights, converted

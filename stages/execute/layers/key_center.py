@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.rope import rotation
 from pipeline.stages.execute.program import AttentionWeights
 

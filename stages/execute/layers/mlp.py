@@ -1,6 +1,6 @@
 """The feed-forward layer: gated, or one activation between two matrices."""
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights
 from pipeline.stages.execute.program import Linear, MlpWeights
 from pipeline.stages.execute.weights import Weights

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.program import Norm
 from pipeline.stages.execute.weights import Weights
 

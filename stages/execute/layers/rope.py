@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.kernels.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
-from pipeline.runtime.model.model_folder import (
+from pipeline.runtime.model.model_config import (
     LinearRope,
     Llama3Rope,
     LongRope,

@@ -7,7 +7,7 @@ from pipeline.cli.profile.results import Case, Floor
 from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import cpuinfo
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 
 
 def check_positions(cases: Sequence[Case], config: ModelConfig, most: int) -> None:

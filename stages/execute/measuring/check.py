@@ -12,7 +12,7 @@ import msgspec
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase, ProgramResults
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.kv import kv_block_bytes
 from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.topology import SCHEDULE

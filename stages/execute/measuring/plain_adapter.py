@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.config.settings import Settings
 from pipeline.lora.adapter_file import DTYPES, AdapterFile, AnyArray, Pair, Target, write
 from pipeline.lora.convert import dtype_of, shape_of
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 
 RANK = 16
 

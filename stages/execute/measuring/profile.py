@@ -10,7 +10,7 @@ from pipeline.cli.profile.shape import with_layers
 from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeline.config.settings import Quantization
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, GROUP, Format
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.weights import Weights
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")

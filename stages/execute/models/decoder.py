@@ -11,7 +11,7 @@ A feed-forward layer may be a mixture of experts. With `parallel`, it reads the 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 """
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights

@@ -7,7 +7,7 @@ loaded.
 
 from enum import Enum
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 
 
 class Feature(Enum):

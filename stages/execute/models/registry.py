@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import get_args
 
-from pipeline.runtime.model.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.execute.models import decoder
 from pipeline.stages.execute.program import ProgramBuilder
 from pipeline.stages.execute.ranks.layer_split import Part

@@ -18,7 +18,7 @@ have the same KV head, and each of them a part of its query heads.
 from dataclasses import dataclass
 
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 
 PANEL = 16
 """Outputs are cut between panels of the packed weights."""

@@ -5,7 +5,8 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig, read_file
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.model.weight_headers import WeightFacts, weight_facts
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.text.formats.chat_formats import ChatFormats

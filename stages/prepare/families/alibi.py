@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import (
     FOUR_TIMES,
     LAYER_NORM,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 

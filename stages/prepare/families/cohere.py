@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, windows_by_pattern
 from pipeline.stages.prepare.families.keys import Keys
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture, Experts, Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Architecture, Experts, Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import (
     HfArchitecture,
     Window,

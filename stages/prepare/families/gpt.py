@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import (
     FOUR_TIMES,
     LAYER_NORM,

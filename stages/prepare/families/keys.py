@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Activation
+from pipeline.runtime.model.model_config import Activation
 from pipeline.stages.prepare.files import shown
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture, Layout, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig
 from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed, windows_by_pattern
 from pipeline.stages.prepare.families.keys import Keys
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model.model_folder import Architecture, Experts, ModelConfig, Rope
+from pipeline.runtime.model.model_config import Architecture, Experts, ModelConfig, Rope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest

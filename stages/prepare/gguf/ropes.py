@@ -7,7 +7,7 @@ That of Llama 3 and LongRoPE are tensors of the file, see model.py. As in llama.
 import math
 from collections.abc import Collection
 
-from pipeline.runtime.model.model_folder import LinearRope, RopeScaling, YarnRope
+from pipeline.runtime.model.model_config import LinearRope, RopeScaling, YarnRope
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
 from pipeline.stages.prepare.shape import as_float

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.config.settings import PreparedFormat
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.quantized.matrix import QuantizedMatrix
 from pipeline.stages.prepare.quantized.packing import Array

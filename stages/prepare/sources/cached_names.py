@@ -7,7 +7,8 @@ import msgspec
 
 from pipeline.config.closest import closest
 from pipeline.runtime.files.regular_files import read_regular
-from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP
 from pipeline.stages.prepare.sources.source import FORMS, ModelError, NoSuchModel, Source, is_folder, parse, shown_model
 
 MAX_ENTRIES = 4096

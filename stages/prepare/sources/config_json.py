@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_folder import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys

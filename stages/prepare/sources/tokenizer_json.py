@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import MAX_TOKENIZER_BYTES, decode_json, find, read, shown
 from pipeline.stages.prepare.shape import check_ids

@@ -10,8 +10,9 @@ which copies bring the rest.
 
 A shared block is always full: nothing writes to it again.
 
-A sequence has a block table in each KV group (pipeline/runtime/model/kv_groups.py). With full attention it has blocks for
-all its ids from the start. With a window, it has those that its next positions read, and those that a step may write:
+A sequence has a block table in each KV group (pipeline/runtime/model/kv_groups.py). With full attention it has blocks
+for all its ids from the start. With a window, it has those that its next positions read, and those that a step may
+write:
 
                  released        first .......... planned ...... end
                  or never held   window           largest chunk

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.grammars.engine import Engine
 from pipeline.lora.adapter_file import AdapterFile
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.weight_headers import weight_facts
 from pipeline.stages.execute.weights import TensorFile
 from pipeline.stages.ingest.templates import chat_templates

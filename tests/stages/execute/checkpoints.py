@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 
 VOCAB_SIZE = 300
 EOS_ID = 2

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_folder import ModelConfig, format_key
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner

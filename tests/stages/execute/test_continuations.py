@@ -16,7 +16,7 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.messages import BEGIN
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner

@@ -14,7 +14,7 @@ from pipeline.kernels.cpu.build import default_cache_root
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.messages import GenerationOptions
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.drafts.draft_model import DraftModel
 from pipeline.stages.execute.kv import kv_block_bytes, layout_of

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_folder import Experts, ModelConfig, format_key
+from pipeline.runtime.model.model_config import Experts, ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.prepare.tensors import expected_shapes
 from tests.k_quants import quantize
 from tests.stages.execute import checkpoints

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from pipeline.cli.check.chunks import chunks_of
 from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.text_tokens import encode

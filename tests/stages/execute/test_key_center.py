@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.kernels.hadamard import transform_heads
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.key_calibration import KeyFactors, hadamard
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear

@@ -10,7 +10,7 @@ from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model.kv_groups import KVGroup
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute import kv
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, plan_kv

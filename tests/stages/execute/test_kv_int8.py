@@ -11,7 +11,7 @@ from pipeline.cli.check.chunks import COUNTED, chunks_of
 from pipeline.cli.check.divergence import Divergence
 from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv

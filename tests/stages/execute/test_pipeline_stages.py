@@ -15,7 +15,7 @@ from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model.kv_groups import kv_layout
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split

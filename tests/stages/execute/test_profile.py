@@ -21,7 +21,7 @@ from pipeline.kernels.cpu.build import BuildError
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.measuring import measure as module
 from pipeline.stages.execute.cpu.measuring.measure import CpuSamples, fill, floor_s, measure, overlapped_s, summarize
 from pipeline.stages.execute.cpu.runner import CpuRunner

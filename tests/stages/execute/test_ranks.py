@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.share import possible, share_of

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.share import most_kv_heads
 from tests.stages.execute.native_driver import random_ids

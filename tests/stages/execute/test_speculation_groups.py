@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from tests.stages.execute import checkpoints, test_draft_model, test_experts, tiny_architectures
 from tests.stages.execute.native_driver import random_ids

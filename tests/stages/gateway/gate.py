@@ -18,7 +18,7 @@ from pipeline.config.settings import (
     Settings,
 )
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from tests.rig import PATIENCE_S, Rig
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.settings import LoraSettings
 from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.gateway.admin import adapters
 from tests.lora.random_adapters import write_adapter
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate

@@ -16,7 +16,7 @@ from pipeline.config.settings import LoraSettings
 from pipeline.lora.convert import convert
 from pipeline.runtime import messages as m
 from pipeline.runtime.files import regular_files
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.gateway.admin import adapters
 from tests.lora.random_adapters import write_adapter
 from tests.rig import PATIENCE_S

@@ -22,7 +22,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from pipeline.runtime.model.model_folder import ModelConfig, format_key
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import format_key
 
 TEXTS = (
     "The quick brown fox, 12 345 dogs.\n\n  It's 7 o'clock;\tdon't we've I'LL HE'S\r\n",

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.source import PINS, FolderSource, GgufSource, ModelError, WheelSource

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig, notes_of
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import notes_of
 from pipeline.stages.prepare.draft import settings_of_draft
 from pipeline.stages.prepare.sharing import CONTENT
 from pipeline.stages.prepare.sources import chat_templates

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from pipeline.runtime.model.model_folder import Layout, ModelConfig
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.tiny_architectures import VARIANTS, VOCAB_SIZE

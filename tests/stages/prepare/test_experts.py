@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.stage import ModelError, prepare
 from tests.stages.execute import tiny_architectures

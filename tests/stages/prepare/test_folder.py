@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig, notes_of
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import notes_of
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import longrope_line, prepare
 from tests.stages.execute.driver import Driver, row_add, settings

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline.config.settings import Settings
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
-from pipeline.runtime.model.model_folder import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 from pipeline.stages.prepare.gguf import tokenizer
 from pipeline.stages.prepare.gguf.vocabulary import GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError

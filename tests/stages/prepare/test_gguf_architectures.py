@@ -20,7 +20,7 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.lora.peft_config import AdapterError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufKeys
 from pipeline.stages.prepare.gguf.metadata import Metadata

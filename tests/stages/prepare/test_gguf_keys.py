@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig, notes_of
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import notes_of
 from pipeline.stages.prepare.gguf.model import ENCODERS
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare import files, tensors, tokenizer_probe
 from pipeline.stages.prepare.files import find
 from pipeline.stages.prepare.gguf import file, model

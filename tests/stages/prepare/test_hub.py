@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.sources.source import HubSource
 from tests.stages.prepare import checkpoints, preparing
 from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, Repo

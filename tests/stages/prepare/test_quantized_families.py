@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures

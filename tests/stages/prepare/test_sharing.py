@@ -11,7 +11,8 @@ from pipeline.__main__ import main
 from pipeline.cli.cache import entries as entries_module
 from pipeline.cli.cache.entries import disk_bytes, entries_of
 from pipeline.config.settings import PreparedFormat, Settings
-from pipeline.runtime.model.model_folder import ModelConfig, hold
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import hold
 from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints

@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.ingest.templates.budget import Budget
 from pipeline.stages.ingest.templates.template import ChatTemplate
 from pipeline.stages.prepare.sources.source import ModelError

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.transport.inbox import Inbox, address_of
 from pipeline.stages.prepare import stage as prepare_stage
 from pipeline.stages.prepare.progress import Lines, ProgressBar, for_stream

@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as np_st
 from transformers import LlamaForCausalLM
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import CONVERTED, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import CONVERTED
 from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.gguf.conversions import mxfp4_to_q8_0
 from pipeline.stages.prepare.progress import for_stream

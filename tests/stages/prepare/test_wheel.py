@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import Settings, SupervisorSettings
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.progress import Lines
 from pipeline.stages.prepare.sources import source as source_module
 from pipeline.stages.prepare.sources import wheel as wheel_module

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.triton.launch import INTERPRETED
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.rope import rope_frequencies, rope_table
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item

@@ -20,7 +20,7 @@ from pipeline.config.settings import LoraSettings, Settings, SpeculativeSettings
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from tools.gpu_check import models
 from tools.gpu_check.child import Context, Item

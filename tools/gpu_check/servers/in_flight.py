@@ -21,7 +21,7 @@ import numpy as np
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from pipeline.stages.execute.publishing import Sampled
 from tools.gpu_check.child import Context

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.models import transformers_sizes

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item

@@ -23,7 +23,7 @@ from pipeline.kernels.noise_keys import noise_keys, sequence_key
 from pipeline.kernels.sample import thresholds
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from pipeline.stages.execute.sampling_features import logits_processors_of
 from tools.gpu_check import gpu

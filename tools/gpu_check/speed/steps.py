@@ -22,7 +22,7 @@ import torch
 from pipeline.config.settings import Quantization
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.measuring import planned as steps
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from tools.gpu_check import gpu
 from tools.gpu_check.child import Context, Item
 from tools.gpu_check.kernels.blocks import random_blocks

@@ -18,7 +18,7 @@ from pipeline.cli.profile.flame_graph import write
 from pipeline.cli.trace import chrome_trace
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.stack_sampler import Stacks
 from pipeline.runtime.tracing import MAX_WINDOW_S, StageTrace
 from pipeline.version import VERSION

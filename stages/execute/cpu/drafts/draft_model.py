@@ -11,7 +11,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model import model_folder
 from pipeline.runtime.model.kv_groups import undivided
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.drafts.eagle3 import Eagle3Head

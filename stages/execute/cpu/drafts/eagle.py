@@ -15,7 +15,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model import model_folder
 from pipeline.runtime.model.kv_groups import undivided
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer

@@ -21,7 +21,7 @@ from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import make_program
 from pipeline.stages.execute.cpu.measuring.streamed_program import streamed_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram

@@ -24,7 +24,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model.kv_groups import undivided
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program

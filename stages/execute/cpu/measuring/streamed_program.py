@@ -8,7 +8,7 @@ from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Matrix, as_matrix, as_tensor
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace

@@ -8,7 +8,7 @@ import ctypes
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.lora.adapter_file import Target
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.lora import NativeLora
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native.norms import NativeNorms

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, turning_order
 

@@ -15,7 +15,7 @@ from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import DOWN, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeline.kernels.linear import multiply
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
 
 Matrices = list[tuple[int, int, Tensor, Tensor]]

@@ -22,7 +22,7 @@ from pipeline.kernels.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_folder import ModelConfig, Rope
+from pipeline.runtime.model.model_config import ModelConfig, Rope
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program

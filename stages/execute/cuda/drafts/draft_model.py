@@ -14,7 +14,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model import model_folder
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps

@@ -12,7 +12,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.step import STAMP_WORDS
 from pipeline.runtime.model.kv_groups import undivided
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.graphs.step_graphs import CapturedStep, CapturedStepKind, SamplerKind, StepGraphs
 from pipeline.stages.execute.cuda.graphs.step_shapes import StepShapes

@@ -25,7 +25,7 @@ from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.norm import NormWeights
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.runtime.model import model_folder
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.available import require_features
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.drafts.draft_steps import DraftSteps

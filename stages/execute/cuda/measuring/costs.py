@@ -9,7 +9,7 @@ import torch
 
 from pipeline.cli.profile.results import Case, KernelTime, MachineRates, OpTime, StepTime
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.measuring.launches import Launches
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.measuring.cases import floor_of

@@ -18,7 +18,7 @@ import torch
 from pipeline.cli.profile.results import Case, Profile, ProfilePlan
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.device import make_device
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.measuring.costs import GpuSamples, costs_of, summarize, weight_bytes

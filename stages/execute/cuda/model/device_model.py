@@ -34,7 +34,7 @@ from pipeline.kernels.triton.logits import finish_logits
 from pipeline.kernels.triton.norm import PLAIN, NormWeights
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.model.layers import AttentionOnDevice, DeviceLayers, ExpertsOnDevice, MlpOnDevice
 from pipeline.stages.execute.cuda.model.linear import Gemm, GemmMemory
 

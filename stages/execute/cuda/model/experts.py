@@ -10,7 +10,7 @@ from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.triton import experts as kernels
 from pipeline.kernels.triton.experts import ExpertLinear, Order
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.program import ExpertsWeights, Linear
 
 

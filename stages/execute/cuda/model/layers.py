@@ -16,7 +16,7 @@ from pipeline.kernels.triton.norm import NormWeights, Sublayer
 from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model.kv_groups import KVLayout, undivided
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.model.attention import AttentionLayer, DeviceAttention

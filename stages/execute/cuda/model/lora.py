@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.kernels.triton import lora
 from pipeline.kernels.triton.lora import LoraMatrices
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan, num_outputs, row_order
 from pipeline.stages.execute.cuda.device import Device
 

@@ -21,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.matrix import Matrix, as_tensor
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, StoredMatrix
 from pipeline.kernels.triton.gemm.device_matrix import Quantization, group_of
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.program import (
     AnyMatrix,

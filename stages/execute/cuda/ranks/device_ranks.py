@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.triton.gemm.device_matrix import Quantization
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.model.device_model import DeviceModel
 from pipeline.stages.execute.cuda.ranks.board import RankBoard

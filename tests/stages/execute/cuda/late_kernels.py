@@ -26,7 +26,7 @@ from pipeline.kernels.triton.launch import compiling
 from pipeline.lora.convert import convert
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.device import Interpreted
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.kernels.triton.pretending import pretend, pretend_h100

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda import available
 from pipeline.stages.execute.models.features import TRITON, Feature
 from tests.stages.execute import tiny_architectures

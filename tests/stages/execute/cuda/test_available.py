@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_folder import Layout, Piece, format_key
+from pipeline.runtime.model.model_config import Layout, Piece
+from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.execute.cuda.available import Facts, look, require, weight_bytes, why_not
 from tests.stages.execute import checkpoints
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.available import weight_bytes
 from pipeline.stages.execute.cuda.measuring import costs
 from pipeline.stages.prepare.stage import prepare

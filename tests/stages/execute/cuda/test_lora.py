@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.convert import convert
-from pipeline.runtime.model.model_folder import ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from tests.lora.random_adapters import merge, write_adapter
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cuda.conftest import on_cpu, on_device

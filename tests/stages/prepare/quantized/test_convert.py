@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_folder import NOTES, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.quantized import convert
 from pipeline.stages.prepare.quantized.methods import scheme_of

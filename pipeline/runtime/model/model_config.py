@@ -1,0 +1,363 @@
+"""What stages know of a model: its sizes, its architecture and where its weights are. In a prepared folder it is
+`model.json`."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pipeline.runtime.model.model_folder import read_file
+
+Architecture = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "seed_oss",
+    "ministral",
+    "ministral3",
+    "helium",
+    "ernie4_5",
+    "arcee",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "glm",
+    "glm4",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "stablelm",
+    "nemotron",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "opt",
+    "falcon",
+    "bloom",
+    "mpt",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+]
+"""`model_type` of config.json."""
+
+
+class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="llama3"):
+    """The RoPE scaling of Llama 3.1."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+class LinearRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="linear"):
+    """Positions are divided by `factor`."""
+
+    factor: float
+
+
+class YarnRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="yarn", kw_only=True):
+    """YaRN (Peng et al., 2023, arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position: int
+    magnitude: float
+    """Factor of rotated queries and keys."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the interpolated dimensions are rounded to whole ones."""
+
+
+class LongRope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="longrope", kw_only=True):
+    """LongRoPE (Ding et al., 2024, arXiv:2402.13753). The server uses one set of factors for all positions."""
+
+    original_max_position: int
+    magnitude: float
+    """Factor of rotated queries and keys."""
+    short_factors: tuple[float, ...]
+    """Divisors of the frequencies, one for each pair of dimensions, if sequences are limited to
+    `original_max_position`."""
+    long_factors: tuple[float, ...]
+    """The same if sequences may be longer."""
+
+
+RopeScaling = Llama3Rope | LinearRope | YarnRope | LongRope
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where the rows of a matrix or vector are in the weight files: the tensor is `groups` equal groups of rows, and
+    the rows from `begin` to `end` of each group are those of this piece, in this order."""
+
+    tensor: str
+    """The tensor's name without `.weight` or `.bias`; inside a layer, without `Layout.layers`."""
+    groups: int = 1
+    begin: int = 0
+    end: int | None = None
+    """None: to the end of the group."""
+    transposed: bool = False
+    """Whether the tensor is [inputs, outputs]."""
+    bare: bool = False
+    """Whether the name of a weight ends without `.weight`, and that of a bias with `_bias`."""
+    index: int | None = None
+    """The number of the expert if the tensor has those of all experts, [experts, rows, columns]. `Layout.find` sets
+    it."""
+
+    def name(self, kind: str) -> str:
+        """The name of the tensor that holds the "weight" or "bias"."""
+        if not self.bare:
+            return f"{self.tensor}.{kind}"
+        return self.tensor if kind == "weight" else f"{self.tensor}_{kind}"
+
+
+EXPERTS = "mlp.experts."
+"""Prefix of the tensors of experts, in a layer."""
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the names and rows of the weight files differ from those of Llama in Hugging Face Transformers."""
+
+    layers: str = "model.layers.{}."
+    """Prefix of a layer's tensors; {} is its number."""
+    pieces: dict[str, Piece] = {}
+    """By Llama's name without `.weight` and `.bias`, for example `self_attn.q_proj` or `lm_head`. Other tensors have
+    Llama's names."""
+    experts: dict[str, Piece] = {}
+    """Of the matrices of experts, by the last part of their names, for example `down_proj`. In a tensor's name, {} is
+    the number of the expert. A name without it is that of a tensor with all experts. Other matrices have names like
+    `mlp.experts.5.down_proj`."""
+
+    def find(self, name: str) -> tuple[str, Piece]:
+        """The tensor in the files that holds the tensor that Llama calls `name`, and its part."""
+        module, _, kind = name.rpartition(".")
+        if module.startswith("model.layers."):
+            _, _, layer, part = module.split(".", 3)
+            piece = self._expert_piece(part) or self.pieces.get(part) or Piece(part)
+            return f"{self.layers.format(layer)}{piece.name(kind)}", piece
+        piece = self.pieces.get(module) or Piece(module)
+        return f"{piece.tensor}.{kind}" if module else name, piece
+
+    def _expert_piece(self, part: str) -> Piece | None:
+        """The piece of a matrix of an expert, `mlp.experts.5.down_proj`; None if `part` is another one."""
+        if not self.experts or not part.startswith(EXPERTS):
+            return None
+        number, _, matrix = part.removeprefix(EXPERTS).partition(".")
+        piece = self.experts[matrix]
+        if "{}" in piece.tensor:
+            return msgspec.structs.replace(piece, tensor=piece.tensor.format(number))
+        return msgspec.structs.replace(piece, index=int(number))
+
+
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The feed-forward layers that are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538)."""
+
+    num: int
+    num_per_token: int
+    """The experts that compute a token: those with the largest scores."""
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores, the weights of the experts' results."""
+    normalized: bool = False
+    """Whether the weights of a token are divided by their sum. With softmax, this is the softmax of the chosen logits
+    alone."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    router_bias: bool = False
+    """Whether the router has a bias."""
+    selection_bias: bool = False
+    """Whether a bias is added to the scores to choose experts, but not to their weights (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether the matrices of experts have biases."""
+    shared_intermediate_size: int = 0
+    """Of the expert that computes every token; 0 if there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's result is multiplied with the sigmoid of a projection of its input."""
+    layers: list[int] | None = None
+    """The layers with experts; None: all. The others have a dense feed-forward layer."""
+
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
+QkNorm = Literal["head", "each_head", "all"]
+
+
+class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an EAGLE-3 head has besides a Llama layer."""
+
+    layers: list[int]
+    """Three layers of the model, in rising order; the head reads the hidden states before each of them."""
+    draft_vocab_size: int
+    """Rows of its LM head."""
+    norm_before_residual: bool = False
+    """Whether the residual begins with the normalized hidden states."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A decoder's configuration. The defaults are Llama's."""
+
+    format: Literal[3] = 3
+    name: str
+    """The model's name for clients, unless `served_model_name` is set."""
+    architecture: Architecture
+    """Selects the code that computes the model."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Number of rows of the embedding."""
+    max_position: int
+    norm: NormKind = "rms"
+    """The kind of all norms of hidden states, and of norms of queries and keys."""
+    rms_norm_eps: float
+    """Of all norms."""
+    norm_weights: bool = True
+    """False: norms have neither weights nor biases."""
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    """What is added to the stored weights of norms: Gemma stores them minus one."""
+    pre_norms: bool = True
+    """Whether hidden states are normalized before attention and before the feed-forward layer."""
+    post_norms: bool = False
+    """Whether the results of attention and of the feed-forward layer are normalized."""
+    parallel: bool = False
+    """Whether the feed-forward layer has the same input as attention, not its result."""
+    shared_norm: bool = False
+    """Whether parallel attention and feed-forward layers share one norm."""
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the feed-forward layer multiplies the activation with a second projection."""
+    swiglu_alpha: float = 1.702
+    """a in gate * sigmoid(a * gate) * (up + 1), which is the activation "swiglu_oai"."""
+    swiglu_limit: float = 7.0
+    """With "swiglu_oai", the most that gate may be, and the largest magnitude of up; larger ones are clamped."""
+    experts: Experts | None = None
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    position_embeddings: int = 0
+    """Rows of the table of learned positions; 0 if the model has none."""
+    position_offset: int = 0
+    """The row of position 0."""
+    residual_multiplier: float = 1.0
+    """Factor of the results of attention and of the feed-forward layer."""
+    query_scale: float | None = None
+    """Factor of attention scores; None: head_dim ** -0.5."""
+    query_growth: float = 0.0
+    """b in 1 + b * log(1 + floor(position / query_growth_period)), a factor of queries; 0 for none."""
+    query_growth_period: int = 1
+    attention_softcap: float | None = None
+    """c in c * tanh(score / c)."""
+    alibi_slopes: list[float] | None = None
+    """For each head, what is subtracted from a score for each position that a key is before the query."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in the softmax, without a key (attention sinks: Xiao
+    et al., 2023, arXiv:2309.17453)."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    head_bias: bool = False
+    """Whether the LM head has a bias."""
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """The first dimensions of a head that are rotated; None: all."""
+    interleaved_rope: bool = False
+    """Whether adjacent dimensions rotate together, in the stored order. If not, halves do."""
+    sliding_rope: Rope | None = None
+    """The rotary embedding of layers with a sliding window, if they have another one."""
+    layers_without_rope: list[int] = []
+    sliding_window: int | None = None
+    """Number of positions that attention sees, including its own; None: all up to its own."""
+    sliding_layers: list[int] | None = None
+    """The layers with the window; None: all layers."""
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether attention's output projection has a bias."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalized before RoPE."""
+    qk_norm_kind: QkNorm = "head"
+    """"head": each head by itself, with weights [head_dim]; "each_head": with weights for each head [num_heads *
+    head_dim]; "all": all heads together, with such weights."""
+    eos_ids: list[int]
+    bos_id: int | None = None
+    add_bos: bool = False
+    """Whether the tokenizer's post-processor adds the BOS token; the chat template needs to know."""
+    weight_files: list[str]
+    layout: Layout = Layout()
+    eagle3: Eagle3 | None = None
+    """Of an EAGLE-3 head; None for all other models."""
+    special_tokens: dict[str, str] | None = None
+    """The variables of chat templates that are special tokens, as `bos_token`; None: those of `bos_id` and the first
+    of `eos_ids`."""
+    split_special_tokens: bool = False
+    """Whether special tokens in texts are encoded as plain text, those that the chat template writes too."""
+    modules: Layout | None = None
+    """The names that the modules have in transformers, and so in adapters; None: those of `layout`."""
+
+    def longest_sequence(self, max_model_len: int) -> int:
+        """The longest sequence that a server takes whose setting `max_model_len` has this value, if it has the memory.
+
+        0 is the model's own limit. With LongRoPE it is the original context, as in vLLM: with more, the factors for
+        long contexts would change the results of all sequences, short ones too.
+        """
+        own = self.max_position
+        if isinstance(self.rope_scaling, LongRope):
+            own = min(own, self.rope_scaling.original_max_position)
+        return min(max_model_len or own, self.max_position)
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of a layer; None if it has none."""
+        if self.rotary_dim == 0 or layer in self.layers_without_rope:
+            return None
+        if self.sliding_rope is not None and self.window_of(layer) is not None:
+            return self.sliding_rope
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    def window_of(self, layer: int) -> int | None:
+        """The attention window of a layer; None if it has none."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward layer of a layer is a mixture of experts."""
+        return self.experts is not None and (self.experts.layers is None or layer in self.experts.layers)
+
+    @property
+    def inner_sizes(self) -> list[int]:
+        """The intermediate sizes of the feed-forward layers, without those of experts."""
+        sizes = [] if all(self.has_experts(layer) for layer in range(self.num_layers)) else [self.intermediate_size]
+        shared = self.experts.shared_intermediate_size if self.experts is not None else 0
+        return [*sizes, shared] if shared else sizes
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ModelConfig":
+        """Read `model.json`. Raises FileNotFoundError or msgspec.ValidationError; either is a bug in prepare."""
+        return msgspec.json.decode(read_file(Path(folder) / "model.json"), type=cls)
+
+    def save(self, folder: str | Path) -> None:
+        (Path(folder) / "model.json").write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+    def weight_paths(self, folder: str | Path) -> list[Path]:
+        return [Path(folder) / name for name in self.weight_files]
