@@ -90,12 +90,12 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
             for low, source, target, high in (
                 ("runtime", "from pipeline.replay import recorder", "pipeline.replay.recorder", "replay"),
                 ("runtime", "from ..cli import out_file", "pipeline.cli.out_file", "cli"),
-                ("runtime", "import pipeline.supervisor.process", "pipeline.supervisor.process", "supervisor"),
+                ("runtime", "import pipeline.supervisor.loop", "pipeline.supervisor.loop", "supervisor"),
                 ("metrics", "from pipeline.runtime import topology", "pipeline.runtime.topology", "runtime"),
                 (
                     "replay",
-                    "from pipeline.supervisor.process import Child",
-                    "pipeline.supervisor.process.Child",
+                    "from pipeline.supervisor.processes.process import Child",
+                    "pipeline.supervisor.processes.process.Child",
                     "supervisor",
                 ),
                 ("replay", "import pipeline.lora.convert", "pipeline.lora.convert", "lora"),

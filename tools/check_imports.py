@@ -47,7 +47,7 @@ FLOORS = (
 
 EXCEPTIONS = {
     "pipeline/client/embedded/entry.py": ("cli", "supervisor"),
-    "pipeline/supervisor/children.py": ("hosts",),
+    "pipeline/supervisor/processes/children.py": ("hosts",),
     "pipeline/supervisor/loop.py": ("hosts",),
     "pipeline/supervisor/supervisor.py": ("hosts",),
     "pipeline/text/formats/own_syntax.py": ("grammars",),

@@ -21,7 +21,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
-from pipeline.supervisor.admin_client import find_servers
+from pipeline.supervisor.admin.admin_client import find_servers
 
 SUPPORTED = "pipeline.stages.prepare.supported"
 """The module with a typical model of each architecture."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pipeline.cli.no_server import ANY_HOST, LOOPBACK, START_ONE, host_and_port, no_server
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 
 def choose_server(args: argparse.Namespace) -> str:

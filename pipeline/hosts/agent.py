@@ -32,8 +32,8 @@ from pipeline.runtime.transport.curve import ClientKeys
 from pipeline.runtime.transport.inbox import Inbox
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
-from pipeline.supervisor.black_boxes import BlackBoxes
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.crashes.black_boxes import BlackBoxes
+from pipeline.supervisor.processes.process import Child
 from pipeline.version import VERSION
 
 POLL_S = 1.0

@@ -26,8 +26,8 @@ from pipeline.runtime.topology import RAY, SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys, is_loopback
 from pipeline.runtime.transport.inbox import Inbox
 from pipeline.runtime.transport.outbox import Outbox
-from pipeline.supervisor.process import Child
-from pipeline.supervisor.resources import INCARNATION, SharedResources
+from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.shared.resources import INCARNATION, SharedResources
 
 PING_S = 1.0
 BOUND = 256

@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.process.process_usage import NOTHING, ProcessUsage
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.processes.process import Child
 
 KILLED = -9
 

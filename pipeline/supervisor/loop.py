@@ -26,22 +26,22 @@ from pipeline.runtime.control_requests import with_execute_facts
 from pipeline.runtime.process.suspension import Suspension
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import Inbox
-from pipeline.supervisor.adapters import Adapters
-from pipeline.supervisor.admin_server import AdminServer, Questions
-from pipeline.supervisor.children import ChildTable
-from pipeline.supervisor.crash_reports import CrashReports
-from pipeline.supervisor.health import HealthChecks
-from pipeline.supervisor.heartbeats import Heartbeats
-from pipeline.supervisor.reload import Reloads
-from pipeline.supervisor.resources import SharedResources
-from pipeline.supervisor.restarts import Restarts
+from pipeline.supervisor.admin.admin_server import AdminServer, Questions
+from pipeline.supervisor.admin.stats_collector import StatsCollector
+from pipeline.supervisor.crashes.crash_reports import CrashReports
+from pipeline.supervisor.processes.children import ChildTable
+from pipeline.supervisor.processes.health import HealthChecks
+from pipeline.supervisor.processes.heartbeats import Heartbeats
+from pipeline.supervisor.reconfigure.adapters import Adapters
+from pipeline.supervisor.reconfigure.reload import Reloads
+from pipeline.supervisor.reconfigure.scaling import Scaling
+from pipeline.supervisor.reconfigure.stage_processes import StageProcesses
+from pipeline.supervisor.restart.restarts import Restarts
+from pipeline.supervisor.restart.stage_deaths import StageDeaths
 from pipeline.supervisor.run_mode import RunMode
-from pipeline.supervisor.scaling import Scaling
 from pipeline.supervisor.server_state import ServerState
+from pipeline.supervisor.shared.resources import SharedResources
 from pipeline.supervisor.signals import TerminationSignals
-from pipeline.supervisor.stage_deaths import StageDeaths
-from pipeline.supervisor.stage_processes import StageProcesses
-from pipeline.supervisor.stats_collector import StatsCollector
 from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, Stopping
 
 POLL_S = 1.0

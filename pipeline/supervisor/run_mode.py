@@ -7,8 +7,8 @@ import msgspec
 from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.supervisor.inline import InlineChild
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.processes.inline import InlineChild
+from pipeline.supervisor.processes.process import Child
 
 
 class RunMode(msgspec.Struct, frozen=True):

@@ -12,9 +12,9 @@ from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
-from pipeline.supervisor import bind_policy
-from pipeline.supervisor.listeners import listen, zmq_address
 from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.shared import bind_policy
+from pipeline.supervisor.shared.listeners import listen, zmq_address
 from pipeline.supervisor.supervisor import Supervisor
 
 

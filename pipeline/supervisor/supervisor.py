@@ -7,9 +7,10 @@
                                                                                                       once too often
 
 The stages' processes import their code while prepare runs, and begin when the model's folder is known. A stage that
-dies while the server serves is restarted (restarts.py).
+dies while the server serves is restarted (restart/restarts.py).
 
-Nothing outlives it: its children die with it (see process.py), sockets are abstract, shared memory is anonymous.
+Nothing outlives it: its children die with it (see processes/process.py), sockets are abstract, shared memory is
+anonymous.
 """
 
 import logging
@@ -31,13 +32,13 @@ from pipeline.runtime.security import api_keys
 from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
-from pipeline.supervisor.inline import InlineChild
-from pipeline.supervisor.listeners import url_of, zmq_address
 from pipeline.supervisor.loop import SupervisorLoop
-from pipeline.supervisor.process import Child
-from pipeline.supervisor.recovery import MAX_FAILED_STARTS
-from pipeline.supervisor.resources import SharedResources
+from pipeline.supervisor.processes.inline import InlineChild
+from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
 from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.shared.listeners import url_of, zmq_address
+from pipeline.supervisor.shared.resources import SharedResources
 from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, StageKilled, Stopping
 from pipeline.version import VERSION
 

@@ -5,9 +5,9 @@
                                   └── each sequence of a suspect has some new ids: it is cleared
 
 The supervisor counts the crashes of each suspect, and decides which of them fails: one that was alone at its third
-crash (pipeline/supervisor/crash_counts.py). One that kills is in a smaller group after each crash, whatever the others
-do, and alone after the third. Beside groups of 32, requests that are cleared run. Beside smaller ones, nothing runs: a
-request that was cleared and kills later would make the group look like the reason.
+crash (pipeline/supervisor/crashes/crash_counts.py). One that kills is in a smaller group after each crash, whatever the
+others do, and alone after the third. Beside groups of 32, requests that are cleared run. Beside smaller ones, nothing
+runs: a request that was cleared and kills later would make the group look like the reason.
 """
 
 from collections import deque

@@ -10,7 +10,7 @@ from pipeline.client.connection.zmq_address import address_of, check_free
 from pipeline.config.load import ConfigError, load
 from pipeline.config.values.zmq_setting import is_open_to_others, problem_of
 from pipeline.errors import UserError
-from pipeline.supervisor import bind_policy
+from pipeline.supervisor.shared import bind_policy
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ EFFECTS = {
     "supervisor.hang_timeout_s": f"{LIFE}::test_each_stage_that_is_stopped_is_killed_and_requests_go_on",
     "supervisor.health_timeout_s": f"{SERVER}::test_health_timeout_s_limits_a_stage_s_answer",
     "supervisor.crash_reports": (
-        "tests/supervisor/test_crash_reports.py::"
+        "tests/supervisor/crashes/test_crash_reports.py::"
         "test_crash_reports_can_be_off_and_a_stage_that_says_why_it_cannot_start_has_none"
     ),
     "supervisor.crash_recording_bytes": (

@@ -30,7 +30,7 @@ from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.replay import format as f
 from pipeline.replay.compare import compare
 from pipeline.stages.schedule.scheduler import Scheduler
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.serve import serve
 from tests.e2e.embedded import until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from tests.e2e.server import Server
 from tests.stages.gateway.peers import until
 

@@ -18,8 +18,8 @@ from pipeline.__main__ import main
 from pipeline.runtime.files.cache_path import CRASHES
 from pipeline.runtime.messages import BlackBox
 from pipeline.runtime.process import black_box
-from pipeline.supervisor.crash_counts import MAX_CRASHES
-from pipeline.supervisor.crash_reports import reports_in
+from pipeline.supervisor.crashes.crash_counts import MAX_CRASHES
+from pipeline.supervisor.crashes.crash_reports import reports_in
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
 

@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.replay.traffic import read_trace
 from pipeline.runtime import messages as m
-from pipeline.supervisor import admin_server
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin import admin_server
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from tests.e2e.server import STAGES, Server
 from tests.runtime.test_tracing import check
 from tests.stages.gateway.peers import until

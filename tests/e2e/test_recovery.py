@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from tests.e2e.recovery_streams import LONG, STORY, Ledger, requests, run
 from tests.e2e.server import Server
 from tests.e2e.test_observability import until_traced

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import LLM, SamplingParams
 from pipeline.metrics.stats import GatewayCounts
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
 from tests.e2e.test_life_and_death import MODEL, Stream

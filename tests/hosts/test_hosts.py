@@ -21,8 +21,8 @@ from pipeline.runtime.messages.wire_version import wire_version
 from pipeline.runtime.transport import curve
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.runtime.transport.outbox import Outbox
-from pipeline.supervisor.resources import SharedResources
-from pipeline.supervisor.tcp_channels import TcpChannels
+from pipeline.supervisor.shared.resources import SharedResources
+from pipeline.supervisor.shared.tcp_channels import TcpChannels
 
 AGENT_KEY = curve.new_keys().public_key
 

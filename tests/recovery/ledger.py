@@ -18,7 +18,7 @@ from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.schedule.request_table import PROMPT_TAIL
-from pipeline.supervisor.crash_counts import MAX_CRASHES
+from pipeline.supervisor.crashes.crash_counts import MAX_CRASHES
 from pipeline.text.vocabulary import Vocabulary
 from tests import fakes
 from tests.rig import raw

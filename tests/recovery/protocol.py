@@ -30,9 +30,9 @@ from pipeline.runtime import topology
 from pipeline.runtime.process.black_box import breadcrumbs_in, suspects_in
 from pipeline.runtime.topology import SCHEDULE, SUPERVISOR
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.supervisor.crash_counts import CrashCounts
-from pipeline.supervisor.recovery import Recovery, RestartBudget
-from pipeline.supervisor.scaling import Scaling
+from pipeline.supervisor.crashes.crash_counts import CrashCounts
+from pipeline.supervisor.reconfigure.scaling import Scaling
+from pipeline.supervisor.restart.recovery import Recovery, RestartBudget
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import VOCAB
 from tests.recovery import poison

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.supervisor.stage_processes import RECEIVERS
+from pipeline.supervisor.reconfigure.stage_processes import RECEIVERS
 from tests.recovery.stages import GatewayProcess, IngestProcess
 
 if TYPE_CHECKING:

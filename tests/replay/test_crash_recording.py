@@ -17,7 +17,7 @@ from pipeline.replay.recorder import RecordingContext, header_of
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.memories import Memories
 from pipeline.shm.arrays import ShmRef
-from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import settled

@@ -16,9 +16,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
-from pipeline.supervisor.health import HealthChecks, HealthRound
-from pipeline.supervisor.listeners import listen
+from pipeline.supervisor.processes.health import HealthChecks, HealthRound
 from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.shared.listeners import listen
 from pipeline.supervisor.stopping import Stopping
 from pipeline.supervisor.supervisor import Supervisor
 

@@ -21,7 +21,7 @@ from pipeline.config.load import ConfigError
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ExecuteCounts, OwnCounts, ScheduleCounts, ServerStats
 from pipeline.runtime.messages import ControlRequest
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_S = 180.0

@@ -20,7 +20,7 @@ from pipeline.runtime.files.cache_path import CRASHES
 from pipeline.runtime.files.regular_files import open_regular, read_regular
 from pipeline.runtime.model.draft_link import DRAFTS
 from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP, is_held
-from pipeline.supervisor.admin_client import find_servers
+from pipeline.supervisor.admin.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"
 """The module with `Cache`, imported by name as by the other commands."""

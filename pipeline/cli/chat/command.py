@@ -26,7 +26,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import StartError, UserError
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.security.api_keys import SERVER_VARIABLE, keep_out_of_core_dumps, of_client
-from pipeline.supervisor.admin_client import find_servers
+from pipeline.supervisor.admin.admin_client import find_servers
 
 CHAT_OPTIONS = {"temperature": 0.7, "top_p": 0.95}
 LOOK_S = 0.1

@@ -137,7 +137,7 @@ def _keys(settings: Settings, book: "KeyBook | None" = None) -> "Keys | None":
     """The API keys, which `book` can read again. Raises ConfigError if there are none and the ingress may not listen
     without, as a server."""
     from pipeline.runtime.log.logs import open_log
-    from pipeline.supervisor import bind_policy
+    from pipeline.supervisor.shared import bind_policy
 
     return bind_policy.keys_of(settings, open_log("ingress", settings.log_level, settings.log_format), book=book)
 

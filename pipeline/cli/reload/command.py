@@ -10,8 +10,8 @@ from pipeline.cli.commands.settings import load_with_warnings, source_of
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
-from pipeline.supervisor.admin_client import Admin
-from pipeline.supervisor.changed_settings import Change, to_restart, to_scale
+from pipeline.supervisor.admin.admin_client import Admin
+from pipeline.supervisor.reconfigure.changed_settings import Change, to_restart, to_scale
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
 from pipeline.runtime.log.logs import open_log
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 FAILED = 1
 DIFFERENT = 3

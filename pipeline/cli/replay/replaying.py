@@ -18,7 +18,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import Inbox, address_of
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.processes.process import Child
 
 LAST_WORDS_S = 0.5
 

@@ -26,7 +26,7 @@ from pipeline.replay.traffic import ReplicaProfile, TrafficRecord, TrafficReply,
 from pipeline.runtime import messages as m
 from pipeline.runtime.files.private_files import open_output
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.admin.admin_client import Admin
 
 STAGE = "schedule"
 BLOCK_TOKENS = 64

@@ -6,7 +6,7 @@ import sys
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server
 from pipeline.errors import UserError
-from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.admin.admin_client import Admin
 
 
 def run(args: argparse.Namespace) -> int:

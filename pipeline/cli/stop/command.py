@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server, pid_of
 from pipeline.errors import UserError
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from pipeline.supervisor.signals import SAME_SIGNAL_S
 
 STAGES_S = 0.1

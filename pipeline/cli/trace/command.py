@@ -18,7 +18,7 @@ from pipeline.metrics.request_timings import RequestTimings
 from pipeline.runtime import messages as m
 from pipeline.runtime.tracing import StageTrace
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.admin.admin_client import Admin
 
 MARGIN_S = 5.0
 """How much longer than the window stages record, because the command that ends it may be late."""

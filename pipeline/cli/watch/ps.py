@@ -14,7 +14,7 @@ from pipeline.cli.server_choice import is_selected, listed, look, matches
 from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import note_of, running_of
 from pipeline.metrics.stats import ServerStats, StageStats
-from pipeline.supervisor.admin_client import find_servers
+from pipeline.supervisor.admin.admin_client import find_servers
 
 
 def run(args: argparse.Namespace) -> int:

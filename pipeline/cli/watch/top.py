@@ -21,7 +21,7 @@ from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import View, view_of
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 WINDOW_S = 30.0
 """Window of the medians, in seconds."""

@@ -10,7 +10,7 @@ from pipeline.cli.server_choice import choose_server
 from pipeline.cli.watch import draw
 from pipeline.errors import UserError
 from pipeline.metrics.stats import KeyUsage, ServerStats
-from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.admin.admin_client import Admin
 
 MAX_NAME_CHARS = 24
 """So that the table has 80 columns with numbers of nine digits."""

@@ -29,7 +29,7 @@ from pipeline.deploy.replicas import (
 )
 from pipeline.errors import UserError
 from pipeline.routing.policies import Prompt
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 DESCRIBE_S = 30.0
 """Time for a replica to say where its server is."""

@@ -14,7 +14,7 @@ from pipeline.replay.recorder import FileWriter
 from pipeline.runtime.files.private_files import create_private, open_output
 from tests.rig import PATIENCE_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_file_is_new_and_private(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.runtime.transport.inbox import CONTROL_REQUESTS, MessageDecoder
 from pipeline.shm.arrays import ShmRef
 
-SNAPSHOT = Path(__file__).parents[1] / "data" / "wire.json"
+SNAPSHOT = Path(__file__).parents[2] / "data" / "wire.json"
 """Sample → its MessagePack in hex. Appending a field extends a line here; any other change breaks older or newer
 peers."""
 

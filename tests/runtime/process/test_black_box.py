@@ -15,7 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.messages import BlackBox
 from pipeline.runtime.process import black_box
-from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pipeline.config.load import ConfigError, load
 from pipeline.runtime.security import api_keys
 from pipeline.runtime.security.api_keys import MAX_KEY_CHARS, MAX_KEYS, Keys, bearer
 from pipeline.runtime.security.key_book import read
-from pipeline.supervisor import bind_policy
+from pipeline.supervisor.shared import bind_policy
 
 LONG = "sk-0123456789abcdef0123456789"
 OTHER = "token/with+all=the~signs.of_RFC-6750"
@@ -241,7 +241,7 @@ print("dumped" if os.WCOREDUMP(status) else "no dump")
 def test_a_process_that_holds_keys_leaves_no_core_dump(tmp_path: Path) -> None:
     def crash(how: str) -> str:
         command = [sys.executable, "-c", CRASH, how]
-        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environ)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -16,8 +16,8 @@ from pipeline import AsyncClient, AsyncLLM, Client, ForeignServer
 from pipeline.client import protocol as p
 from pipeline.errors import ServerFailed, UserError
 from pipeline.runtime.security import peer_credentials
-from pipeline.supervisor import admin_server
-from pipeline.supervisor.admin_client import Admin
+from pipeline.supervisor.admin import admin_server
+from pipeline.supervisor.admin.admin_client import Admin
 
 PATIENCE_S = 30.0
 FOREIGN_UID = 65534

@@ -12,7 +12,7 @@ from pipeline.config.load import ConfigError
 from pipeline.config.settings import GatewaySettings
 from pipeline.runtime.security.tls import server_context
 
-TLS = Path(__file__).parents[1] / "data" / "tls"
+TLS = Path(__file__).parents[2] / "data" / "tls"
 CERT, KEY, CA = (str(TLS / name) for name in ("server.pem", "server.key", "ca.pem"))
 
 

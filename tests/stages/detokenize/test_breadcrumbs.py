@@ -11,7 +11,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.process import black_box
 from pipeline.stages.detokenize.output_processor import OutputSequence
-from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import opening
 from tests.stages.detokenize.test_stage import FACTS, receive_until_closed, send, settled

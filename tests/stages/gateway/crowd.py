@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from pipeline.runtime import messages as m
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.processes.process import Child
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.gateway.gate import CHAT, END, Gate
 

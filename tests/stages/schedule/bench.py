@@ -17,7 +17,7 @@ from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
-from pipeline.supervisor.crash_counts import CrashCounts
+from pipeline.supervisor.crashes.crash_counts import CrashCounts
 from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages

@@ -12,7 +12,7 @@ from pipeline.runtime.process import black_box
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Scheduler
-from pipeline.supervisor.black_boxes import BlackBoxes
+from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.schedule.test_stage import FACTS, Neighbours
 

@@ -27,7 +27,7 @@ from pipeline.cli.profile.alone.http import Sink
 from pipeline.cli.profile.report import console
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ScheduleCounts
-from pipeline.supervisor.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers
 from pipeline.version import VERSION
 
 START_S = 120.0

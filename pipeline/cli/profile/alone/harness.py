@@ -21,7 +21,7 @@ from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
-from pipeline.supervisor.process import Child
+from pipeline.supervisor.processes.process import Child
 
 START_S = 60.0
 STOP_S = 5.0

@@ -1,0 +1,1 @@
+"""The admin server, its client, and the stats that it answers with."""

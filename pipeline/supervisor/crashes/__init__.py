@@ -1,0 +1,1 @@
+"""What a dead process leaves, and which requests its death is blamed on."""

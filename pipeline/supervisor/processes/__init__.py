@@ -1,0 +1,1 @@
+"""The stages' processes: started, watched, and asked whether their loops run."""

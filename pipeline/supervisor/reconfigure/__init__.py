@@ -1,0 +1,1 @@
+"""Changes while the server serves: settings, numbers of processes, adapters."""

@@ -1,0 +1,1 @@
+"""What follows the end of a process: restarts, wanted or not."""
