@@ -17,17 +17,17 @@ import numpy as np
 
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.process.black_box import MAX_SUSPECTS
-from pipeline.stages.schedule.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
-from pipeline.stages.schedule.parallel_samples import ParallelSamples
+from pipeline.stages.schedule.policies.adapter_slots import AdapterSlots
 from pipeline.stages.schedule.policies.priority_preemptor import PriorityPreemptor
-from pipeline.stages.schedule.quarantine import Quarantine
+from pipeline.stages.schedule.policies.quarantine import Quarantine
 from pipeline.stages.schedule.queues import SequenceQueue, WaitingQueue
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
+from pipeline.stages.schedule.samples.parallel_samples import ParallelSamples
 from pipeline.stages.schedule.scheduler_config import UNLIMITED
 from pipeline.stages.schedule.state import SchedulerState
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from pipeline.runtime import messages as m
 from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
-from pipeline.stages.schedule.decode_run import MAX_ROWS, DecodeRun
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.policies.budget import MIN_CHUNK, StepBudget
@@ -17,9 +16,10 @@ from pipeline.stages.schedule.policies.preemption import Victims
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag, may_repeat
 from pipeline.stages.schedule.state import SchedulerState
-from pipeline.stages.schedule.step_builder import StepBuilder
-from pipeline.stages.schedule.step_entries import StepEntries
-from pipeline.stages.schedule.token_grants import TokenGrants
+from pipeline.stages.schedule.steps.decode_run import MAX_ROWS, DecodeRun
+from pipeline.stages.schedule.steps.step_builder import StepBuilder
+from pipeline.stages.schedule.steps.step_entries import StepEntries
+from pipeline.stages.schedule.steps.token_grants import TokenGrants
 
 
 class Planner:

@@ -6,9 +6,9 @@ from msgspec import Raw
 
 from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, GenerationOptions
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.beam_search import BeamSearch
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.swap import Swapped
+from pipeline.stages.schedule.samples.beam_search import BeamSearch
 
 Order = tuple[int, float, int]
 """Rank, arrival and `seq`: the order in which sequences are served."""

@@ -11,11 +11,11 @@ from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.topology import shard
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.request import RequestState, Sequence
+from pipeline.stages.schedule.samples.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.state import SchedulerState
 
 MAX_TOMBSTONES = 65536

@@ -15,17 +15,17 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
-from pipeline.stages.schedule.beams import Beams
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.planner import Planner
 from pipeline.stages.schedule.request import RequestState
 from pipeline.stages.schedule.request_table import Opening, RequestStates
 from pipeline.stages.schedule.row_flags import may_plan_ahead
+from pipeline.stages.schedule.samples.beams import Beams
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.settlement import Settlement
 from pipeline.stages.schedule.state import SchedulerContext, SchedulerState
-from pipeline.stages.schedule.step_entries import InFlightStep
+from pipeline.stages.schedule.steps.step_entries import InFlightStep
 
 
 class Scheduler:

@@ -7,14 +7,14 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
-from pipeline.stages.schedule.beams import Beams
-from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.logprob_records import take_prompt_records, take_records
+from pipeline.stages.schedule.output.logprob_records import take_prompt_records, take_records
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
+from pipeline.stages.schedule.samples.beams import Beams
 from pipeline.stages.schedule.state import SchedulerState
-from pipeline.stages.schedule.step_entries import InFlightStep
+from pipeline.stages.schedule.steps.decode_run import DecodeRun
+from pipeline.stages.schedule.steps.step_entries import InFlightStep
 
 NO_DRAFTS: Int64s = np.zeros(0, np.int64)
 

@@ -32,8 +32,8 @@ from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, De
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
-from pipeline.stages.schedule.step_entries import InFlightStep
-from pipeline.stages.schedule.traffic import TrafficRecorder, profile_of
+from pipeline.stages.schedule.stats.traffic import TrafficRecorder, profile_of
+from pipeline.stages.schedule.steps.step_entries import InFlightStep
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message while the server is idle."""

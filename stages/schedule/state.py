@@ -11,15 +11,15 @@ from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
-from pipeline.stages.schedule.metrics import ScheduleMetrics
-from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.output.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.speculation import Speculation
 from pipeline.stages.schedule.policies.step_cost_model import StepCostModel
 from pipeline.stages.schedule.rows import RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-from pipeline.stages.schedule.step_entries import InFlightSteps
+from pipeline.stages.schedule.stats.metrics import ScheduleMetrics
+from pipeline.stages.schedule.steps.step_entries import InFlightSteps
 
 
 def inline(_: str) -> Put:

@@ -26,7 +26,7 @@ from pipeline.metrics.stats import (
 from pipeline.runtime.messages import Finish
 from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.metrics import GatewayMetrics
-from pipeline.stages.schedule.metrics import ScheduleMetrics
+from pipeline.stages.schedule.stats.metrics import ScheduleMetrics
 
 MODEL = 'odd "name" \\ with\nlines'
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_DEATHS = 5
 """Of schedule, until a request is found. It is one more than it takes beside others
-(stages/schedule/quarantine.py) if a request gets enough ids to be cleared before it kills again."""
+(stages/schedule/policies/quarantine.py) if a request gets enough ids to be cleared before it kills again."""
 KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
 """Of random kills in a run with such a request."""
 MIXED_PLACES = ("execute", "ingest", "detokenize", "queue")

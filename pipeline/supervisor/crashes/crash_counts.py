@@ -7,8 +7,8 @@
 A request fails only for a crash in which it was alone in work: beside others, any of them may be the reason. A restart
 on purpose and a death before the process was ready are no crashes.
 
-Schedule computes suspects in groups that get smaller with each crash (stages/schedule/quarantine.py), and clears those
-that get enough ids (`Cleared`). Ingest prepares each alone (stages/ingest/submit_queue.py).
+Schedule computes suspects in groups that get smaller with each crash (stages/schedule/policies/quarantine.py), and
+clears those that get enough ids (`Cleared`). Ingest prepares each alone (stages/ingest/submit_queue.py).
 """
 
 from collections import defaultdict

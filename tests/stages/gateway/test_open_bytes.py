@@ -36,7 +36,7 @@ from tests.fakes import FakeExecutor
 from tests.rig import raw
 from tests.stages.detokenize.test_output_processor import VOCABULARY
 from tests.stages.gateway.gate import Gate
-from tests.stages.schedule.test_logprob_records import LIMITS as SCHEDULE_LIMITS
+from tests.stages.schedule.output.test_logprob_records import LIMITS as SCHEDULE_LIMITS
 
 MODEL = "tiny"
 LIMITS = RequestLimits(MODEL, 1024, max_prompt_tokens=8192, vocab_size=50_000)

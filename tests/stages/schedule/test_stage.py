@@ -16,7 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.output.output_buffer import OutputBuffer
 from tests.fakes import FakeExecutor, expected
 from tests.logs import lines_of
 from tests.rig import PATIENCE_S, Rig, raw

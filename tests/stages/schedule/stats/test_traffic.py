@@ -12,9 +12,9 @@ from pipeline.config.settings import GatewaySettings
 from pipeline.errors import UserError
 from pipeline.replay.traffic import TrafficRecord, TrafficReply, line_of
 from pipeline.runtime import messages as m
-from pipeline.stages.schedule import traffic
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-from pipeline.stages.schedule.traffic import TrafficRecorder, profile_of
+from pipeline.stages.schedule.stats import traffic
+from pipeline.stages.schedule.stats.traffic import TrafficRecorder, profile_of
 from tests.stages.schedule.bench import Bench
 
 BLOCK = 32

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime.messages import GenerationOptions
-from pipeline.stages.schedule.adapter_slots import MAX_OVERTAKEN, AdapterSlots
+from pipeline.stages.schedule.policies.adapter_slots import MAX_OVERTAKEN, AdapterSlots
 from pipeline.stages.schedule.request import RequestState, Sequence
 
 

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.request import Sequence
+from pipeline.stages.schedule.steps.decode_run import DecodeRun
 
 
 class StepEntries(NamedTuple):

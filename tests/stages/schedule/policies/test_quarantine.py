@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
-from pipeline.stages.schedule.quarantine import GROUP_SIZES, Quarantine
+from pipeline.stages.schedule.policies.quarantine import GROUP_SIZES, Quarantine
 from pipeline.supervisor.crashes.crash_counts import MAX_CRASHES, CrashCounts
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config

@@ -5,13 +5,13 @@ import numpy as np
 from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Bools, Int64s
-from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
-from pipeline.stages.schedule.logprob_records import expect_logprobs
+from pipeline.stages.schedule.output.logprob_records import expect_logprobs
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.state import SchedulerState
-from pipeline.stages.schedule.step_entries import InFlightStep, StepEntries, joined
+from pipeline.stages.schedule.steps.decode_run import DecodeRun
+from pipeline.stages.schedule.steps.step_entries import InFlightStep, StepEntries, joined
 
 LEARN_EVERY = 8
 """The cost model learns from one of this many decode-only steps: they are all alike."""

@@ -15,10 +15,10 @@ import numpy as np
 from pipeline.runtime.messages import DraftCounts, Finish, FirstTimes, Settled
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import NO_ROWS, Ids, Int64s, Put
-from pipeline.stages.schedule.decode_run import DecodeRun
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
+from pipeline.stages.schedule.steps.decode_run import DecodeRun
 
 
 class ClosingOutput(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ comes.
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
-from pipeline.stages.schedule.output_buffer import OutputBuffer
+from pipeline.stages.schedule.output.output_buffer import OutputBuffer
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
+from pipeline.stages.schedule.steps.step_entries import ExpectedLogprobs, ExpectedPromptLogprobs, StepEntries
 
 
 def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs | None:

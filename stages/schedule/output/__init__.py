@@ -1,0 +1,1 @@
+"""Output on its way to detokenize."""

@@ -1,0 +1,1 @@
+"""Several sequences of one request: parallel samples and beams."""

@@ -1,0 +1,1 @@
+"""The scheduler's histograms, and the traffic that `pipeline record traffic` notes."""
