@@ -7,8 +7,8 @@
    └────► parked ────┘                start  │ ▼
                                          swapped
 
-When the executor has died, running sequences wait again. Those that must not run beside suspects (quarantine.py) are
-held back meanwhile, also when schedule itself has died.
+When the executor has died, running sequences wait again. Those that must not run beside suspects
+(policies/quarantine.py) are held back meanwhile, also when schedule itself has died.
 """
 
 from collections import deque
@@ -18,7 +18,8 @@ import numpy as np
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.process.black_box import MAX_SUSPECTS
 from pipeline.stages.schedule.arrays import Ids
-from pipeline.stages.schedule.kv_cache.manager import ComputedPrefix, ExecutorLoss
+from pipeline.stages.schedule.kv_cache.computed_prefix import ComputedPrefix
+from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.swap import Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.policies.adapter_slots import AdapterSlots

@@ -271,7 +271,9 @@ class Planner:
         """The sequence to start next, if there are blocks for it: one that triggered a preemption, then preempted ones
         by order, swapped or not, then new ones."""
         lifecycle, manager = self._lifecycle, self._kv_cache_manager
-        waiting = lifecycle.waiting.choose(budget.has_room_for_long, manager.num_cached_blocks, self._block_size)
+        waiting = lifecycle.waiting.choose(
+            budget.has_room_for_long, manager.prefixes.num_cached_blocks, self._block_size
+        )
         if lifecycle.preemptor.preempted_for:
             first = lifecycle.preemptor.preempted_for[0]
             if first.order[0] <= lifecycle.first_rank():

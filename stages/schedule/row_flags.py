@@ -21,8 +21,8 @@ class RowFlag(IntEnum):
     """Each is a bit. (Not an IntFlag: its operators take longer than all else that a repeated step does with them.)"""
 
     BEAM = 1
-    """A beam search chooses its next id when all its beams are settled, and may replace the ids before it (beams.py).
-    Until then nothing is sent."""
+    """A beam search chooses its next id when all its beams are settled, and may replace the ids before it
+    (samples/beams.py). Until then nothing is sent."""
     DRAFTS = 2
     """The executor may propose ids: the result says how many positions a step has computed."""
     LOGPROBS = 4

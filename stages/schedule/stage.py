@@ -28,6 +28,7 @@ from pipeline.runtime.tracing import Args
 from pipeline.runtime.transport.outbox import Outbox, RankOutboxes
 from pipeline.stages.schedule.kv_cache.block_index import IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
+from pipeline.stages.schedule.output.detokenize_reports import DetokenizeReports
 from pipeline.stages.schedule.policies.depth_tuner import DEPTHS, GPU_DEPTHS, DepthTuner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -119,10 +120,6 @@ class ScheduleStage:
         self._execute: Outbox[Any] | RankOutboxes[Any] = to_ranks[0] if len(ranks) == 1 else RankOutboxes(to_ranks)
         self._has_lost_ranks = False
         """Some ranks of the executor are being replaced, and the first one, which comes last, is not yet."""
-        self._detokenize = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]
-        """To all processes. Those that are joining or leaving get no new sequences."""
-        self._gone: set[int] = set()
-        """Replicas of detokenize that were removed, and whose sequences others have."""
         max_loras = stage.settings.lora.max_loras if stage.settings.lora.is_on else 0
         self._scheduler = Scheduler(
             SchedulerConfig.of(
@@ -132,7 +129,7 @@ class ScheduleStage:
                 incarnation=stage.launch.incarnation,
                 executor=stage.launch.incarnations.get(topology.EXECUTE, 1),
                 num_detokenize=topology.num_replicas(stage.settings, "detokenize"),
-                max_detokenize=len(self._detokenize),
+                max_detokenize=len(topology.among(stage.outboxes, "detokenize")),
                 put_for=lambda reader: partial(
                     stage.arrays.put, readers=ranks if reader == topology.EXECUTE else (reader,)
                 ),
@@ -149,8 +146,7 @@ class ScheduleStage:
         stage.control_requests.own_counts = self._counts
         self._traffic = TrafficRecorder(self._scheduler, lambda: profile_of(self._scheduler, stage.settings.gateway))
         stage.control_requests.traffic = self._traffic
-        self._openings: list[deque[m.Open | m.Reject | m.PrefixCacheReset]] = [deque() for _ in self._detokenize]
-        """Openings to send, for each replica of detokenize."""
+        self._reports = DetokenizeReports(stage, self._scheduler)
         self._stopped = False
         self._is_handing_over = False
         """A successor takes over when no step is in flight."""
@@ -178,7 +174,7 @@ class ScheduleStage:
             self._feed()
             self._account()
             self._log_preemptions()
-            report_is_due = not self._report()
+            report_is_due = not self._reports.send()
             if self._is_handing_over and not (report_is_due or self._scheduler.in_flight or self._has_ended_work):
                 self._has_ended_work = True
                 self._scheduler.publish_partial_blocks()
@@ -220,7 +216,7 @@ class ScheduleStage:
             case m.ResetPrefixCache(gateway, nonce):
                 num_blocks = scheduler.reset_prefix_cache()
                 self._stage.log.info("prefix cache reset", extra={"fields": {"blocks": num_blocks}})
-                self._openings[0].append(m.PrefixCacheReset(gateway, nonce, num_blocks))
+                self._reports.add_reset(m.PrefixCacheReset(gateway, nonce, num_blocks))
             case m.Release():
                 self._stage.arrays.released(message)
             case m.PeerRestarted() | m.Rescaled():
@@ -268,39 +264,12 @@ class ScheduleStage:
                 self._scheduler.executor_lost(loss)
                 self._were_due.clear()
             case "detokenize":
-                self._detokenize_restarted(int(replica), message)
+                self._reports.restarted(int(replica), message)
             case "gateway":
                 # Of one that is gone, nothing counts from now on (Inbox.removed).
                 self._incarnations[message.peer.name] = message.incarnation + message.is_removed
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
-
-    def _detokenize_restarted(self, replica: int, message: m.PeerRestarted) -> None:
-        if message.is_removed:
-            self._gone.add(replica)
-        else:
-            self._gone.discard(replica)
-        while len(self._detokenize) <= replica and not message.is_removed:
-            self._detokenize.append(self._stage.outbox("detokenize", len(self._detokenize)))
-            self._openings.append(deque())
-            self._scheduler.add_detokenize()
-        if replica >= len(self._detokenize):
-            self._gone.discard(replica)
-            return  # it was never known here
-        # Arrays of openings that were not sent: what came in this wake before this message made them after the
-        # channels were renewed.
-        self._stage.arrays.lost(message.peer.name)
-        # An answer to a reset of the prefix cache is lost: the gateway asks again.
-        self._openings[replica].clear()
-        for to, opening in self._scheduler.resend(replica, is_removed=message.is_removed):
-            self._openings[to].append(opening)
-        # Each costs a look in each wake. One that is detached may still have sequences: if several are removed in one
-        # wake, all are detached before the first of these messages is handled.
-        while len(self._detokenize) - 1 in self._gone:
-            self._gone.remove(len(self._detokenize) - 1)
-            self._detokenize.pop()
-            self._openings.pop()
-            self._scheduler.remove_detokenize()
 
     def _is_of_dead_gateway(self, message: m.Admit) -> bool:
         """Whether the gateway of a request had died before this process started: it will never be closed."""
@@ -344,7 +313,7 @@ class ScheduleStage:
         begin_s = time.monotonic()
         openings = self._scheduler.admit(message)
         for opening in openings:
-            self._openings[self._scheduler.replica_of(opening)].append(opening)
+            self._reports.add(opening)
         if not openings:
             return  # it is here already
         what = "refused" if isinstance(openings[0], m.Reject) else "queued"
@@ -421,26 +390,3 @@ class ScheduleStage:
 
     def _counts(self) -> ScheduleCounts:
         return msgspec.structs.replace(self._scheduler.counts(), depth=self._depth)
-
-    # --------------------------------------------------------------------------------------------------- report
-
-    def _report(self) -> bool:
-        """Send new output to detokenize. Returns False if an edge is full: the rest goes with the next report."""
-        all_sent = True
-        for replica in range(len(self._detokenize)):
-            all_sent &= self._report_to(replica)
-        return all_sent
-
-    def _report_to(self, replica: int) -> bool:
-        detokenize, openings = self._detokenize[replica], self._openings[replica]
-        while openings:
-            if not detokenize.send(openings[0]):
-                return False
-            openings.popleft()
-        report = self._scheduler.output_buffer.pending(replica, self._stage.replay_context.monotonic())
-        if report is not None:
-            if not detokenize.send(report):
-                self._stage.arrays.retract_all(report)
-                return False
-            self._scheduler.output_buffer.mark_sent(replica)
-        return True

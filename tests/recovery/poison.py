@@ -60,7 +60,7 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
 
     scheduler.plan = deadly("queue", deadly("plan", scheduler.plan))  # type: ignore[method-assign]
     scheduler.settle = deadly("settle", scheduler.settle)  # type: ignore[method-assign]
-    loop._report = deadly("report", loop._report)  # type: ignore[method-assign]
+    loop._reports.send = deadly("report", loop._reports.send)  # type: ignore[method-assign]
 
 
 def poison_detokenize(

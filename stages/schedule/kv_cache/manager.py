@@ -18,17 +18,17 @@ write:
                  or never held   window           largest chunk
 """
 
-from bisect import bisect_left
-
 import msgspec
 import numpy as np
 
 from pipeline.runtime.model import kv_groups
 from pipeline.stages.schedule.arrays import Int64s
 from pipeline.stages.schedule.kv_cache import prefix
+from pipeline.stages.schedule.kv_cache.block_demand import BlockDemand
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, BlockIndex, IndexMemory, unpacked
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
-from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
+from pipeline.stages.schedule.kv_cache.computed_prefix import ComputedPrefix, ComputedPrefixes
+from pipeline.stages.schedule.kv_cache.lookup import PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
 from pipeline.stages.schedule.kv_cache.partial_blocks import PartialBlocks
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
@@ -38,36 +38,6 @@ from pipeline.stages.schedule.policies.policy import may_start
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
-
-
-class ComputedPrefix(msgspec.Struct):
-    """The part of a sequence that need not be computed when it starts."""
-
-    found: list[FoundBlocks]
-    """For each KV group, the first blocks of the sequence's block table."""
-    num_computed: int
-    """Positions whose KV is there, or will be after the step's copies."""
-    ends: list[int]
-    """For each KV group, the end of the block table: blocks to allocate are at the places up to it."""
-    fork_of: int = -1
-    """The row that the sequence forks from."""
-    tails: list[int] = []
-    """For each KV group, a block behind those found, of which the first positions are computed. Empty: there is none.
-    """
-
-    @property
-    def shared(self) -> list[int]:
-        """Blocks that the sequence shares."""
-        return [block for found in self.found for block in found.blocks if block >= 0]
-
-    @property
-    def num_shared(self) -> int:
-        """Places, from the first, whose blocks are shared in all groups."""
-        return min(found.num_shared for found in self.found)
-
-    def num_new_blocks(self, num_shared: int) -> int:
-        """Blocks to allocate, besides `num_shared` shared ones."""
-        return sum(end - found.first for found, end in zip(self.found, self.ends, strict=True)) - num_shared
 
 
 class ExecutorLoss(msgspec.Struct, frozen=True):
@@ -111,8 +81,11 @@ class KVCacheManager:
             self.swap.adopt(dict(unpacked(swap_index.observe(index.entries()), has_groups=has_groups)))
         self._planned_step = 0
         """The last step that was planned, or is being planned."""
-        self._lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
         self._partial_blocks = PartialBlocks(rows, self.pool, config.block_size, len(groups))
+        lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
+        self.prefixes = ComputedPrefixes(
+            config, rows, self.pool, lookup, self._partial_blocks, self.windows, self.offload
+        )
         self._rows = rows
         self._block_size = config.block_size
         self._max_chunk = config.max_chunk
@@ -142,7 +115,7 @@ class KVCacheManager:
         """Give a sequence the blocks that it needs to start, and list the copies that fill them. Returns None if there
         are too few blocks beside `num_running` rows. `step_id` is the step that is being planned."""
         pool = self.pool
-        found = self._find_computed(sequence)
+        found = self.prefixes.find(sequence)
         shared = found.shared
         num_needed = found.num_new_blocks(len(shared)) + sum(map(pool.is_cached, shared))
         if not self.may_start(pool.num_available, num_needed, num_running):
@@ -172,74 +145,12 @@ class KVCacheManager:
             self._restore(sources, targets, step_id)
         return found, tables
 
-    def demand_of(self, sequence: Sequence) -> "BlockDemand":
+    def demand_of(self, sequence: Sequence) -> BlockDemand:
         """The blocks that a sequence needs to start."""
-        found = self._find_computed(sequence)
+        found = self.prefixes.find(sequence)
         shared = found.shared
         num_needed = found.num_new_blocks(len(shared)) + sum(map(self.pool.is_cached, shared))
-        return BlockDemand(self, num_needed, set(shared))
-
-    def num_cached_blocks(self, sequence: Sequence) -> int:
-        """About how many blocks of a sequence's ids are in the prefix cache. Tails are evicted first, so a binary
-        search finds the end of the cached part, unless another request has kept a tail alive."""
-        if not self._prefix_caching or sequence.request.needs_full_prefill:
-            return 0
-        keys = self._keys_of(sequence)
-        if len(self.windows.by_window):
-            return self._lookup.longest(keys, with_swap=False)[0]
-        find = self.pool.find
-        return bisect_left(keys, 1, key=lambda key: 0 if find(key) is not None else 1)
-
-    def _find_computed(self, sequence: Sequence) -> ComputedPrefix:
-        keys: list[bytes] = []
-        if self._prefix_caching and not sequence.request.needs_full_prefill:
-            keys = self._keys_of(sequence)
-        num_hits, found = self._lookup.longest(keys, with_swap=False)
-        num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
-        fork = self._find_fork(sequence, num_computed)
-        if fork is not None:
-            return fork
-        if (swapped := sequence.swapped) is not None:
-            if swapped.num_computed > num_computed:
-                num_computed, found = swapped.num_computed, self._lookup.swapped(keys, swapped)
-        elif self.offload.is_on:
-            num_hits, found = self._lookup.longest(keys, with_swap=True)
-            num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
-        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), tails=tails)
-
-    def _ends(self, num_ids: int, num_computed: int) -> list[int]:
-        """The places of the block tables of a sequence that starts: with full attention for all ids, so that
-        half-computed prompts can't wait for each other's blocks; with a window for the largest chunk."""
-        end = -(-num_ids // self._block_size)
-        next_end = min(end, -(-(num_computed + self._max_chunk) // self._block_size))
-        return [next_end if group.window else end for group in self.groups]
-
-    def _find_fork(self, sequence: Sequence, num_cached: int) -> ComputedPrefix | None:
-        """In a running sequence of the same request, if that has more than the `num_cached` positions of the prefix
-        cache."""
-        request, rows = sequence.request, self._rows
-        if request.n == 1 or sequence.swapped is not None:
-            return None
-        num_prompt = len(request.prompt)
-        num_computed = min(num_prompt, len(sequence.ids) - 1)
-        if num_cached >= num_computed:
-            return None
-        firsts = [group.first_block(num_computed, self._block_size) for group in self.groups]
-        running = [other.row for other in request.open_sequences.values() if other.row >= 0]
-        ready = (
-            row
-            for row in running
-            if rows.num_computed_before[row] >= num_prompt and self.windows.has_blocks_from(row, firsts)
-        )
-        row = next(ready, None)
-        if row is None:
-            return None
-        num_full = num_computed // self._block_size
-        found = [
-            FoundBlocks(first, table[row, first:num_full].tolist())
-            for table, first in zip(rows.tables, firsts, strict=True)
-        ]
-        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), fork_of=row)
+        return BlockDemand(self.pool, num_needed, set(shared), self.may_start)
 
     def _copy_fork(self, found: ComputedPrefix, tables: list[BlockTable]) -> None:
         self.num_forks += 1
@@ -427,18 +338,6 @@ class KVCacheManager:
                 if place >= firsts[group]:
                     register(block, prefix.group_key(keys[place], group), self._planned_step)
 
-    def _keys_of(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the full blocks that a sequence without a row may find. Its last id is always computed: the next id
-        is sampled from its logits."""
-        request, num_blocks = sequence.request, (len(sequence.ids) - 1) // self._block_size
-        if request.n > 1 and not sequence.keys:  # hash the prompt once for all parallel samples
-            prefix.extend(
-                request.keys, request.prompt, len(request.prompt) // self._block_size, self._block_size, request.root
-            )
-            sequence.keys = list(request.keys)
-        prefix.extend(sequence.keys, sequence.ids, num_blocks, self._block_size, sequence.request.root)
-        return sequence.keys[:num_blocks]
-
     def check(self, swapped: list[Swapped]) -> None:
         """Assert every invariant; for tests. `swapped` are all sequences in swap space."""
         rows, pool = self._rows, self.pool
@@ -469,34 +368,3 @@ class KVCacheManager:
         assert num_held + self.swap.num_retired == sum(map(self.swap.num_refs, range(self.swap.num_total))), (
             "a reference to a swap block has no holder"
         )
-
-
-class BlockDemand:
-    """How many blocks some sequences need to start, and how many they would have if some rows were preempted, once the
-    steps in flight are settled."""
-
-    def __init__(self, manager: KVCacheManager, num_needed: int, shared: set[int]) -> None:
-        """`shared` are blocks that the sequence will hold itself: they never become available."""
-        self._manager = manager
-        self._pool = pool = manager.pool
-        self._num_needed = num_needed
-        self._shared = shared
-        self._num_available = pool.num_available
-        self._num_released: dict[int, int] = {}
-        for blocks in pool.retired():
-            self.release(blocks)
-
-    def release(self, blocks: list[int]) -> None:
-        """Assume that one reference of each of these blocks is released."""
-        for block in blocks:
-            count = self._num_released[block] = self._num_released.get(block, 0) + 1
-            if count == self._pool.num_refs(block) and block not in self._shared:
-                self._num_available += 1
-
-    def add(self, num_blocks: int) -> None:
-        """Add the blocks that another sequence needs."""
-        self._num_needed += num_blocks
-
-    def is_met(self, num_running: int) -> bool:
-        """Whether the sequences could start beside `num_running` rows."""
-        return self._manager.may_start(self._num_available, self._num_needed, num_running)

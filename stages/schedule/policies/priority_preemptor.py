@@ -12,7 +12,8 @@ from itertools import chain
 import numpy as np
 
 from pipeline.stages.schedule.arrays import Int64s
-from pipeline.stages.schedule.kv_cache.manager import BlockDemand, KVCacheManager
+from pipeline.stages.schedule.kv_cache.block_demand import BlockDemand
+from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts, Victims
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
