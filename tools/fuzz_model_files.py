@@ -44,7 +44,7 @@ from pipeline.runtime.model.model_config import ModelConfig  # noqa: E402
 from pipeline.runtime.model.model_folder import format_key  # noqa: E402
 from pipeline.stages.prepare.sources.source import ModelError  # noqa: E402
 from pipeline.stages.prepare.stage import prepare  # noqa: E402
-from pipeline.stages.prepare.tensors import expected_shapes  # noqa: E402
+from pipeline.stages.prepare.weights.tensors import expected_shapes  # noqa: E402
 from pipeline.text.vocabulary import Vocabulary  # noqa: E402
 from tools.fuzzing import models, mutations  # noqa: E402
 

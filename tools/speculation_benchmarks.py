@@ -25,7 +25,7 @@ from pipeline.cli.bench.tasks import TASKS, prompt_of
 from pipeline.config.load import load
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.prepare import draft
+from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.stage import SILENT, prepare
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.scheduler import Scheduler

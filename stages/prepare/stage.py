@@ -25,14 +25,16 @@ from pipeline.runtime.messages import Launch
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import LongRope, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, notes_of
-from pipeline.stages.prepare import adapters, draft, given_template
+from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
+from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.progress import Progress, SilentProgress
 from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource
+from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
@@ -63,7 +65,7 @@ def run(launch: Launch) -> None:
             draft.require_same_tokens(folder, prepared, launch.settings.speculative.draft)
             draft.link(launch.settings, prepared, progress)
         case "eagle":
-            from pipeline.stages.prepare.eagle import prepare_head
+            from pipeline.stages.prepare.drafts.eagle import prepare_head
 
             draft.link(launch.settings, prepare_head(launch.settings, folder, progress), progress)
     name = launch.settings.served_model_name or config.name
@@ -175,7 +177,7 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
 
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.gguf.model import convert, name_of, require_supported
-        from pipeline.stages.prepare.reply_ends import add_reply_ends
+        from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
         require_supported(paths)
         name = name_of(paths[0])
@@ -197,8 +199,8 @@ def _converted_folder(
     path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
 ) -> Path:
     """`identity` identifies the folder's content; by default it is derived from the files' sizes and times."""
-    from pipeline.stages.prepare.reply_ends import add_reply_ends
     from pipeline.stages.prepare.sources import folder as folder_module
+    from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
     quantization = _stored_as(settings)
     if quantization == "auto" and not folder_module.has_quantized_weights(path):

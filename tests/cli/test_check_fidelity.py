@@ -16,9 +16,9 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.measuring.streamed_program import streamed_program
+from pipeline.stages.prepare.check_model.text_tokens import encode
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
-from pipeline.stages.prepare.text_tokens import encode
 from tests.compiled import link_kernels
 from tests.stages.prepare import checkpoints
 

@@ -20,9 +20,9 @@ from pipeline.cli.check.cases import CheckPlan, ComputedCase, ProgramResults, Re
 from pipeline.cli.check.judge import judge
 from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
-from pipeline.stages.prepare import gguf_reference, random_checkpoint
+from pipeline.stages.prepare.check_model import gguf_reference, random_checkpoint
+from pipeline.stages.prepare.check_model.reference import Reference
 from pipeline.stages.prepare.gguf import model as gguf_model
-from pipeline.stages.prepare.reference import Reference
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.checkpoints import config_of
 from tests.stages.prepare import checkpoints, forms, test_gguf_architectures

@@ -104,7 +104,7 @@ EFFECTS = {
     "ingest.replicas": REPLICAS,
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
     "speculative.method": f"{SPECULATION}::test_settings_choose_the_proposer",
-    "speculative.draft": "tests/stages/prepare/test_draft.py::test_a_draft_model_is_linked_for_the_executor",
+    "speculative.draft": "tests/stages/prepare/drafts/test_draft.py::test_a_draft_model_is_linked_for_the_executor",
     "speculative.num_speculative_tokens": f"{SPECULATION}::test_settings_choose_the_proposer",
     "speculative.prompt_lookup_min": f"{SPECULATION}::test_settings_choose_the_proposer",
     "speculative.prompt_lookup_max": f"{SPECULATION}::test_settings_choose_the_proposer",

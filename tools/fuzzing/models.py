@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.gguf.model import gguf_name
 from pipeline.stages.prepare.sources.config_json import ConfigReader
-from pipeline.stages.prepare.tensors import expected_shapes
+from pipeline.stages.prepare.weights.tensors import expected_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -32,9 +32,9 @@ from pipeline.supervisor import gpu
 
 EXECUTE = "pipeline.stages.execute.measuring.check"
 """Module with `set_up(settings)`, and `compute(settings, folder, plan)` for our results."""
-REFERENCE = "pipeline.stages.prepare.reference"
+REFERENCE = "pipeline.stages.prepare.check_model.reference"
 """Module with `Reference`, for transformers' results."""
-RANDOM = "pipeline.stages.prepare.random_checkpoint"
+RANDOM = "pipeline.stages.prepare.check_model.random_checkpoint"
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 
 PASSED, FAILED = 0, 1

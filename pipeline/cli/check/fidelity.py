@@ -22,7 +22,7 @@ from pipeline.runtime import topology
 
 MEASURE = "pipeline.stages.execute.cpu.measuring.fidelity"
 """Module with `measure(settings, folder, chunks, report)`."""
-TOKENS = "pipeline.stages.prepare.text_tokens"
+TOKENS = "pipeline.stages.prepare.check_model.text_tokens"
 """Module with `encode(folder, text)`."""
 PREPARE_PROGRESS = "pipeline.stages.prepare.progress"
 

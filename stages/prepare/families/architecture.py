@@ -159,7 +159,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if it is missing.
 
     transformers reads `tie_word_embeddings` of the whole model, which is true by default, and older versions that of
-    the text model. Either makes a missing head the embedding, see stages/prepare/tied_head.py.
+    the text model. Either makes a missing head the embedding, see stages/prepare/weights/tied_head.py.
     """
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in TEXT_PARTS:

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from pipeline.stages.prepare.weight_file import BLOCKS, Format
+from pipeline.stages.prepare.weights.weight_file import BLOCKS, Format
 
 Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 

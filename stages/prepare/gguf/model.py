@@ -37,8 +37,8 @@ from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import Shape, expected_shapes
-from pipeline.stages.prepare.weight_file import WEIGHTS, rows_at_once, stored_tensors, write_weights
+from pipeline.stages.prepare.weights.tensors import Shape, expected_shapes
+from pipeline.stages.prepare.weights.weight_file import WEIGHTS, rows_at_once, stored_tensors, write_weights
 
 NAMES = {
     "token_embd": "model.embed_tokens",

@@ -16,7 +16,7 @@ from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS, UNNAMED,
 from pipeline.stages.prepare.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
 from pipeline.stages.prepare.gguf.vocabulary import MAX_MERGES, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tokenizer_check import check_encodes
+from pipeline.stages.prepare.tokenizers.tokenizer_check import check_encodes
 
 SPACE = "▁"
 

@@ -17,7 +17,7 @@ from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices, unpack
 from pipeline.stages.prepare.quantized.scheme import SchemeFault
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 BITS = 4
 PER_WORD = 8

@@ -28,7 +28,7 @@ from pipeline.stages.prepare.quantized.matrix import FloatMatrix, IntegerMatrix,
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
 from pipeline.stages.prepare.quantized.scheme import SchemeFault
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 TYPES = ("nf4", "fp4")
 LARGEST = 127

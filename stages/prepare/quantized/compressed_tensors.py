@@ -25,7 +25,7 @@ from pipeline.stages.prepare.quantized.mxfp4 import Mxfp4Matrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, unpack
 from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 SERVED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 OTHER = ("mixed-precision", "dense")

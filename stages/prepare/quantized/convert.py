@@ -29,9 +29,9 @@ from pipeline.stages.prepare.quantized.packing import Array
 from pipeline.stages.prepare.quantized.scheme import Scheme
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import Found, Shape, expected_shapes
-from pipeline.stages.prepare.unused_tensors import Rule, ignored, rules_of
-from pipeline.stages.prepare.weight_file import DTYPES, Format, Stored, stored_tensors, write_weights
+from pipeline.stages.prepare.weights.tensors import Found, Shape, expected_shapes
+from pipeline.stages.prepare.weights.unused_tensors import Rule, ignored, rules_of
+from pipeline.stages.prepare.weights.weight_file import DTYPES, Format, Stored, stored_tensors, write_weights
 
 CHUNK_VALUES = 2 * 1024**2
 """Values converted at once: 8 MiB as float32, and a few times that in temporaries."""
@@ -61,7 +61,7 @@ def convert(
     Returns lines about those that the model does not use.
 
     Raises ModelError, naming tensor and file, if the files don't hold the tensors of `config` as the scheme has them,
-    or if they hold others without a rule in stages/prepare/unused_tensors.py.
+    or if they hold others without a rule in stages/prepare/weights/unused_tensors.py.
     """
     checkpoint = Checkpoint(config, scheme, found)
     targets = checkpoint.targets(quantization)

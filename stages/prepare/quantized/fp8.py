@@ -21,8 +21,8 @@ from pipeline.stages.prepare.quantized.matrix import EXACT, ChosenFormat, Quanti
 from pipeline.stages.prepare.quantized.packing import Array, Rows, indices
 from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
-from pipeline.stages.prepare.weight_file import FP8_BYTES, FP8_COLUMNS, Format
+from pipeline.stages.prepare.weights.tensors import Shape
+from pipeline.stages.prepare.weights.weight_file import FP8_BYTES, FP8_COLUMNS, Format
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("weight_scale_inv", "weight_scale")

@@ -17,7 +17,7 @@ from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
 from pipeline.stages.prepare.quantized.packing import UNPACKED_BITS, Array, Rows, unpack
 from pipeline.stages.prepare.quantized.scheme import SchemeFault, Size
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 ZEROS_MINUS_ONE = "gptq"
 ZEROS_AS_THEY_ARE = "gptq_v2"

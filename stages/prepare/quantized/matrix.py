@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.stages.prepare.quantized.packing import Array, Rows, to_blocks
-from pipeline.stages.prepare.tensors import Shape
-from pipeline.stages.prepare.weight_file import GROUP, Format
+from pipeline.stages.prepare.weights.tensors import Shape
+from pipeline.stages.prepare.weights.weight_file import GROUP, Format
 
 EXACT = "exact"
 ACT_ORDER = "act-order: its groups of columns are not contiguous"

@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.stages.prepare.quantized.matrix import IntegerMatrix
 from pipeline.stages.prepare.quantized.packing import Array, Rows, unpack_bytes
 from pipeline.stages.prepare.quantized.tensors import EXPONENTS, NAN_EXPONENT, CheckpointTensors, powers_of_two
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 GROUP = 32
 ZERO = 128

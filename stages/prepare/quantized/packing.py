@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pipeline.stages.prepare.weight_file import BLOCKS, GROUP, Format
+from pipeline.stages.prepare.weights.weight_file import BLOCKS, GROUP, Format
 
 Array = np.ndarray[Any, Any]
 Rows = slice | Array

@@ -6,7 +6,7 @@ import msgspec
 
 from pipeline.stages.prepare.quantized.matrix import QuantizedMatrix
 from pipeline.stages.prepare.quantized.tensors import CheckpointTensors
-from pipeline.stages.prepare.tensors import Shape
+from pipeline.stages.prepare.weights.tensors import Shape
 
 Size = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 """A number of bits or columns; -1 may stand for all columns."""

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.quantized.packing import Array, Rows
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import STORED, Shape, TensorEntry
+from pipeline.stages.prepare.weights.tensors import STORED, Shape, TensorEntry
 
 FLOATS = tuple(STORED)
 EXPONENTS = ("F8_E8M0", "U8")

@@ -25,11 +25,11 @@ from pipeline.stages.prepare.sources.layout import (
 )
 from pipeline.stages.prepare.sources.source import ModelError, is_file
 from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, write_tokenizer
-from pipeline.stages.prepare.tensor_names import with_names_of
-from pipeline.stages.prepare.tensors import Found, check_tensors, find_tensors
-from pipeline.stages.prepare.tied_head import with_head_of
-from pipeline.stages.prepare.tokenizer_check import check_decodes
-from pipeline.stages.prepare.unused_tensors import ignored, rules_of
+from pipeline.stages.prepare.tokenizers.tokenizer_check import check_decodes
+from pipeline.stages.prepare.weights.tensor_names import with_names_of
+from pipeline.stages.prepare.weights.tensors import Found, check_tensors, find_tensors
+from pipeline.stages.prepare.weights.tied_head import with_head_of
+from pipeline.stages.prepare.weights.unused_tensors import ignored, rules_of
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
@@ -124,13 +124,13 @@ def convert(
     chat_templates.write(templates.by_name, source, target)
     if scheme is not None:
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
-        from pipeline.stages.prepare.weight_file import WEIGHTS
+        from pipeline.stages.prepare.weights.weight_file import WEIGHTS
 
         notes += convert_quantized(model, scheme, found, target, quantization, progress)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     elif quantization not in ("auto", "none"):
         # Imported here: most models need neither numpy's nor gguf's quantizers.
-        from pipeline.stages.prepare.weight_file import WEIGHTS, quantize
+        from pipeline.stages.prepare.weights.weight_file import WEIGHTS, quantize
 
         with progress.measure(f"quantizing {name} to {quantization}") as report:
             quantize(model, target, places, quantization, report)

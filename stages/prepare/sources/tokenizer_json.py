@@ -19,8 +19,8 @@ from pipeline.stages.prepare.sources.layout import INDEX, READ_SUFFIXES
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.sources.special_tokens import SpecialTokens
 from pipeline.stages.prepare.sources.tokenizer_class import CLASSES, Options, Parts
-from pipeline.stages.prepare.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
-from pipeline.stages.prepare.tokenizer_probe import AddCall, probe
+from pipeline.stages.prepare.tokenizers.tokenizer_check import MAX_CONVERTED_ID, check_token_ids, check_vocabulary
+from pipeline.stages.prepare.tokenizers.tokenizer_probe import AddCall, probe
 
 MAX_WORDS = 300
 

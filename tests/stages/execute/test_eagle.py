@@ -19,8 +19,8 @@ from pipeline.kernels.step_inputs import IntArray, block_bytes
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.prepare import draft
-from pipeline.stages.prepare.eagle import prepare_head
+from pipeline.stages.prepare.drafts import draft
+from pipeline.stages.prepare.drafts.eagle import prepare_head
 from pipeline.stages.prepare.progress import Lines
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import SILENT

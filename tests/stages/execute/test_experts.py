@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model.model_config import Experts, ModelConfig
 from pipeline.runtime.model.model_folder import format_key
-from pipeline.stages.prepare.tensors import expected_shapes
+from pipeline.stages.prepare.weights.tensors import expected_shapes
 from tests.k_quants import quantize
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE

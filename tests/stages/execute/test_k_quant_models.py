@@ -14,8 +14,8 @@ from pipeline.cli.check.fidelity import BUILT_IN
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_folder import CONVERTED
 from pipeline.stages.execute.cpu.measuring import fidelity
+from pipeline.stages.prepare.check_model.text_tokens import encode
 from pipeline.stages.prepare.stage import prepare
-from pipeline.stages.prepare.text_tokens import encode
 from tests.stages.execute.native_driver import ISAS, Native
 from tools.fetch_test_models import FOLDER, MODELS
 

@@ -15,7 +15,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv
-from pipeline.stages.prepare.text_tokens import encode
+from pipeline.stages.prepare.check_model.text_tokens import encode
 from tests.stages.execute import checkpoints, test_invariance
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write

@@ -14,8 +14,9 @@ from pipeline.config.settings import Settings, SpeculativeSettings
 from pipeline.lora.adapter_file import FOLDER, path_of, write
 from pipeline.own_files import NotOwn
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.stages.prepare import adapters, draft
+from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare.cache import Cache
+from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import SILENT
 from tests.planting import give_away

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import notes_of
-from pipeline.stages.prepare.draft import settings_of_draft
+from pipeline.stages.prepare.drafts.draft import settings_of_draft
 from pipeline.stages.prepare.sharing import CONTENT
 from pipeline.stages.prepare.sources import chat_templates
 from pipeline.stages.prepare.sources.hub import _wanted

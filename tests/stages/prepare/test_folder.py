@@ -505,7 +505,7 @@ def test_a_chat_template_that_takes_long_to_recognize_meets_the_timeout_of_the_s
     def hangs(*_: Any) -> None:
         re.fullmatch(r"(a+)+b", "a" * 60)
 
-    monkeypatch.setattr("pipeline.stages.prepare.reply_ends.ChatFormats.load", hangs)
+    monkeypatch.setattr("pipeline.stages.prepare.tokenizers.reply_ends.ChatFormats.load", hangs)
     (source / "chat_template.jinja").write_text("{{ messages }}")
     settings = msgspec.structs.replace(
         Settings(model=str(source), cache_dir=str(source.parent / "cache")),

@@ -13,12 +13,12 @@ from transformers import LlamaForCausalLM
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.model import convert
 from pipeline.stages.prepare.progress import Report, SilentProgress
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.weights import weight_file
 from tests.stages.prepare import checkpoints
 
 MODEL = checkpoints.tiny_llama()

@@ -22,13 +22,15 @@ import pytest
 
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare import files, tensors, tokenizer_probe
+from pipeline.stages.prepare import files
 from pipeline.stages.prepare.files import find
 from pipeline.stages.prepare.gguf import file, model
 from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.sources import chat_templates, folder, hub, special_tokens, wheel
 from pipeline.stages.prepare.sources.source import HubSource, ModelError, WheelChecksums, WheelSource
 from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.tokenizers import tokenizer_probe
+from pipeline.stages.prepare.weights import tensors
 from tools.fuzzing import models
 
 LOADED = (files, folder, file, model, hub, tensors, tokenizer_probe, wheel)

@@ -234,8 +234,8 @@ def _link_draft(settings: Settings, prepared: Path) -> int:
 
 
 def _eagle_head(context: Context, settings: Settings, folder: Path) -> int:
-    from pipeline.stages.prepare import draft
-    from pipeline.stages.prepare.eagle import prepare_head
+    from pipeline.stages.prepare.drafts import draft
+    from pipeline.stages.prepare.drafts.eagle import prepare_head
     from pipeline.stages.prepare.stage import SILENT
 
     config = ModelConfig.load(folder)

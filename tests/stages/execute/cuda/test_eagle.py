@@ -12,8 +12,8 @@ from pipeline.kernels.step_inputs import IntArray, block_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from pipeline.stages.prepare import draft
-from pipeline.stages.prepare.eagle import prepare_head
+from pipeline.stages.prepare.drafts import draft
+from pipeline.stages.prepare.drafts.eagle import prepare_head
 from pipeline.stages.prepare.stage import SILENT
 from tests.stages.execute import test_eagle, test_eagle3
 from tests.stages.execute.cuda.conftest import on_cpu, on_device

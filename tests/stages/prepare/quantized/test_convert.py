@@ -18,7 +18,7 @@ from pipeline.stages.prepare.quantized import convert
 from pipeline.stages.prepare.quantized.methods import scheme_of
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
-from pipeline.stages.prepare.tensors import find_tensors
+from pipeline.stages.prepare.weights.tensors import find_tensors
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.prepare import checkpoints, forms

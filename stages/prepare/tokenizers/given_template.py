@@ -33,7 +33,7 @@ def read(settings: Settings) -> str | None:
 
 def apply(template: str, folder: Path, settings: Settings, cache: Cache, progress: Progress) -> Path:
     """The prepared folder of the model in `folder` with another template for all chats, new or from the cache."""
-    from pipeline.stages.prepare.reply_ends import add_reply_ends
+    from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
     def fill(copy: Path) -> None:
         copy_of(folder, copy)

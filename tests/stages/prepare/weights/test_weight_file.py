@@ -16,13 +16,13 @@ from transformers import LlamaForCausalLM
 from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED
-from pipeline.stages.prepare import weight_file
 from pipeline.stages.prepare.gguf.conversions import mxfp4_to_q8_0
 from pipeline.stages.prepare.progress import for_stream
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
-from pipeline.stages.prepare.tensors import read_header
-from pipeline.stages.prepare.weight_file import to_bf16
+from pipeline.stages.prepare.weights import weight_file
+from pipeline.stages.prepare.weights.tensors import read_header
+from pipeline.stages.prepare.weights.weight_file import to_bf16
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.checkpoints import formats_of, weights_of
 

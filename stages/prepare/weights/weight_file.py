@@ -1,7 +1,7 @@
 """Writes the safetensors file of a prepared model, and chooses the format of each tensor.
 
-stages/prepare/tensors.py describes the file format, pipeline.runtime.model.model_folder how quantized tensors are
-stored in it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
+stages/prepare/weights/tensors.py describes the file format, pipeline.runtime.model.model_folder how quantized tensors
+are stored in it. The library can't write a tensor piece by piece, and numpy has no bfloat16.
 """
 
 import math
@@ -24,7 +24,7 @@ from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.prepare.cache import require_room
 from pipeline.stages.prepare.progress import Report
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensors import Shape, TensorEntry, first_pieces, float_rows
+from pipeline.stages.prepare.weights.tensors import Shape, TensorEntry, first_pieces, float_rows
 
 Format = Literal["f32", "bf16", "q8_0", "q4_1", "q4_0", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "fp8"]
 Array = np.ndarray[Any, Any]

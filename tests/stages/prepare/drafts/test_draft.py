@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.settings import Settings, SpeculativeSettings
 from pipeline.runtime.model.draft_link import draft_link
-from pipeline.stages.prepare.draft import require_same_tokens
+from pipeline.stages.prepare.drafts.draft import require_same_tokens
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare.checkpoints import save_folder, tiny_llama

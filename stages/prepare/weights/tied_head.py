@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
-from pipeline.stages.prepare.tensors import STORED, Found, same_bytes
+from pipeline.stages.prepare.weights.tensors import STORED, Found, same_bytes
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 WEIGHTS = ("weight", "qweight", "weight_packed", "weight_blocks")

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare import gguf_rebuilt
+from pipeline.stages.prepare.check_model import gguf_rebuilt
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES
 from pipeline.stages.prepare.gguf.parts import read_parts

@@ -13,12 +13,12 @@ from pipeline.config.settings import Settings
 from pipeline.config.values import hf_overrides
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
-from pipeline.stages.prepare import gguf_reference
 from pipeline.stages.prepare.cache import Cache
+from pipeline.stages.prepare.check_model import gguf_reference
+from pipeline.stages.prepare.check_model.random_checkpoint import why
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import SilentProgress
-from pipeline.stages.prepare.random_checkpoint import why
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.folder import has_quantized_weights

@@ -334,7 +334,7 @@ def check_tensors(config: ModelConfig, found: Found) -> Found:
     """The file and header entry of each tensor of a model.
 
     Raises ModelError, naming tensor and file, unless the files have all of them with the shapes of `config`. The files
-    may have others, see stages/prepare/unused_tensors.py.
+    may have others, see stages/prepare/weights/unused_tensors.py.
     """
     expected = expected_shapes(config)
     for name, shape in expected.items():

@@ -29,8 +29,8 @@ from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.folder import state
 from pipeline.stages.prepare.sources.layout import weight_files
 from pipeline.stages.prepare.sources.source import FolderSource, ModelError, parse
-from pipeline.stages.prepare.tensors import Found, TensorEntry, find_tensors, model_shapes
-from pipeline.stages.prepare.unused_tensors import ROTARY, Rule, ignored
+from pipeline.stages.prepare.weights.tensors import Found, TensorEntry, find_tensors, model_shapes
+from pipeline.stages.prepare.weights.unused_tensors import ROTARY, Rule, ignored
 
 FORMAT = 3
 KEY = "speculative.draft"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
-from pipeline.stages.prepare.tensor_names import is_part
-from pipeline.stages.prepare.tensors import Found
+from pipeline.stages.prepare.weights.tensor_names import is_part
+from pipeline.stages.prepare.weights.tensors import Found
 
 
 @dataclass(frozen=True, slots=True)

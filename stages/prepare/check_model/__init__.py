@@ -1,0 +1,1 @@
+"""The transformers side of `pipeline check-model`, and random checkpoints for it."""

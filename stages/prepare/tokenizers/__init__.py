@@ -1,0 +1,1 @@
+"""Tokenizers and what goes with them: their checks, chat templates, tokens that end a reply."""

@@ -1,0 +1,1 @@
+"""Tensors of a checkpoint: their names, their checks, and the file that they are written to."""
