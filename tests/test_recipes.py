@@ -238,7 +238,7 @@ def test_adding_a_scheduling_policy(tree: Tree) -> None:
 
 def test_adding_a_tool_call_parser(tree: Tree) -> None:
     lines = """
-        from pipeline.text.formats.calls import CallParser
+        from pipeline.text.formats.parsing.calls import CallParser
         from pipeline.text.formats.tool_format import ToolFormat
 
         class Arrow(ToolFormat):
@@ -260,11 +260,11 @@ def test_adding_a_tool_call_parser(tree: Tree) -> None:
                 return at
     """
     formats, settings = "pipeline/text/formats/chat_formats.py", "config/sections/requests.py"
-    tree.add("pipeline/text/formats/arrow.py", "", dedent(lines))
+    tree.add("pipeline/text/formats/tool_parsers/arrow.py", "", dedent(lines))
     tree.replace(
         formats,
-        "from pipeline.text.formats.hermes",
-        "from pipeline.text.formats.arrow import Arrow\nfrom pipeline.text.formats.hermes",
+        "from pipeline.text.formats.tool_parsers.hermes",
+        "from pipeline.text.formats.tool_parsers.arrow import Arrow\nfrom pipeline.text.formats.tool_parsers.hermes",
     )
     tree.replace(formats, "    Glm4(),\n", "    Glm4(),\n    Arrow(),\n")
     tree.replace(settings, "_XmlToolFormats = Literal[", '_XmlToolFormats = Literal["arrow", ')

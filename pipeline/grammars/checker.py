@@ -27,7 +27,7 @@ from pipeline.grammars.source import InvalidGrammar, to_llguidance
 from pipeline.grammars.worker import WorkerLostError, receive, send
 from pipeline.runtime.process.process_usage import usage_of
 from pipeline.runtime.process.rust_panics import RustPanic, panics_as_errors
-from pipeline.text.formats.lark import LarkGrammar
+from pipeline.text.formats.grammar.lark import LarkGrammar
 
 MAX_BYTES = 512 * 1024**2
 """Maximum memory of a check, in addition to the memory of this process."""

@@ -8,7 +8,7 @@ different values, such as `kind`.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pipeline.text.formats.schema_types import JSON_TYPES
+from pipeline.text.formats.grammar.schema_types import JSON_TYPES
 
 MAX_REFS = 16
 """References in a row that are followed"""

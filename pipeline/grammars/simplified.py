@@ -16,7 +16,7 @@ from pipeline.grammars.exclusive import Looks, with_any_of
 from pipeline.grammars.keywords import KEYWORDS, OF_NAMES
 from pipeline.grammars.numbers import check_values, with_enforced_bounds
 from pipeline.grammars.schema import VALUES, UnsupportedSchema
-from pipeline.text.formats.schema_types import resolved
+from pipeline.text.formats.grammar.schema_types import resolved
 
 COUNTS = frozenset(
     {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"}

@@ -16,7 +16,7 @@ from pipeline.grammars.exact_json import decoded, encoded
 from pipeline.grammars.format_names import with_known_formats
 from pipeline.grammars.schema import COMPACT, OWN_OPTIONS, STRICT, UnsupportedSchema, check, strict
 from pipeline.grammars.simplified import simplified
-from pipeline.text.formats.lark import LarkGrammar
+from pipeline.text.formats.grammar.lark import LarkGrammar
 
 MAX_CHOICES = 10_000
 Options = Mapping[str, Any]

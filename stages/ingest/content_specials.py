@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Normalizer
 
-from pipeline.text.formats.marks import pattern_of
+from pipeline.text.formats.parsing.marks import pattern_of
 
 MASK = "x"
 SEPARATOR = "\ue000"

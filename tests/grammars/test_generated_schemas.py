@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.grammars import exclusive, simplified
 from pipeline.grammars.engine import Engine
-from pipeline.text.formats.own_syntax import text_body
+from pipeline.text.formats.grammar.own_syntax import text_body
 from tests.grammars.walks import accepts, check, matcher_of
 from tools.scaling_meter.schemas import SCHEMAS
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.grammars.engine import Engine
 from pipeline.grammars.simplified import EQUAL_PATTERNS
-from pipeline.text.formats.schema_types import as_json, property_types
+from pipeline.text.formats.grammar.schema_types import as_json, property_types
 from tests.grammars.walks import accepts, check, matcher_of
 
 

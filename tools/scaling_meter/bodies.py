@@ -28,7 +28,7 @@ from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.parsing.decode import decode
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.grammar.lark import AddedToken
 from tools.scaling_meter.case import Case, Make
 from tools.scaling_meter.texts import STRINGS, VALUES, Grow
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats
-from pipeline.text.formats.lark import AddedToken
-from pipeline.text.formats.marks import pattern_of
+from pipeline.text.formats.grammar.lark import AddedToken
+from pipeline.text.formats.parsing.marks import pattern_of
 from pipeline.text.formats.reasoning import FORMATS
 from pipeline.text.special_spans import packed
 from tools.scaling_meter.case import Case

@@ -14,8 +14,8 @@ import msgspec
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.grammars import source
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, SchemasTooLarge
-from pipeline.text.formats.lark import AddedToken
-from pipeline.text.formats.schema_types import _types_of_properties
+from pipeline.text.formats.grammar.lark import AddedToken
+from pipeline.text.formats.grammar.schema_types import _types_of_properties
 from tools.scaling_meter.case import Case
 from tools.scaling_meter.texts import DEPTH, Grow
 

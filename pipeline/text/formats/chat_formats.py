@@ -9,13 +9,19 @@ from msgspec import Raw
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime.model.model_folder import read_file, read_text
-from pipeline.text.formats.calls import CallParser, NoCalls
-from pipeline.text.formats.deepseek import DeepSeekV3, DeepSeekV31
-from pipeline.text.formats.events import Content, Event
-from pipeline.text.formats.gemma import FUNCTION_GEMMA, GEMMA4
-from pipeline.text.formats.generic import Generic
-from pipeline.text.formats.glm4 import Glm4
-from pipeline.text.formats.harmony import (
+from pipeline.text.formats.grammar.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
+from pipeline.text.formats.parsing.calls import CallParser, NoCalls
+from pipeline.text.formats.parsing.events import Content, Event
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks, SpecialTokens
+from pipeline.text.formats.parsing.text_scan import SPACE, skip_space, starts_with
+from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
+from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
+from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
+from pipeline.text.formats.tool_parsers.deepseek import DeepSeekV3, DeepSeekV31
+from pipeline.text.formats.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA4
+from pipeline.text.formats.tool_parsers.generic import Generic
+from pipeline.text.formats.tool_parsers.glm4 import Glm4
+from pipeline.text.formats.tool_parsers.harmony import (
     ANALYSIS,
     CHANNEL,
     FINAL,
@@ -26,19 +32,13 @@ from pipeline.text.formats.harmony import (
     HarmonyParser,
     Part,
 )
-from pipeline.text.formats.hermes import Hermes
-from pipeline.text.formats.json_list import Granite, Phi4Mini
-from pipeline.text.formats.kimi_k2 import KimiK2
-from pipeline.text.formats.lark import AddedToken, CallRule, LarkBuilder, LarkGrammar
-from pipeline.text.formats.llama3 import Llama3
-from pipeline.text.formats.mistral import Mistral
-from pipeline.text.formats.pythonic import Olmo3, Pythonic
-from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
-from pipeline.text.formats.reasoning import HarmonyReasoning, ReasoningFormat, ReasoningParser, ReasoningStage
-from pipeline.text.formats.reply_marks import ReplyMarks, SpecialTokens
-from pipeline.text.formats.text_scan import SPACE, skip_space, starts_with
-from pipeline.text.formats.tool_format import ToolFormat, ToolSpec
-from pipeline.text.formats.xml_calls import GLM, QWEN, SEED, XmlFormat
+from pipeline.text.formats.tool_parsers.hermes import Hermes
+from pipeline.text.formats.tool_parsers.json_list import Granite, Phi4Mini
+from pipeline.text.formats.tool_parsers.kimi_k2 import KimiK2
+from pipeline.text.formats.tool_parsers.llama3 import Llama3
+from pipeline.text.formats.tool_parsers.mistral import Mistral
+from pipeline.text.formats.tool_parsers.pythonic import Olmo3, Pythonic
+from pipeline.text.formats.tool_parsers.xml_calls import GLM, QWEN, SEED, XmlFormat
 
 LLAMA3 = Llama3()
 TOOL_FORMATS: tuple[ToolFormat, ...] = (

@@ -15,13 +15,13 @@ from enum import Enum
 
 import msgspec
 
-from pipeline.text.formats import harmony
-from pipeline.text.formats.call_start import CallStart
-from pipeline.text.formats.events import Event, Reasoning
-from pipeline.text.formats.kimi_k2 import MARKS as KIMI_MARKS
-from pipeline.text.formats.marks import Marks
-from pipeline.text.formats.specials import SpecialTokenFilter
-from pipeline.text.formats.text_scan import starts_with
+from pipeline.text.formats.parsing.call_start import CallStart
+from pipeline.text.formats.parsing.events import Event, Reasoning
+from pipeline.text.formats.parsing.marks import Marks
+from pipeline.text.formats.parsing.specials import SpecialTokenFilter
+from pipeline.text.formats.parsing.text_scan import starts_with
+from pipeline.text.formats.tool_parsers import harmony
+from pipeline.text.formats.tool_parsers.kimi_k2 import MARKS as KIMI_MARKS
 
 LINE = "\n"
 KIMI_CALLS = KIMI_MARKS.section
@@ -119,7 +119,7 @@ class _Gemma4(ReasoningFormat, frozen=True):
 
 
 class HarmonyReasoning(ReasoningFormat, frozen=True):
-    """For gpt-oss; see harmony.py, which reads the whole reply."""
+    """For gpt-oss; see tool_parsers/harmony.py, which reads the whole reply."""
 
     def detects(self, template: str) -> bool:
         return harmony.is_harmony(template)

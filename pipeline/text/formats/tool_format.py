@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 import msgspec
 from msgspec import Raw
 
-from pipeline.text.formats.call_start import CallStart
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.reply_marks import ReplyMarks
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.call_start import CallStart
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
 
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 """The schema of a function without one: it takes no arguments."""

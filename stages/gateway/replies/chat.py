@@ -27,7 +27,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, 
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.chat.custom_tools import input_of
 from pipeline.text.formats.chat_formats import ReplyParser
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 
 class ReplyReader:

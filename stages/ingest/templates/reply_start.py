@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.runtime.messages import ChatPrompt
 from pipeline.stages.ingest.content_specials import with_masks
-from pipeline.text.formats.marks import pattern_of
+from pipeline.text.formats.parsing.marks import pattern_of
 from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 
 SENTINEL = "TEXT_ENDS_HERE"

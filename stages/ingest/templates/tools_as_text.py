@@ -12,7 +12,7 @@ import msgspec
 
 from pipeline.runtime.messages import ChatMessage, ChatPrompt, ToolCall
 from pipeline.stages.ingest.templates import conversation
-from pipeline.text.formats.generic import call_text, result_text, tools_section
+from pipeline.text.formats.tool_parsers.generic import call_text, result_text, tools_section
 
 BETWEEN = "\n\n"
 

@@ -14,7 +14,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES, FillInTokens, find_fill_in_tokens
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.grammar.lark import AddedToken
 from tests.stages.gateway.gate import COMPLETION, END, MODEL, Gate, read_until
 
 QWEN, STARCODER, SANTACODER = FAMILIES[:3]

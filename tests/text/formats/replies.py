@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from pipeline.text.formats.chat_formats import GENERIC, TOOL_FORMATS, ChatFormats, ReplyParser
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
-from pipeline.text.formats.lark import AddedToken
-from pipeline.text.formats.marks import pattern_of
+from pipeline.text.formats.grammar.lark import AddedToken
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.parsing.marks import pattern_of
 from pipeline.text.formats.reasoning import FORMATS
 from pipeline.text.special_spans import packed
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.text.formats.events import CallBegun
-from pipeline.text.formats.harmony import MARKS as HARMONY
+from pipeline.text.formats.parsing.events import CallBegun
+from pipeline.text.formats.tool_parsers.harmony import MARKS as HARMONY
 from tests.text.formats.replies import NAMES, TOOLS, Reply, formats, parsed, read, specials_of
 
 DS = (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeline.text.formats import lark
 from pipeline.text.formats.chat_formats import TOOL_FORMATS, ChatFormats, either
+from pipeline.text.formats.grammar import lark
 from tests.text.formats.replies import REASONING, TOOLS, Reply, read
 
 SPECIALS = (

@@ -13,7 +13,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.grammar.lark import AddedToken
 from pipeline.text.formats.tool_format import NO_PARAMETERS
 
 HERMES = ChatFormats.of("", ChatSettings(tool_call_parser="hermes"))

@@ -16,9 +16,9 @@ from pipeline.stages.gateway.apis.anthropic.reply import object_or_empty
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.template import ChatTemplate, TemplateFailure
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.generic import call_text
 from pipeline.text.formats.reasoning import FORMATS as REASONING_FORMATS
 from pipeline.text.formats.reasoning import ReasoningStage
+from pipeline.text.formats.tool_parsers.generic import call_text
 from tests.stages.gateway.replies.dialects import DIALECTS, SCHEMA, Dialect, kept, parsed, prompt_of, user
 from tests.stages.ingest.templates.chats import NOW_S
 from tests.text.formats.replies import TOOLS, Reply, read

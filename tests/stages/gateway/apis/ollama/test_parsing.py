@@ -21,7 +21,7 @@ from pipeline.stages.gateway.apis.ollama.reply import loaded, reply_fields_of
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.grammar.lark import AddedToken
 from tests.stages.gateway.parsing.bodies import chat, completion
 
 FORMATS = ChatFormats.of("{{ messages }}", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))

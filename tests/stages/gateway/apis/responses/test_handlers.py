@@ -16,7 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway import received
 from pipeline.stages.gateway.apis.responses import parsing
 from pipeline.stages.gateway.apis.responses.store import ResponseStore
-from pipeline.text.formats.lark import AddedToken
+from pipeline.text.formats.grammar.lark import AddedToken
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked

@@ -10,12 +10,12 @@ Source: https://github.com/zai-org/GLM-4, basic_demo (chat template of zai-org/G
 import re
 from collections.abc import Collection
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder, regex
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder, regex
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS, CallObject
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
 NEXT = "<|assistant|>"

@@ -15,9 +15,9 @@ show them, so `auto` selects the generic format for it.
 import re
 from collections.abc import Collection
 
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.sections import Header, SectionFormat, SectionMarks, SectionParser
 from pipeline.text.formats.tool_format import shows_tools
 
 MARKS = SectionMarks(

@@ -10,11 +10,11 @@ Sources: ibm-granite/granite-3.3-2b-instruct (chat template), microsoft/Phi-4-mi
 
 from collections.abc import Collection, Sequence
 
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.list_calls import ListParser
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.list_calls import ListParser
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
 TOKEN = "<|tool_call|>"

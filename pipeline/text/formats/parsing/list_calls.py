@@ -1,7 +1,7 @@
 """Tool calls that are the items of a list, `[{…}, {…}]`."""
 
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.text_scan import SPACE
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.text_scan import SPACE
 
 
 class ListParser(CallParser):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.text.formats.schema_types import OTHER, Types, as_json, property_types, types_of
+from pipeline.text.formats.grammar.schema_types import OTHER, Types, as_json, property_types, types_of
 
 INTEGER = {"type": "integer"}
 TEXT = {"type": "string"}

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Raw
 
 from pipeline.grammars.keywords import KEYWORDS
-from pipeline.text.formats.lark import LarkBuilder
-from pipeline.text.formats.schema_types import DEFINITIONS, STRING_ONLY, Types, TypeTable, resolved
+from pipeline.text.formats.grammar.lark import LarkBuilder
+from pipeline.text.formats.grammar.schema_types import DEFINITIONS, STRING_ONLY, Types, TypeTable, resolved
 
 OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties"})
 OF_TEXTS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern"})

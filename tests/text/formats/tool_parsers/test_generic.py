@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.text.formats.chat_formats import GENERIC, ChatFormats
-from pipeline.text.formats.events import CallEnded, Content
-from pipeline.text.formats.generic import call_text, result_text, tools_section
+from pipeline.text.formats.parsing.events import CallEnded, Content
+from pipeline.text.formats.tool_parsers.generic import call_text, result_text, tools_section
 from tests.text.formats.replies import Reply, parsed
 
 FIND = '{"name": "find", "arguments": {"text": "a"}}'

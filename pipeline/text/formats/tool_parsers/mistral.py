@@ -10,11 +10,11 @@ import re
 from collections.abc import Collection
 from random import Random
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS, SPACE, CallObject
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.list_calls import ListParser
-from pipeline.text.formats.reply_marks import CHARACTERS, ReplyMarks
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS, SPACE, CallObject
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.list_calls import ListParser
+from pipeline.text.formats.parsing.reply_marks import CHARACTERS, ReplyMarks
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "[TOOL_CALLS]"

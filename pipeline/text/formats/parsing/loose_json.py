@@ -14,8 +14,8 @@ from enum import Enum, auto
 
 import msgspec
 
-from pipeline.text.formats.schema_types import STRING_ONLY, Types, as_json, escaped, quoted
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.schema_types import STRING_ONLY, Types, as_json, escaped, quoted
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 
 _PLAIN = re.compile(r'[^"\'\\]+')
 _BARE_END = re.compile(r"[,}\])]")

@@ -7,8 +7,8 @@ about the format, so what follows it must begin a call of one of the request's t
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS
-from pipeline.text.formats.text_scan import skip_space, starts_with
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS
+from pipeline.text.formats.parsing.text_scan import skip_space, starts_with
 
 MAX_SPACE_CHARS = 64
 """White space between two parts; more of it is no call"""

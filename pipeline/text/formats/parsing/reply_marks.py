@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
-from pipeline.text.formats.schema_types import escaped
+from pipeline.text.formats.grammar.schema_types import escaped
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from pipeline.text.special_spans import SPAN_BYTES, unpacked
 
 NO_MARKS: Mapping[str, int] = {}

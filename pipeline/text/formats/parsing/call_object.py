@@ -5,8 +5,8 @@ from enum import Enum
 
 import msgspec
 
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Event
-from pipeline.text.formats.json_text import JsonSpan
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Event
+from pipeline.text.formats.parsing.json_text import JsonSpan
 
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")

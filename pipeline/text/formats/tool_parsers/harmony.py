@@ -15,13 +15,13 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject, ObjectState
-from pipeline.text.formats.calls import CallParser, NoCalls
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Event, Reasoning
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.marks import Marks
-from pipeline.text.formats.reply_marks import CHARACTERS, ReplyMarks
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS, CallObject, ObjectState
+from pipeline.text.formats.parsing.calls import CallParser, NoCalls
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Event, Reasoning
+from pipeline.text.formats.parsing.marks import Marks
+from pipeline.text.formats.parsing.reply_marks import CHARACTERS, ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

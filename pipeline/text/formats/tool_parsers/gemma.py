@@ -10,15 +10,15 @@ https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.loose_json import LooseValue
-from pipeline.text.formats.own_syntax import Parameter, json_text, listed, parameters, text_body
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.schema_types import property_types
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.grammar.own_syntax import Parameter, json_text, listed, parameters, text_body
+from pipeline.text.formats.grammar.schema_types import property_types
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.loose_json import LooseValue
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 CALL = "call:"

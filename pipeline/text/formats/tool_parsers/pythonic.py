@@ -13,15 +13,15 @@ allenai/Olmo-3-7B-Instruct (chat template)
 import re
 from collections.abc import Collection, Mapping
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.loose_json import LooseValue
-from pipeline.text.formats.own_syntax import json_text, listed, parameters
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.schema_types import Types, property_types, quoted
-from pipeline.text.formats.text_scan import SPACE, skip_space, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.grammar.own_syntax import json_text, listed, parameters
+from pipeline.text.formats.grammar.schema_types import Types, property_types, quoted
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.loose_json import LooseValue
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, skip_space, starts_with
 from pipeline.text.formats.tool_format import ToolFormat, shows_tools
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"

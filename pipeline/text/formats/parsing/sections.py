@@ -2,7 +2,7 @@
 
     <section> <call> header <arguments> {"text": "a"} <end of call> <call> … <end of call> <end of section>
 
-DeepSeek and Kimi write these (`deepseek.py`, `kimi_k2.py`). Models may leave out the section's tokens.
+DeepSeek and Kimi write these (`tool_parsers/deepseek.py`, `kimi_k2.py`). Models may leave out the section's tokens.
 """
 
 from abc import abstractmethod
@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 import msgspec
 
-from pipeline.text.formats.call_object import MAX_NAME_CHARS, CallObject
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.text_scan import SPACE, starts_with
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.call_object import MAX_NAME_CHARS, CallObject
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.text_scan import SPACE, starts_with
 from pipeline.text.formats.tool_format import ToolFormat
 
 DROPPED = SPACE + "`}"

@@ -24,11 +24,11 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.hermes import END, START, Hermes, HermesParser
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.llama3 import OBJECT
-from pipeline.text.formats.reply_marks import ReplyMarks
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.tool_parsers.hermes import END, START, Hermes, HermesParser
+from pipeline.text.formats.tool_parsers.llama3 import OBJECT
 
 RESPONSE_START = "<tool_response>"
 RESPONSE_END = "</tool_response>"

@@ -1,6 +1,6 @@
 """Remove marks that stand around a text."""
 
-from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.parsing.marks import Marks
 
 
 class SpecialTokenFilter:

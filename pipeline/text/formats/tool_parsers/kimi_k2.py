@@ -11,9 +11,9 @@ Source: docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct
 import re
 from collections.abc import Collection
 
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.reply_marks import ReplyMarks
-from pipeline.text.formats.sections import Header, SectionFormat, SectionMarks, SectionParser
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
+from pipeline.text.formats.parsing.sections import Header, SectionFormat, SectionMarks, SectionParser
 
 MARKS = SectionMarks(
     "<|tool_calls_section_begin|>",

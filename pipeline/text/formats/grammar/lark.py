@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Raw
 
-from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.parsing.marks import Marks
 
 
 class AddedToken(msgspec.Struct, frozen=True):

@@ -10,12 +10,12 @@ which is another format.
 
 from collections.abc import Collection
 
-from pipeline.text.formats.call_object import SPACE
-from pipeline.text.formats.call_start import CallStart
-from pipeline.text.formats.calls import CallParser
-from pipeline.text.formats.events import Event
-from pipeline.text.formats.lark import CallRule, LarkBuilder
-from pipeline.text.formats.reply_marks import ReplyMarks
+from pipeline.text.formats.grammar.lark import CallRule, LarkBuilder
+from pipeline.text.formats.parsing.call_object import SPACE
+from pipeline.text.formats.parsing.call_start import CallStart
+from pipeline.text.formats.parsing.calls import CallParser
+from pipeline.text.formats.parsing.events import Event
+from pipeline.text.formats.parsing.reply_marks import ReplyMarks
 from pipeline.text.formats.tool_format import ToolFormat
 
 START = "<tool_call>"

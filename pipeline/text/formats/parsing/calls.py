@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
-from pipeline.text.formats.call_object import SPACE, CallObject, ObjectState
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event
-from pipeline.text.formats.marks import Marks
+from pipeline.text.formats.parsing.call_object import SPACE, CallObject, ObjectState
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event
+from pipeline.text.formats.parsing.marks import Marks
 
 Read = Callable[[str, int, list[Event]], int]
 """A state: reads from an offset of a text and returns the offset where the next state continues."""

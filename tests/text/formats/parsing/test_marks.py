@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.text.formats.marks import MAX_NESTING, pattern_of
+from pipeline.text.formats.parsing.marks import MAX_NESTING, pattern_of
 
 marks = st.lists(st.text("ab<|", min_size=1, max_size=6), min_size=1, max_size=12)
 

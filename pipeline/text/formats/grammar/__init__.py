@@ -1,0 +1,1 @@
+"""Grammars of replies, in llguidance's Lark syntax."""
