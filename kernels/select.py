@@ -6,22 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels import (
-    activations,
-    experts,
-    kv_layout,
-    linear,
-    logits,
-    paged_attention,
-    rms_norm,
-    rotary,
-    sample,
-    silu_mul,
-    take_rows,
-)
+from pipeline.kernels import activations, experts, linear, logits, rms_norm, silu_mul, take_rows
+from pipeline.kernels.attention import kv_layout, paged_attention, rotary
+from pipeline.kernels.attention.kv_layout import LayerKV
+from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
 from pipeline.kernels.experts import RouteOptions
-from pipeline.kernels.kv_layout import LayerKV
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions
+from pipeline.kernels.sampling import sample
 
 
 @dataclass(frozen=True, slots=True)

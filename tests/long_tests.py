@@ -143,7 +143,7 @@ FEW = {
     "tests/kernels/cpu/test_unseen_memory.py": 4,
     "tests/kernels/test_invariance.py": 5,
     "tests/kernels/test_matrix.py": 3,
-    "tests/kernels/test_sample.py": 6,
+    "tests/kernels/sampling/test_sample.py": 6,
     "tests/kernels/triton/test_attention.py": 4,
     "tests/kernels/triton/test_experts.py": 2,
     "tests/kernels/triton/test_linear.py": 3,

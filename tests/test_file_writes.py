@@ -82,11 +82,11 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/execute/cpu/runner.py": "link",
         "stages/gateway/replayed.py": "move",
         "stages/schedule/lifecycle.py": "replace",
-        "kernels/cpu/native.py": "touch",
+        "kernels/cpu/native_library.py": "touch",
         "tools/speculation_benchmarks.py": "link",
     },
     "A tool of developers: in the clone, or in a folder that its user has made for it.": {
-        "kernels/triton/tuned.py": "mkdir write_text",
+        "kernels/triton/gemm/tuned.py": "mkdir write_text",
         "tools/check_words.py": "write_text",
         "tools/compare_peers/children.py": "mkdir open",
         "tools/compare_peers/llama_cpp.py": "extractall rename rmtree*3 write_bytes write_text",

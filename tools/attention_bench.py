@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from pipeline.kernels.cpu import native, peaks
+from pipeline.kernels.cpu import native, native_library, peaks
 from pipeline.kernels.cpu.build import PROGRAM, build
 from pipeline.kernels.cpu.isa import NEEDED, Isa, available
 from pipeline.kernels.cpu.native import ActivationForm, KVType
@@ -39,7 +39,7 @@ class Layers:
     ) -> None:
         self.library = library
         self.inputs = inputs = StepInputs(tokens, 1, tokens // BLOCK_SIZE + 1)
-        self.pool = native.ThreadPool(library, threads)
+        self.pool = native_library.ThreadPool(library, threads)
         arrays = native.NativeStepArrays(
             **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
             **{name: getattr(inputs, name).ctypes.data for name in ("ids", "positions", "slots", "sampled")},
@@ -115,7 +115,7 @@ def main() -> None:
     sources = {"this": PROGRAM}
     if args.against:
         sources = {"other": args.against / "kernels/cpu" / PROGRAM.name, **sources}
-    libraries = {name: native.load(build(isa, print, source)) for name, source in sources.items()}
+    libraries = {name: native_library.load(build(isa, print, source)) for name, source in sources.items()}
     print(f"{isa}, {args.threads} threads, {args.rounds} rounds")
     for shape, sizes in SHAPES.items():
         for tokens in args.prompts:

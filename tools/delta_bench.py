@@ -9,7 +9,7 @@ import ctypes
 
 import numpy as np
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--isa", choices=available(), default=available()[0])
     args = parser.parse_args()
-    library = native.load(build(args.isa, print))
+    library = native_library.load(build(args.isa, print))
     shape = DeltaShape(args.key_heads, args.value_heads, args.key_dim, args.value_dim)
     num = args.rows * args.tokens
     inputs = StepInputs(num, args.rows, -(-args.tokens // 16))
@@ -37,7 +37,7 @@ def main() -> None:
     tables = np.zeros((args.rows, inputs.block_tables.shape[1]), np.int32)
     inputs.fill(np.zeros(num, np.int32), starts, counts, tables, counts > 0)
     inputs.state_reads[:] = inputs.state_writes[:] = np.arange(args.rows)
-    pool = native.ThreadPool(library, args.threads)
+    pool = native_library.ThreadPool(library, args.threads)
     names = "ids", "positions", "slots", "sampled", "starts", "counts", "offsets", "block_tables"
     arrays = native.NativeStepArrays(**{name: getattr(inputs, name).ctypes.data for name in names})
     program = library.program_new(pool.handle, ctypes.byref(arrays))

@@ -51,7 +51,8 @@ def main(args: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:
         return
-    from pipeline.kernels.cpu.build import COMPILE_TIMEOUT_S, BuildError, build
+    from pipeline.kernels.cpu.build import COMPILE_TIMEOUT_S, build
+    from pipeline.kernels.cpu.compiler import BuildError
     from pipeline.kernels.cpu.isa import Isa, available
 
     isa: Isa

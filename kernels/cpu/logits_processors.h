@@ -1,11 +1,11 @@
 // Logits processors: masks, bad words, min_tokens, bias, penalties.
 //
-// kernels/logits_processors.py and kernels/penalties.py define them, in torch.
+// kernels/sampling/logits_processors.py and kernels/sampling/penalties.py define them, in torch.
 #pragma once
 
 #include "vec.h"
 
-// Of one row, for as long as it runs; `LOGITS_PROCESSORS` in kernels/logits_processor_inputs.py. Ids are of the
+// Of one row, for as long as it runs; `LOGITS_PROCESSORS` in kernels/sampling/logits_processor_inputs.py. Ids are of the
 // vocabulary.
 struct LogitsProcessors {
     float repetition, presence, frequency;

@@ -1,5 +1,5 @@
 // What is told of an id besides the id: its log probability by a row's logits as they are, and the likeliest ids with
-// theirs. One row at a time, on one thread. Torch: kernels/logprobs.py.
+// theirs. One row at a time, on one thread. Torch: kernels/sampling/logprobs.py.
 #pragma once
 
 #include <algorithm>

@@ -26,8 +26,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from pipeline.kernels.cpu import library_file
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.stored_matrix import Format
 
 ABI_VERSION = 23
@@ -249,7 +249,7 @@ class NativeHeadShare(Structure):
 
 
 class NativeVocabShare(Structure):
-    """`VocabShare` in program.cpp."""
+    """`VocabShare` in program.h."""
 
     _fields_ = (("ranks", c_void_p), ("best", c_void_p), ("threads", c_int), ("first", c_int), ("size", c_int))
 

@@ -8,7 +8,7 @@
 // Logits are read in strips, and a strip whose largest logit is below the floor costs one comparison. Weights are
 // float32, sums of them float64 in an order that is the same on every ISA, so every ISA samples the same ids.
 //
-// Reference in NumPy: sample_reference.py. Torch: kernels/sample.py.
+// Reference in NumPy: sample_reference.py. Torch: kernels/sampling/sample.py.
 #pragma once
 
 #include <cfloat>

@@ -57,7 +57,7 @@ class WaitForMasks final : public Op {
     std::atomic<bool> late_{false};
 };
 
-// What sampling reads of each sampled token: arrays over a step's samples (kernels/sampling_inputs.py).
+// What sampling reads of each sampled token: arrays over a step's samples (kernels/sampling/sampling_inputs.py).
 struct SamplingInputs {
     const uint8_t* greedy;  // the largest logit, and nothing else is requested
     const float *temperature, *top_p, *min_p;
@@ -110,7 +110,7 @@ class Sample final : public Op {
     }
 
    private:
-    static constexpr float GREEDY_BELOW = 1e-5f;  // as in kernels/sampling_inputs.py
+    static constexpr float GREEDY_BELOW = 1e-5f;  // as in kernels/sampling/sampling_inputs.py
 
     // The threads' best, left empty for the next step. Of equal logits the lowest id wins.
     int32_t take_best(int row) const {
@@ -129,7 +129,7 @@ class Sample final : public Op {
     const int max_samples_, threads_, vocab_size_;
 };
 
-// Given ids, such as a prompt's, and where their logprobs go (kernels/logprob_inputs.py).
+// Given ids, such as a prompt's, and where their logprobs go (kernels/sampling/logprob_inputs.py).
 struct Scores {
     const int32_t *ids, *num_top;
     uint8_t* const* logprobs;

@@ -2,7 +2,7 @@
 
 They are [num_blocks, K, BLOCK_SIZE, D] in the dtype of the model. In 8 bits they are int8 [num_blocks, K, BLOCK_SIZE *
 (D + 2)]: the codes of a block and head, [BLOCK_SIZE, D], are followed by their scales, bfloat16 [BLOCK_SIZE]. A number
-is its code times the scale of its token and head. `quantize_heads` in kernels/kv_layout.py has the formula.
+is its code times the scale of its token and head. `quantize_heads` in kernels/attention/kv_layout.py has the formula.
 
 Kernels take the same memory twice, as codes and as bfloat16, since a pointer has one type. With SCALE_BYTES = 0 there
 are no scales.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.kv_layout import MOST
+from pipeline.kernels.attention.kv_layout import MOST
 from pipeline.kernels.step_inputs import BLOCK_SIZE, KV_SCALE_BYTES
 
 _MOST = tl.constexpr(float(MOST))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from pipeline.kernels.triton.hadamard import transform_heads
+from pipeline.kernels.triton.attention.hadamard import transform_heads
 from pipeline.kernels.triton.kv_cache import as_scales, head_dim_of, quantize, scale_bytes_of, shape_of
 from pipeline.kernels.triton.launch import next_power_of_2
 from pipeline.kernels.triton.rows import StepArrays

@@ -24,7 +24,7 @@ class Field(IntEnum):
     NUM_STOPS = 3
     """Number of ids in `RowState.stops`."""
     TEMPERATURE = 4
-    """float32; below GREEDY_BELOW (kernels/sampling_inputs.py) is greedy"""
+    """float32; below GREEDY_BELOW (kernels/sampling/sampling_inputs.py) is greedy"""
     TOP_P = 5
     """float32 in (0, 1]; 1 is off"""
     MIN_P = 6
@@ -33,9 +33,10 @@ class Field(IntEnum):
     """0 is off; at most the vocabulary size"""
     KEY_LOW = 8
     KEY_HIGH = 9
-    """u64, the sequence's noise key (kernels/noise_keys.py); a sample's key is derived from it and `num_known`."""
+    """u64, the sequence's noise key (kernels/sampling/noise_keys.py); a sample's key is derived from it and
+    `num_known`."""
     HAS_LOGITS_PROCESSORS = 10
-    """1: the fields below are read; kernels/logits_processors.py defines them."""
+    """1: the fields below are read; kernels/sampling/logits_processors.py defines them."""
     REPETITION = 11
     """float32; 1 is off"""
     PRESENCE = 12

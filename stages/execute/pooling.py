@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
 from pipeline.runtime.model.model_config import NormKind
 

@@ -7,7 +7,7 @@ logits.
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.sampling.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature

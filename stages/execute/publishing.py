@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.kernels.logits_processor_inputs import NO_IDS
-from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.sampling.logits_processor_inputs import NO_IDS
+from pipeline.kernels.sampling.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, NO_IDS, LogitsProcessors
-from pipeline.kernels.logprob_inputs import NO_LOGPROBS
-from pipeline.kernels.noise_keys import noise_keys, sequence_key
-from pipeline.kernels.sampling_inputs import GREEDY_BELOW, SamplingInputs
+from pipeline.kernels.sampling.logits_processor_inputs import LOGITS_PROCESSORS, NO_IDS, LogitsProcessors
+from pipeline.kernels.sampling.logprob_inputs import NO_LOGPROBS
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
+from pipeline.kernels.sampling.sampling_inputs import GREEDY_BELOW, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import Finish, GenerationOptions, Pooling, RowAdd
 from pipeline.shm.arrays import Array
@@ -67,7 +67,7 @@ class RowTable:
         self.min_p: np.ndarray[Any, np.dtype[np.float32]] = np.zeros(max_num_seqs, np.float32)
         self.top_k: IntArray = np.zeros(max_num_seqs, np.int32)
         self.keys: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
-        """Noise keys, see kernels/noise_keys.py."""
+        """Noise keys, see kernels/sampling/noise_keys.py."""
         self.stops: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.features: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max_num_seqs, np.uint8)
         """`SamplingFeature`; 0 for rows that are not taken"""

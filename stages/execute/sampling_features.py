@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processor_inputs import NO_IDS, LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.sampling.logits_processor_inputs import NO_IDS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import NAN_LOGITS, NOTHING_LEFT, GenerationOptions
 

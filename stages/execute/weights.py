@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from pipeline.errors import UserError
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.files.regular_files import open_regular

@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels import activations, logits, rms_norm, rotary, silu_mul
+from pipeline.kernels import activations, logits, rms_norm, silu_mul
+from pipeline.kernels.attention import rotary
+from pipeline.kernels.attention.kv_layout import LayerKV
+from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions, paged_attention
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions, add_gated, experts, route
-from pipeline.kernels.kv_layout import LayerKV
 from pipeline.kernels.linear import ROWS, linear, linear_upcast
-from pipeline.kernels.logprobs import log_softmax
-from pipeline.kernels.noise import halves
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions, paged_attention
 from pipeline.kernels.row_by_row import row_by_row
-from pipeline.kernels.sample import sample
+from pipeline.kernels.sampling.logprobs import log_softmax
+from pipeline.kernels.sampling.noise import halves
+from pipeline.kernels.sampling.sample import sample
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from tests.kernels.test_paged_attention import HEAD_DIM, RAGGED, in_8_bits, make_inputs, make_kv
+from tests.kernels.attention.test_paged_attention import HEAD_DIM, RAGGED, in_8_bits, make_inputs, make_kv
 
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 3, 15, 16, 17, 64, 97, 200)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from tools import attention_bench
@@ -16,7 +16,7 @@ ROOT = Path(attention_bench.__file__).parents[1]
 
 
 def test_products_with_keys_after_the_query_are_not_counted() -> None:
-    layers = Layers(native.load(build(available()[0], print)), 9, 3, 64, 20, 2, 1)
+    layers = Layers(native_library.load(build(available()[0], print)), 9, 3, 64, 20, 2, 1)
     try:
         assert layers.run() > 0
         assert layers.flop == sum(range(1, 21)) * 9 * 64 * 2 * 2  # of one layer; scores and sums of values

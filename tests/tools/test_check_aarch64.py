@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu import isa as cpu_isa
-from pipeline.kernels.cpu.build import build, find_compiler
+from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu.compiler import find_compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE as PEAKS
 from tools.check_aarch64.__main__ import toolchains

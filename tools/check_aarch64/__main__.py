@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from pipeline.kernels.cpu import isa as cpu_isa
-from pipeline.kernels.cpu.build import ISA_FLAGS, NoCompiler, find_compiler
+from pipeline.kernels.cpu.compiler import ISA_FLAGS, NoCompiler, find_compiler
 from tools.check_aarch64.builds import FUSED, LEVELS, CheckError, Toolchain, sources
 from tools.check_aarch64.compare import differences, read
 

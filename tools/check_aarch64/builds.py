@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.kernels.cpu.build import FLAGS, ISA_FLAGS, PROGRAM
+from pipeline.kernels.cpu.build import PROGRAM
+from pipeline.kernels.cpu.compiler import FLAGS, ISA_FLAGS
 from pipeline.kernels.cpu.isa import Isa
 from pipeline.kernels.cpu.peaks import SOURCE as PEAKS
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+from pipeline.stages.gateway.apis.ollama.form import OllamaForm
 from tokenizers import AddedToken as TokenizerToken
 from tokenizers import Tokenizer, models
 
@@ -17,7 +18,6 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.runtime.security.api_keys import bearer
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
 from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.apis.responses.body import renamed

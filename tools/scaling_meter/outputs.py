@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.kernels.logits_processor_inputs import pack_runs
-from pipeline.kernels.logits_processors import forbidden_by
+from pipeline.kernels.sampling.logits_processor_inputs import pack_runs
+from pipeline.kernels.sampling.logits_processors import forbidden_by
 from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.ingest.bad_words import MAX_IDS

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.kernels.triton.activations import tanh
+from pipeline.kernels.triton.attention.hadamard import transform_heads
 from pipeline.kernels.triton.attention.prefill import constants, vectors_of
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, check_cache
 from pipeline.kernels.triton.attention.tiles import (
@@ -30,7 +31,6 @@ from pipeline.kernels.triton.attention.tiles import (
     next_unit,
     tiles_of_unit,
 )
-from pipeline.kernels.triton.hadamard import transform_heads
 from pipeline.kernels.triton.inputs import sum_partials, wait_and_launch_next
 from pipeline.kernels.triton.kv_cache import as_scales, is_quantized, quantize
 from pipeline.kernels.triton.launch import next_power_of_2

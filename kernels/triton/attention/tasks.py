@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.kernels.paged_attention import ScoreOptions
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.triton.attention.plan import plan_kernel
 from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.gemm.linear import launch, launch_gemm
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
+from pipeline.kernels.triton.gemm.tuned import SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 
 L1_BYTES_PER_S = 2e13
 """A matmul of one token reads its inputs again from the L1 caches: 64 of 128 bytes per cycle on 132 multiprocessors

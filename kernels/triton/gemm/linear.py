@@ -22,13 +22,13 @@ import torch
 import triton
 from torch import Tensor
 
-from pipeline.kernels.triton import tuned
+from pipeline.kernels.triton.gemm import tuned
 from pipeline.kernels.triton.gemm.dequantize import add_bias, dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.gemm.skinny import skinny_gemm
+from pipeline.kernels.triton.gemm.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 from pipeline.kernels.triton.gemm.vector import gemv
 from pipeline.kernels.triton.launch import INTERPRETED, UPCAST_DOT
-from pipeline.kernels.triton.tuned import CODE_TOKENS, SKINNY_TOKENS, VECTOR_TOKENS, GemmConfig, Op
 
 DEQUANTIZED_VALUES = 1 << 25
 """Values to dequantize at once, 64 MiB as bfloat16: enough rows for cuBLAS to reach its full speed."""

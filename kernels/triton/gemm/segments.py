@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.triton.gemm import fused, linear
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization, kept_format
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, GemmConfig, Op
+from pipeline.kernels.triton.gemm.tuned import SKINNY_TOKENS, GemmConfig, Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Sampling of a row with top_k, top_p and min_p on the GPU: device functions.
 
-The order is that of kernels/sample.py: min_p, top_k, top_p, each applied to the ids that the previous one keeps. Each
-cuts everything below some logit, so the state is a single threshold.
+The order is that of kernels/sampling/sample.py: min_p, top_k, top_p, each applied to the ids that the previous one
+keeps. Each cuts everything below some logit, so the state is a single threshold.
 """
 
 import triton
 import triton.language as tl
 
-from pipeline.kernels.triton import fields as f
+from pipeline.kernels.triton.sampling import fields as f
 from pipeline.kernels.triton.sampling.noise import log_noise, noise_key
 from pipeline.kernels.triton.sampling.threshold import (
     TILE,

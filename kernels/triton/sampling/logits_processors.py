@@ -1,4 +1,4 @@
-"""Logits processors on the GPU, in place; kernels/logits_processors.py defines their meaning and order.
+"""Logits processors on the GPU, in place; kernels/sampling/logits_processors.py defines their meaning and order.
 
     _mask    one program per sample and block of the vocabulary: grammar mask · allowed ids
     _lists   one program per sample: bad words · no end before min_tokens · bias · penalties
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.logits_processor_inputs import num_words
-from pipeline.kernels.triton import fields as f
+from pipeline.kernels.sampling.logits_processor_inputs import num_words
+from pipeline.kernels.triton.sampling import fields as f
 
 MASK_WORDS = 64
 """Words of a mask per program: 2048 logits."""
@@ -238,7 +238,7 @@ def _bias(logits, bias, num):
 
 @triton.jit
 def _penalize(logits, counts, ids, num_prompt, num_ids, row, VOCAB: tl.constexpr):
-    """Apply the penalties of kernels/penalties.py."""
+    """Apply the penalties of kernels/sampling/penalties.py."""
     repetition, presence = f.float_at(row + f.REPETITION), f.float_at(row + f.PRESENCE)
     frequency = f.float_at(row + f.FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):

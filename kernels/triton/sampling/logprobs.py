@@ -1,4 +1,5 @@
-"""Logprobs on the GPU, as in kernels/logprobs.py: log probabilities by the model's own logits, and the top ids.
+"""Logprobs on the GPU, as in kernels/sampling/logprobs.py: log probabilities by the model's own logits, and the top
+ids.
 
 Logits processors modify the logits in place before sampling, so logprobs need two launches: `top_logprobs` before
 that, and `token_logprobs` when the ids are known. The latter needs one logit per row. If logits processors run,

@@ -1,4 +1,5 @@
-"""The noise of kernels/noise.py on the GPU, as device functions: the same keys and the same integers, bit for bit.
+"""The noise of kernels/sampling/noise.py on the GPU, as device functions: the same keys and the same integers, bit for
+bit.
 
 Logarithms are less exact than in torch, so among nearly equal candidates another one may win.
 """

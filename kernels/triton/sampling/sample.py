@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the largest logit, or the Gumbel-max trick with keyed noise of kernels/sample.py.
+"""Sampling on the GPU: the largest logit, or the Gumbel-max trick with keyed noise of kernels/sampling/sample.py.
 
 Each block of a row's logits has a winner, and the best of those is the row's. Greedy and random rows are in the same
 launches:
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.kernels.triton import fields as f
 from pipeline.kernels.triton.launch import next_power_of_2
+from pipeline.kernels.triton.sampling import fields as f
 from pipeline.kernels.triton.sampling.filters import is_filtered, sample_filtered
 from pipeline.kernels.triton.sampling.noise import log_noise, noise_key
 from pipeline.kernels.triton.sampling.threshold import MAX_COLLECTED, STRIP

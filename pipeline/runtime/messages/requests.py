@@ -56,7 +56,7 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     seed: int = 0
     """u64. Sequence i of n samples with a key derived from (seed, i)."""
     repetition_penalty: float = 1.0
-    """Above 0; 1 is off. See kernels/penalties.py, also for the next two."""
+    """Above 0; 1 is off. See kernels/sampling/penalties.py, also for the next two."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bias_ids: list[int] = []

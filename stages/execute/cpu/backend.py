@@ -12,11 +12,11 @@ from pipeline import torch_needed
 from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu import build, compiler, native_library
 from pipeline.kernels.cpu.isa import Isa, available, cpuinfo, identity
 from pipeline.kernels.cpu.native import KVType
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.messages import Backend
 from pipeline.runtime.model.model_config import ModelConfig
@@ -173,12 +173,13 @@ def choose_library(
         compiling(True)
         try:
             path = build.build(isa, log.info, cache_root=root, quick=True)
-            library = Library(isa, native.load(path), build.code_of(isa), path.name.endswith(build.QUICK_END))
-        except (build.CompileError, native.IsaUnavailableError, OSError) as error:  # OSError: it was replaced just now
+            library = Library(isa, native_library.load(path), build.code_of(isa), path.name.endswith(build.QUICK_END))
+        except (compiler.CompileError, native_library.IsaUnavailableError, OSError) as error:
+            # OSError: the library was replaced just now.
             problem = str(error)
             if isa != candidates[-1]:
                 log.warning("not computing with %s: %s", isa, problem)
-        except build.BuildError as error:
+        except compiler.BuildError as error:
             problem = str(error)
             break
         else:
@@ -211,7 +212,7 @@ def _kept(kept: KeptLibrary, before: Backend, isa: Isa, log: logging.Logger) -> 
     """The predecessor's library; None if it can't be used. Then one that computes the same may be compiled."""
     try:
         loaded = kept.load()
-    except (OSError, native.IsaUnavailableError) as error:
+    except (OSError, native_library.IsaUnavailableError) as error:
         log.warning("not computing with the library of the executor before: %s", error)
         return None
     if loaded is None:

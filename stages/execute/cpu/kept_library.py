@@ -10,7 +10,7 @@ import os
 from ctypes import CDLL
 from pathlib import Path
 
-from pipeline.kernels.cpu import library_file, native
+from pipeline.kernels.cpu import library_file, native_library
 from pipeline.runtime.messages import Backend
 
 
@@ -34,10 +34,11 @@ class KeptLibrary:
             num_written += os.pwrite(self._fd, data[num_written:], num_written)
 
     def load(self) -> CDLL | None:
-        """The library that was kept; None without one. Raises OSError and IsaUnavailableError as `native.load`."""
+        """The library that was kept; None without one. Raises OSError and IsaUnavailableError as
+        `native_library.load`."""
         if self._fd < 0 or not os.fstat(self._fd).st_size:
             return None
-        return native.load_open(self._fd, Path("the library that was kept"))
+        return native_library.load_open(self._fd, Path("the library that was kept"))
 
 
 NOTHING_KEPT = KeptLibrary()

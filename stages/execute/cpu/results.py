@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import ByteArray, FloatArray, ScoreInputs
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling.logprob_inputs import ByteArray, FloatArray, ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program

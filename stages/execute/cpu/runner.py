@@ -12,8 +12,8 @@ import numpy as np
 
 from pipeline.config.settings import Settings
 from pipeline.kernels.cpu import compile_ahead
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling_inputs import NO_ID, SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import NO_ID, SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Step
 from pipeline.runtime.model.model_config import ModelConfig

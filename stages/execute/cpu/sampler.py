@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processors import apply_logits_processors, mask
-from pipeline.kernels.logprobs import write_logprobs
-from pipeline.kernels.noise import halves
-from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID, SamplingInputs
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors, mask
+from pipeline.kernels.sampling.logprobs import write_logprobs
+from pipeline.kernels.sampling.noise import halves
+from pipeline.kernels.sampling.sampling_inputs import GREEDY_BELOW, NO_ID, SamplingInputs
 from pipeline.kernels.select import Ops
 from pipeline.kernels.step_inputs import IntArray, LongArray
 

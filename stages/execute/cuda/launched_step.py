@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from pipeline.kernels.logprob_inputs import ByteArray
+from pipeline.kernels.sampling.logprob_inputs import ByteArray
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.stages.execute.cuda.device import Device
 from pipeline.stages.execute.cuda.host_transfer import HostTransfer

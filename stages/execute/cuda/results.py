@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.kernels.logits_processors import allows_any
-from pipeline.kernels.logprob_inputs import ByteArray
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling.logits_processors import allows_any
+from pipeline.kernels.sampling.logprob_inputs import ByteArray
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.step import DEAD, STAMP_WORDS
 from pipeline.runtime.messages import Finish

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processor_inputs import num_words
-from pipeline.kernels.logprob_inputs import NO_LOGPROBS
+from pipeline.kernels.sampling.logits_processor_inputs import num_words
+from pipeline.kernels.sampling.logprob_inputs import NO_LOGPROBS
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.kernels.triton.sampling import logprobs

@@ -23,7 +23,7 @@ import numpy as np
 from pipeline.config.sections.speculative import MAX_SPECULATIVE_TOKENS
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model.draft_link import draft_link
 from pipeline.runtime.model.model_config import ModelConfig

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pipeline.config.sections.speculative import SpeculativeSettings
-from pipeline.kernels.logprob_inputs import ByteArray, FloatArray
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling.logprob_inputs import ByteArray, FloatArray
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, LongArray
 from pipeline.stages.execute.grammar_masks.masks import Masks
 from pipeline.stages.execute.rows import BoolArray, RowTable

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.rope import rotation
 from pipeline.stages.execute.program import AttentionWeights

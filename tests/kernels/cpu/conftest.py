@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.stored_matrix import Format
@@ -17,7 +17,7 @@ from tests.kernels.cpu.samplers import EMULATED
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The whole library, from the user's cache or compiled into it."""
     isa = request.param
-    return native.load(build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED))
+    return native_library.load(build(EMULATED.get(isa, isa), print, emulate=isa in EMULATED))
 
 
 @pytest.fixture

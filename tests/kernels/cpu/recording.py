@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import HAS_MINIMUMS, Matrix
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.kernels.stored_matrix import BLOCK_COLUMNS, FP8_GROUP, Format
 from tests.k_quants import quantize
@@ -116,7 +116,7 @@ class Recording:
         self.sampling_inputs = SamplingInputs(rows, 4096)
         self.scores = ScoreInputs(rows)
         self.ticket = native.MaskTicket(None, 0, 0)
-        self.thread_pool = native.ThreadPool(library, threads)
+        self.thread_pool = native_library.ThreadPool(library, threads)
         self._guarded: list[np.ndarray] = []
         self._kept: list[Any] = []
         inputs = self.inputs

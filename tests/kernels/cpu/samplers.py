@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.cpu import build
+from pipeline.kernels.cpu import build, compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.library_file import load as load_library
-from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
+from pipeline.kernels.sampling.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors
 
 ENTRY = Path(__file__).parent / "sample_entry.cpp"
-EMULATED: dict[str, Isa] = {f"emulated_{isa}": isa for isa in build.EMULATED if isa not in available()}
+EMULATED: dict[str, Isa] = {f"emulated_{isa}": isa for isa in compiler.EMULATED if isa not in available()}
 """Instruction sets that this CPU lacks and that can do without their instructions."""
 ISAS = [*available(), *EMULATED]
 CANARY = 0xA5

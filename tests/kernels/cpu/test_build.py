@@ -16,17 +16,10 @@ import pytest
 
 from pipeline.kernels.cpu import build as build_module
 from pipeline.kernels.cpu import compile_ahead
+from pipeline.kernels.cpu import compiler as compiler_module
 from pipeline.kernels.cpu import isa as cpu_isa
-from pipeline.kernels.cpu.build import (
-    MAX_KEPT,
-    BuildError,
-    CompileError,
-    Compiler,
-    NoCompiler,
-    build,
-    default_cache_root,
-    find_compiler,
-)
+from pipeline.kernels.cpu.build import MAX_KEPT, build, default_cache_root
+from pipeline.kernels.cpu.compiler import BuildError, CompileError, Compiler, NoCompiler, find_compiler
 from pipeline.kernels.cpu.library_file import load
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -184,7 +177,7 @@ def change_compiler_options(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def change_flags(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "FLAGS", (*build_module.FLAGS, "-DMORE"))
+    monkeypatch.setattr(compiler_module, "FLAGS", (*compiler_module.FLAGS, "-DMORE"))
 
 
 def change_cpu(_: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,14 +274,14 @@ def test_a_first_start_takes_a_quick_library_and_the_next_one_the_optimized(benc
 
 def test_a_quick_library_is_compiled_with_the_same_rounding_and_less_optimization(bench: Bench) -> None:
     compiler = find_compiler()
-    for isa in build_module.ISA_FLAGS:
+    for isa in compiler_module.ISA_FLAGS:
         options = compiler.options(isa, emulate=False)
-        assert compiler.options(isa, emulate=False, quick=True) == (*options, *build_module.QUICK)
+        assert compiler.options(isa, emulate=False, quick=True) == (*options, *compiler_module.QUICK)
         assert "-ffp-contract=off" in options and not {"-ffast-math", "-Ofast"} & set(options)
 
 
 def test_a_user_hears_that_the_compiler_still_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(compiler_module, "PROGRESS_S", 0.05)
     gate = bench.wait_in_compiler()
 
     def hear(line: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import own_files
 from pipeline.kernels.cpu import build as build_module
-from pipeline.kernels.cpu.build import BuildError
+from pipeline.kernels.cpu.compiler import BuildError
 from tests.kernels.cpu.test_build import Bench, answer
 
 Give = Callable[[Path], None]
@@ -122,7 +122,7 @@ def test_a_folder_in_place_of_the_open_one_gets_no_files(
 ) -> None:
     """The owner of a folder above may rename it while the compiler runs, and put links in its place."""
     (victim := tmp_path / "victim").write_text("precious")
-    run = build_module._run
+    run = build_module.run
 
     def late(command: tuple[str, ...], timeout_s: float, folder: Path, *others: Any) -> tuple[int | None, str]:
         if partials := list(bench.kernels.glob(".partial-*")):
@@ -134,7 +134,7 @@ def test_a_folder_in_place_of_the_open_one_gets_no_files(
         code, _ = run(command, timeout_s, folder, *others)
         return code, "a warning"
 
-    monkeypatch.setattr(build_module, "_run", late)
+    monkeypatch.setattr(build_module, "run", late)
     library = bench.build()
     assert victim.read_text() == "precious"
     kept = tmp_path / "moved" / library.name

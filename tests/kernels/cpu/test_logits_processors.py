@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of, pack_runs
-from pipeline.kernels.logits_processors import apply_logits_processors, mask
+from pipeline.kernels.sampling.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors, mask
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 from tests.slices import part_of
 

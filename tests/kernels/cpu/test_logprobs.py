@@ -12,8 +12,8 @@ from hypothesis import given as fuzz
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logprob_inputs import LogprobInputs
-from pipeline.kernels.logprobs import write_logprobs
+from pipeline.kernels.sampling.logprob_inputs import LogprobInputs
+from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 

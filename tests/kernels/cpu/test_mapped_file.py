@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 
@@ -22,7 +22,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def library() -> CDLL:
-    return native.load(build(available()[0], print))
+    return native_library.load(build(available()[0], print))
 
 
 def run_refused(error: int, run: Callable[[], int]) -> int:
@@ -71,7 +71,7 @@ def test_a_file_whose_pages_cannot_be_read_is_not_mapped(library: CDLL, tmp_path
     """As an error of the disk can't be had here, these pages are beyond the file's end."""
     path, page = tmp_path / "file", os.sysconf("SC_PAGESIZE")
     path.write_bytes(bytes(page))
-    pool = native.ThreadPool(library, 1)
+    pool = native_library.ThreadPool(library, 1)
     with path.open("rb") as file:
         assert library.map_file(pool.handle, file.fileno(), 2 * page) is None
         address = library.map_file(pool.handle, file.fileno(), page)

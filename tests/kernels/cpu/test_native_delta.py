@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
@@ -142,7 +142,7 @@ def test_instruction_sets_compute_the_same_bits() -> None:
     for isa in available():
         if isa == "portable":
             continue
-        with recording(native.load(build(isa, print))) as r:
+        with recording(native_library.load(build(isa, print))) as r:
             layer = Layer(r, vectors, options)
             made, slots = [], []
             for steps in whole_steps(ROWS):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.attention.hadamard import hadamard_reference
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm, KVType
-from pipeline.kernels.hadamard import hadamard_reference
 from pipeline.kernels.matrix import Matrix, quantize
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format

@@ -11,12 +11,12 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.cpu.sample_reference import sample_reference
-from pipeline.kernels.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
-from pipeline.kernels.logits_processors import apply_logits_processors, mask
 from pipeline.kernels.matrix import Matrix
-from pipeline.kernels.noise_keys import noise_keys, sequence_key
-from pipeline.kernels.penalties import penalize
-from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.sampling.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors, mask
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
+from pipeline.kernels.sampling.penalties import penalize
+from pipeline.kernels.sampling.sample import probabilities_reference
 from pipeline.kernels.stored_matrix import Format
 from tests.k_quants import quantize
 from tests.kernels.cpu.recording import (
@@ -29,7 +29,7 @@ from tests.kernels.cpu.recording import (
     recording,
     whole,
 )
-from tests.kernels.test_sample import assert_follows
+from tests.kernels.sampling.test_sample import assert_follows
 
 DEPTH = 64
 MASKS_LATE = 1

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.cpu import peaks as module
-from pipeline.kernels.cpu.build import ISA_FLAGS, build
+from pipeline.kernels.cpu.build import build
+from pipeline.kernels.cpu.compiler import ISA_FLAGS
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.kernels.cpu.peaks import SOURCE, bf16_rate, buffer_bytes, cache_bytes, measure
 

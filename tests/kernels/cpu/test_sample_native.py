@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.kernels.cpu.sample_reference import kept_reference, sample_reference, weights_reference
-from pipeline.kernels.noise_keys import noise_keys, sequence_key
-from pipeline.kernels.penalties import penalize
-from pipeline.kernels.sample import probabilities_reference
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
+from pipeline.kernels.sampling.penalties import penalize
+from pipeline.kernels.sampling.sample import probabilities_reference
 from tests.kernels.cpu.samplers import CANARY, ISAS, load
 
 VOCABULARIES = [1, 7, 63, 64, 65, 2048, 32003, 49152]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors
-from pipeline.kernels.noise_keys import sequence_key
+from pipeline.kernels.sampling.logits_processor_inputs import LogitsProcessors
+from pipeline.kernels.sampling.noise_keys import sequence_key
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels.kv_layout import dequantize_heads, quantize_heads
-from pipeline.kernels.paged_attention import ScoreOptions
+from pipeline.kernels.attention.kv_layout import dequantize_heads, quantize_heads
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.kv_cache import codes_and_scales, is_quantized, shape_of
 from pipeline.kernels.triton.rows import StepArrays

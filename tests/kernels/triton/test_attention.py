@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from pipeline.kernels.paged_attention import ScoreOptions
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import NO_CHUNKS, AttentionTasks, Scratch, Tile, Tiles

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from pipeline.kernels.hadamard import hadamard_reference
-from pipeline.kernels.paged_attention import ScoreOptions
+from pipeline.kernels.attention.hadamard import hadamard_reference
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.rotary import NO_GROWTH, QueryGrowth

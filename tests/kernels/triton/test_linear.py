@@ -11,7 +11,7 @@ from pipeline.kernels.triton.gemm.linear import (
     num_split_k_partials,
     split_k_partials_dtype,
 )
-from pipeline.kernels.triton.tuned import GemmConfig
+from pipeline.kernels.triton.gemm.tuned import GemmConfig
 from tests.kernels.triton.gemms import (
     BLOCKS,
     K_QUANTS,

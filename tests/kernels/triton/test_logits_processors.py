@@ -1,4 +1,5 @@
-"""Logits change as in kernels/logits_processors.py, for any mix of rows. Rows without logits processors keep theirs."""
+"""Logits change as in kernels/sampling/logits_processors.py, for any mix of rows. Rows without logits processors keep
+theirs."""
 
 from dataclasses import replace
 
@@ -8,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, bits_of, num_words
-from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
-from pipeline.kernels.logits_processors import mask
+from pipeline.kernels.sampling.logits_processor_inputs import LogitsProcessors, bits_of, num_words
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors as apply_in_torch
+from pipeline.kernels.sampling.logits_processors import mask
 from pipeline.kernels.triton.rows import Field
 from pipeline.kernels.triton.sampling.logits_processors import (
     MASK_WORDS,

@@ -8,8 +8,8 @@ from pipeline.kernels.rms_norm import layer_norm_reference
 from pipeline.kernels.triton.activations import activate, silu_mul
 from pipeline.kernels.triton.gemm.fused import norm_linear, norm_swiglu, swiglu
 from pipeline.kernels.triton.gemm.linear import num_split_k_partials, split_k_partials_dtype
+from pipeline.kernels.triton.gemm.tuned import GemmConfig
 from pipeline.kernels.triton.norm import NormWeights, Sublayer, add_norm, embed, take_norm
-from pipeline.kernels.triton.tuned import GemmConfig
 from tests.kernels.triton.gemms import (
     FORMATS,
     TOLERANCE,

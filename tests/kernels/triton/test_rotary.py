@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.hadamard import hadamard_reference
+from pipeline.kernels.attention.hadamard import hadamard_reference
+from pipeline.kernels.attention.rotary import rotary_reference
 from pipeline.kernels.rms_norm import rms_norm_reference
-from pipeline.kernels.rotary import rotary_reference
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.triton.kv_cache import codes_and_scales
 from pipeline.kernels.triton.rotary import HeadNorms, QueryGrowth, rotary_write

@@ -1,4 +1,4 @@
-"""Ids are those of kernels/sample.py, for any mix of rows, and NO_ID if no id can be sampled."""
+"""Ids are those of kernels/sampling/sample.py, for any mix of rows, and NO_ID if no id can be sampled."""
 
 from dataclasses import replace
 
@@ -8,16 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels import noise
-from pipeline.kernels.noise import exponential, halves
-from pipeline.kernels.noise_keys import noise_keys
-from pipeline.kernels.sample import probabilities_reference
-from pipeline.kernels.sample import sample as sample_in_torch
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling import noise
+from pipeline.kernels.sampling.noise import exponential, halves
+from pipeline.kernels.sampling.noise_keys import noise_keys
+from pipeline.kernels.sampling.sample import probabilities_reference
+from pipeline.kernels.sampling.sample import sample as sample_in_torch
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.triton.rows import Field
 from pipeline.kernels.triton.sampling.noise import log_noise, noise_bits, noise_key
 from pipeline.kernels.triton.sampling.sample import BLOCK, SamplingScratch, sample
-from tests.kernels.test_sample import assert_follows
+from tests.kernels.sampling.test_sample import assert_follows
 from tests.kernels.triton.params import Row, params_of
 
 INF, NAN = float("inf"), float("nan")

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
-from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.attention.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.errors import UserError
-from pipeline.kernels.cpu import build, native
+from pipeline.kernels.cpu import build, compiler, native_library
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
@@ -81,8 +81,8 @@ def test_the_best_instruction_set_is_selected_and_reported(tiny: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        build.CompileError("unknown option"),
-        native.IsaUnavailableError("no tile registers"),
+        compiler.CompileError("unknown option"),
+        native_library.IsaUnavailableError("no tile registers"),
         OSError("amx.so was replaced after it was built"),
     ],
 )
@@ -114,7 +114,7 @@ def test_torch_is_used_after_two_failures(
 
     def fail(isa: Isa, *_: Any, **__: Any) -> Path:
         tried.append(isa)
-        raise build.CompileError(f"no {isa}")
+        raise compiler.CompileError(f"no {isa}")
 
     monkeypatch.setattr(backend, "available", lambda: ["amx", "avx2", "portable"])
     monkeypatch.setattr(build, "build", fail)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.stages.execute.drafts.eagle import MAX_PENDING, EagleProposer
 from pipeline.stages.execute.rows import BoolArray, RowTable

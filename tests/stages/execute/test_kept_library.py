@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.kernels.cpu import build
+from pipeline.kernels.cpu import build, compiler
 from pipeline.kernels.cpu.isa import Isa, available
 from pipeline.runtime import messages as m
 from pipeline.shm import segment
@@ -53,7 +53,7 @@ def fail(error: Exception) -> Callable[..., Path]:
     return build
 
 
-FULL = build.CompileError("No space left on device")
+FULL = compiler.CompileError("No space left on device")
 
 
 def test_a_successor_needs_neither_the_file_nor_a_compiler(
@@ -139,7 +139,7 @@ def test_the_code_is_another_with_other_sources_and_options(tmp_path: Path, monk
     codes = [build.code_of("avx2", source), build.code_of("avx512", source)]
     (tmp_path / "gemm.h").write_text("int y;")
     codes.append(build.code_of("avx2", source))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-ffast-math"))
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-ffast-math"))
     codes.append(build.code_of("avx2", source))
     assert len(set(codes)) == 4
     assert codes[-1] == build.code_of("avx2", source)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.hadamard import transform_heads
+from pipeline.kernels.attention.hadamard import transform_heads
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.key_calibration import KeyFactors, hadamard
 from pipeline.stages.execute.layers.key_center import key_center

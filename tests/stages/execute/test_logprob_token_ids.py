@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.logprobs import log_softmax
+from pipeline.kernels.sampling.logprobs import log_softmax
 from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import logprob_dtype
 from tests.stages.execute import checkpoints

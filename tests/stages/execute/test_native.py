@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from pipeline.kernels import rotary
-from pipeline.kernels.kv_layout import LayerKV
+from pipeline.kernels.attention import rotary
+from pipeline.kernels.attention.kv_layout import LayerKV
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime import messages as m

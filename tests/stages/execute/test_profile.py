@@ -17,7 +17,7 @@ from pipeline.cli.profile.shapes import SHAPES
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks as peak_rates
-from pipeline.kernels.cpu.build import BuildError
+from pipeline.kernels.cpu.compiler import BuildError
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.peaks import Peaks
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs

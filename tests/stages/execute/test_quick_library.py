@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.cpu import build
+from pipeline.kernels.cpu import build, compiler
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime import messages as m
@@ -27,7 +27,7 @@ OPTIMIZED = build.build
 def compile_quickly(*args: Any, **options: Any) -> Path:
     """The quick library, although the optimized one is in the cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "FLAGS", (*build.FLAGS, *build.QUICK))
+        patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, *compiler.QUICK))
         return OPTIMIZED(*args, **options | {"quick": False})
 
 

@@ -165,7 +165,7 @@ def test_a_greedy_batch_never_runs_the_sampler(tiny_dir: Path, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise AssertionError("sampled")
 
-    monkeypatch.setattr("pipeline.kernels.sample.sample", fail)
+    monkeypatch.setattr("pipeline.kernels.sampling.sample.sample", fail)
     driver = Driver(tiny_dir, settings())
     assert len(driver.generate([PROMPT, PROMPT[:3]], 4)[0]) == 4
     with pytest.raises(AssertionError, match="sampled"):

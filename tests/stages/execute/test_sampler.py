@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.logits_processor_inputs import bits_of
-from pipeline.kernels.logits_processors import apply_logits_processors
-from pipeline.kernels.sample import probabilities_reference
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logits_processor_inputs import bits_of
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors
+from pipeline.kernels.sampling.sample import probabilities_reference
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.rows import RowTable
-from tests.kernels.test_sample import assert_follows
+from tests.kernels.sampling.test_sample import assert_follows
 from tests.slices import part_of
 
 VOCAB_SIZE = 60

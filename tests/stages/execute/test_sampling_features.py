@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of
-from pipeline.kernels.logits_processors import allows_any
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logits_processor_inputs import BEGIN, LogitsProcessors, bits_of
+from pipeline.kernels.sampling.logits_processors import allows_any
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.runtime import messages as m
 from pipeline.stages.execute import rows
 from pipeline.stages.execute.cpu.program import MasksLate

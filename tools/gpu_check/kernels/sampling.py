@@ -1,4 +1,4 @@
-"""Checks the sampling kernels against kernels/sample.py, which computes the same noise from the same integers.
+"""Checks the sampling kernels against kernels/sampling/sample.py, which computes the same noise from the same integers.
 
 Shapes: S samples, V vocabulary.
 """
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors
-from pipeline.kernels.noise import exponential, halves
-from pipeline.kernels.noise_keys import noise_keys, sequence_key
-from pipeline.kernels.sample import thresholds
+from pipeline.kernels.sampling.logits_processor_inputs import LogitsProcessors
+from pipeline.kernels.sampling.noise import exponential, halves
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
+from pipeline.kernels.sampling.sample import thresholds
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field
 from tools.gpu_check import gpu
@@ -158,9 +158,9 @@ def _race(logits: Tensor, row: SampledRow, key: Tensor) -> tuple[Tensor, float, 
 
 def _logits_processors(context: Context) -> Iterator[Reading]:
     """Every logits processor at least once, beside rows without any; with and without grammars."""
-    from pipeline.kernels.logits_processor_inputs import bits_of, num_words, pack_runs
-    from pipeline.kernels.logits_processors import apply_logits_processors as apply_in_torch
-    from pipeline.kernels.logits_processors import mask
+    from pipeline.kernels.sampling.logits_processor_inputs import bits_of, num_words, pack_runs
+    from pipeline.kernels.sampling.logits_processors import apply_logits_processors as apply_in_torch
+    from pipeline.kernels.sampling.logits_processors import mask
     from pipeline.kernels.triton.sampling.logits_processors import LogitsProcessorScratch, apply_logits_processors
     from tests.kernels.triton.params import Row as ProcessedRow
     from tests.kernels.triton.params import list_memory_of, params_of
@@ -235,7 +235,7 @@ def _logits_processors(context: Context) -> Iterator[Reading]:
 
 def _token_logprobs(context: Context) -> Iterator[Reading]:
     """Log probabilities and the most likely ids, against a sort."""
-    from pipeline.kernels.logprobs import likeliest, log_softmax
+    from pipeline.kernels.sampling.logprobs import likeliest, log_softmax
     from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, token_logprobs, top_logprobs
 
     for name, vocab_size in {"tiny": 300}.items() if context.interpreted else VOCABS.items():

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.logits_processors import apply_logits_processors
-from pipeline.kernels.noise import exponential, halves
-from pipeline.kernels.noise_keys import noise_keys, sequence_key
-from pipeline.kernels.sample import thresholds
+from pipeline.kernels.sampling.logits_processors import apply_logits_processors
+from pipeline.kernels.sampling.noise import exponential, halves
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
+from pipeline.kernels.sampling.sample import thresholds
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig

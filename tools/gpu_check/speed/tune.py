@@ -1,4 +1,5 @@
-"""Times the candidate configurations of GEMMs on this GPU, and writes the table that kernels/triton/tuned.py ships.
+"""Times the candidate configurations of GEMMs on this GPU, and writes the table that kernels/triton/gemm/tuned.py
+ships.
 
 First many processes compile the candidates in parallel (`tune_compile.py`). Then one process times them alone. The
 fastest candidate wins, unless its lead over the rule's choice is within the noise, or its result differs from a
@@ -90,14 +91,14 @@ class Product:
 
     def shape(self, matrix: Any) -> Any:
         """The key of the table."""
-        from pipeline.kernels.triton.tuned import GemmShape, bucket_of
+        from pipeline.kernels.triton.gemm.tuned import GemmShape, bucket_of
 
         rows = self.num_rows // 2 if self.op == "swiglu" else self.num_rows
         return GemmShape(self.op, bucket_of(self.num_tokens), rows, self.num_columns, matrix.format)  # type: ignore[arg-type]
 
     def candidates(self, matrix: Any, most: int) -> list[Any]:
         """The rule's choice, then others in a fixed random order."""
-        from pipeline.kernels.triton import tuned
+        from pipeline.kernels.triton.gemm import tuned
 
         named = asdict(self.shape(matrix)) | {"num_tokens": self.num_tokens}
         first, *others = tuned.candidates(named.pop("op"), device=gpu.device(), **named)
@@ -227,7 +228,7 @@ def _error(product: Product, matrix: Any, config: Any, x: Tensor) -> float:
 def _write_table(context: Context, found: dict[Any, Any]) -> str:
     """Write the table beside the report, in the format of the shipped one. Entries that were not measured keep their
     shipped values. Returns where it is."""
-    from pipeline.kernels.triton import tuned
+    from pipeline.kernels.triton.gemm import tuned
 
     architecture = tuned.architecture(gpu.device())
     entries = {**tuned.table(architecture), **found}

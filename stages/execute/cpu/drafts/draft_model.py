@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.runtime.model import model_folder
 from pipeline.runtime.model.kv_groups import undivided

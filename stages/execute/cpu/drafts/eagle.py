@@ -9,8 +9,8 @@ import numpy as np
 
 from pipeline import torch_needed
 from pipeline.config.settings import Settings
-from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray, StepInputs
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model import model_folder

@@ -13,8 +13,8 @@ any temperature. The KV cache is that of `EagleHead`.
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import FloatArray
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target

@@ -18,10 +18,10 @@ from pipeline.cli.profile.results import Case, MachineRates, OpTime, Profile, Pr
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import peaks
-from pipeline.kernels.cpu.build import BuildError
+from pipeline.kernels.cpu.compiler import BuildError
 from pipeline.kernels.cpu.isa import Isa, available
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model.kv_groups import undivided
 from pipeline.runtime.model.model_config import ModelConfig

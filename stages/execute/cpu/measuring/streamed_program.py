@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
-from pipeline.kernels.logprob_inputs import ScoreInputs
 from pipeline.kernels.matrix import Matrix, as_matrix, as_tensor
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 from pipeline.stages.execute.cpu.native.memory import PAIR
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
@@ -27,7 +27,7 @@ class NativeMemory:
     def __init__(
         self,
         library: ctypes.CDLL,
-        thread_pool: native.ThreadPool,
+        thread_pool: native_library.ThreadPool,
         activations: Activations,
         panels: PanelStore | None = None,
     ) -> None:

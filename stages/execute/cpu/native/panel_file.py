@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.files.regular_files import open_regular
@@ -97,7 +97,7 @@ def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -
 class PanelStore:
     """The packed matrices of one model: those of the file, and new ones, for which `save` writes another file."""
 
-    def __init__(self, library: ctypes.CDLL, thread_pool: native.ThreadPool, place: PanelPlace) -> None:
+    def __init__(self, library: ctypes.CDLL, thread_pool: native_library.ThreadPool, place: PanelPlace) -> None:
         self._library, self._place = library, place
         self._address, self._mapped_bytes = 0, 0
         self._copy: native.ByteArray | None = None
@@ -110,7 +110,7 @@ class PanelStore:
         with suppress(OSError, ValueError, struct.error):  # absent, or damaged: it is written again
             self._open(thread_pool)
 
-    def _open(self, thread_pool: native.ThreadPool) -> None:
+    def _open(self, thread_pool: native_library.ThreadPool) -> None:
         """Map the file. Raises OSError, ValueError or struct.error if it can't be used."""
         fd = open_regular(self._place.path)
         try:
@@ -131,7 +131,7 @@ class PanelStore:
             os.close(fd)
         self._found = {panel.key: panel for panel in contents.panels}
 
-    def _load(self, thread_pool: native.ThreadPool, fd: int, num_bytes: int) -> None:
+    def _load(self, thread_pool: native_library.ThreadPool, fd: int, num_bytes: int) -> None:
         """Map or copy the file's panels. Raises OSError."""
         address = self._library.map_file(thread_pool.handle, fd, num_bytes) if num_bytes else None
         if address is None:

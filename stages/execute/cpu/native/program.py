@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.kernels.cpu import native
+from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations, KVType
-from pipeline.kernels.logprob_inputs import FloatArray, ScoreInputs
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile
 from pipeline.runtime.model.model_config import ModelConfig
@@ -96,7 +96,7 @@ class NativeProgram(Program):
         self._inputs, self._sampling_inputs = inputs, sampling_inputs
         self._scores = scores
         self._scoring: int | None = None
-        self._thread_pool = native.ThreadPool(library, num_threads)
+        self._thread_pool = native_library.ThreadPool(library, num_threads)
         self._panels = None if panels is None else PanelStore(library, self._thread_pool, panels)
         # Addresses are plain numbers; `_memory` keeps the memory alive.
         self._memory = memory = NativeMemory(library, self._thread_pool, activations, self._panels)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import Settings
+from pipeline.kernels.attention.kv_layout import LayerKV, layers_of
+from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions
-from pipeline.kernels.kv_layout import LayerKV, layers_of
-from pipeline.kernels.logprob_inputs import ScoreInputs
-from pipeline.kernels.logprobs import write_logprobs
 from pipeline.kernels.matrix import as_matrix, as_tensor
-from pipeline.kernels.paged_attention import AttentionPlan, ScoreOptions
-from pipeline.kernels.sampling_inputs import SamplingInputs
+from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
+from pipeline.kernels.sampling.logprobs import write_logprobs
+from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.kernels.cpu import native
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.stages.execute.ranks.place import (
     LOAD_TIMEOUT_S,

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.kernels.logprob_inputs import FloatArray
-from pipeline.kernels.sampling_inputs import NO_ID
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.ranks.place import RankPlace

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.matrix import as_tensor
-from pipeline.kernels.paged_attention import ScoreOptions
 from pipeline.kernels.triton import kv_cache
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
+from pipeline.kernels.triton.attention.qk_norm import QkNormWeights, qk_norm
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
-from pipeline.kernels.triton.qk_norm import QkNormWeights, qk_norm
 from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
 from pipeline.kernels.triton.rows import StepArrays
 from pipeline.runtime.model.model_config import ModelConfig, Rope

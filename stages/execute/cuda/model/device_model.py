@@ -30,10 +30,10 @@ from pipeline.kernels.triton import activations, kv_cache, norm
 from pipeline.kernels.triton.gemm import fused, linear
 from pipeline.kernels.triton.gemm.fused import norm_swiglu
 from pipeline.kernels.triton.gemm.segments import segmented_linear, segmented_norm_linear
+from pipeline.kernels.triton.gemm.tuned import SKINNY_TOKENS, Op
 from pipeline.kernels.triton.logits import finish_logits
 from pipeline.kernels.triton.norm import PLAIN, NormWeights
 from pipeline.kernels.triton.rows import StepArrays
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS, Op
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cuda.model.layers import AttentionOnDevice, DeviceLayers, ExpertsOnDevice, MlpOnDevice
 from pipeline.stages.execute.cuda.model.linear import Gemm, GemmMemory

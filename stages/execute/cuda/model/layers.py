@@ -12,8 +12,8 @@ from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.triton.gemm import linear
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix, Quantization
 from pipeline.kernels.triton.gemm.segments import SegmentedMatrix
+from pipeline.kernels.triton.gemm.tuned import SKINNY_TOKENS
 from pipeline.kernels.triton.norm import NormWeights, Sublayer
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS
 from pipeline.lora.adapter_file import AdapterFile, Target
 from pipeline.runtime.model.kv_groups import KVLayout, undivided
 from pipeline.runtime.model.model_config import ModelConfig

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.kernels.triton.gemm import segments
 from pipeline.kernels.triton.gemm.segments import SegmentedMatrix
-from pipeline.kernels.triton.tuned import SKINNY_TOKENS
+from pipeline.kernels.triton.gemm.tuned import SKINNY_TOKENS
 from pipeline.stages.execute.cuda.model.lora import LoraSite
 
 

@@ -7,7 +7,7 @@ collected while a step's message is read, and are sent to the GPU before the ste
 import numpy as np
 import torch
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, num_words
+from pipeline.kernels.sampling.logits_processor_inputs import LogitsProcessors, num_words
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.kernels.triton.rows import NUM_FIELDS, Field, RowState
 from pipeline.stages.execute.cuda.device import Device

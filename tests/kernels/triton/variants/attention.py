@@ -2,7 +2,7 @@
 
 import torch
 
-from pipeline.kernels.paged_attention import ScoreOptions
+from pipeline.kernels.attention.paged_attention import ScoreOptions
 from pipeline.kernels.triton.attention.decode import attend_decode
 from pipeline.kernels.triton.attention.prefill import attend
 from pipeline.kernels.triton.attention.tasks import AttentionTasks

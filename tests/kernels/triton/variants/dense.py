@@ -7,12 +7,12 @@ import torch
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import GPU_BLOCK_BYTES, Format, row_bytes
 from pipeline.kernels.triton import activations, lora, norm
+from pipeline.kernels.triton.attention.qk_norm import QkNormWeights, qk_norm
 from pipeline.kernels.triton.gemm import fused
 from pipeline.kernels.triton.gemm.dequantize import dequantize_rows
 from pipeline.kernels.triton.gemm.device_matrix import DeviceMatrix
 from pipeline.kernels.triton.gemm.linear import config_of, launch_gemm, num_split_k_partials, split_k_partials_dtype
 from pipeline.kernels.triton.logits import finish_logits
-from pipeline.kernels.triton.qk_norm import QkNormWeights, qk_norm
 
 BF16 = torch.bfloat16
 EPS = 1e-5

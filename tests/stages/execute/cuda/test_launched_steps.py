@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.kernels.logprob_inputs import FloatArray
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.pooling import Pool
 from tests.stages.execute.cuda.conftest import on_device

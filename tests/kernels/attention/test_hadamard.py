@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.kernels.hadamard import hadamard_reference, transform_heads
-from pipeline.kernels.kv_layout import dequantize_heads, quantize_heads
+from pipeline.kernels.attention.hadamard import hadamard_reference, transform_heads
+from pipeline.kernels.attention.kv_layout import dequantize_heads, quantize_heads
 
 HEAD_DIMS = [16, 48, 64, 80, 96, 128, 256]
 

@@ -8,8 +8,8 @@ Shapes: T tokens, Q query heads, K key-value heads, D head_dim.
 import torch
 from torch import Tensor
 
-from pipeline.kernels.hadamard import transform_heads
-from pipeline.kernels.kv_layout import LayerKV, quantize_heads
+from pipeline.kernels.attention.hadamard import transform_heads
+from pipeline.kernels.attention.kv_layout import LayerKV, quantize_heads
 from pipeline.kernels.rms_norm import layer_norm, rms_norm
 from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import BLOCK_SIZE

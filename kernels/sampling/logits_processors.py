@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logits_processor_inputs import BEGIN, LogitsProcessors, WordArray
-from pipeline.kernels.penalties import penalize
+from pipeline.kernels.sampling.logits_processor_inputs import BEGIN, LogitsProcessors, WordArray
+from pipeline.kernels.sampling.penalties import penalize
 from pipeline.kernels.step_inputs import IntArray
 
 RUN = 16

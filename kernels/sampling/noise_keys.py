@@ -1,7 +1,7 @@
 """Keys of the noise that samples ids: a pure function of (seed, index, position).
 
 The key of a sample is a chain of splitmix64 steps (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", 2014) over seed, index and position. kernels/noise.py makes the noise of each id from it.
+generators", 2014) over seed, index and position. kernels/sampling/noise.py makes the noise of each id from it.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 """Norms of queries and keys other than an RMS norm of each head with weights for all heads, which are part of
-rotary.py and attention/decode.py.
+kernels/triton/rotary.py and decode.py.
 
 Shapes: P split-K partials, T tokens, Q query heads, K key-value heads, D head_dim.
 """

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.kv_layout import LayerKV, dequantize_heads
+from pipeline.kernels.attention.kv_layout import LayerKV, dequantize_heads
 from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
 

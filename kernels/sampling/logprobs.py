@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.logprob_inputs import LogprobInputs
 from pipeline.kernels.row_by_row import row_by_row
+from pipeline.kernels.sampling.logprob_inputs import LogprobInputs
 from pipeline.kernels.step_inputs import IntArray
 
 

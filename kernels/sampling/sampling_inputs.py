@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.kernels.logits_processor_inputs import LogitsProcessors, WordArray, num_words
-from pipeline.kernels.logprob_inputs import AddressArray, FloatArray, LogprobInputs
+from pipeline.kernels.sampling.logits_processor_inputs import LogitsProcessors, WordArray, num_words
+from pipeline.kernels.sampling.logprob_inputs import AddressArray, FloatArray, LogprobInputs
 from pipeline.kernels.step_inputs import IntArray, LongArray
 
 GREEDY_BELOW = 1e-5
@@ -33,10 +33,10 @@ class SamplingInputs:
         self.min_p: FloatArray = np.zeros(max_num_samples, np.float32)
         self.top_k: IntArray = np.zeros(max_num_samples, np.int32)
         self.keys: AddressArray = np.zeros(max_num_samples, np.uint64)
-        """Noise key of this sample, see kernels/noise.py."""
+        """Noise key of this sample, see kernels/sampling/noise.py."""
         self.logits_processors: AddressArray = np.zeros(max_num_samples, np.uint64)
-        """Address of the row's `LOGITS_PROCESSORS` (kernels/logits_processors.py); 0 where its logits are taken as they
-        are."""
+        """Address of the row's `LOGITS_PROCESSORS` (kernels/sampling/logits_processors.py); 0 where its logits are
+        taken as they are."""
         self.num_known: IntArray = np.zeros(max_num_samples, np.int32)
         """Number of ids of the row; read if it has logits processors."""
         self.masks: AddressArray = np.zeros(max_num_samples, np.uint64)

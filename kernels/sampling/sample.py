@@ -13,7 +13,7 @@ Shapes: N rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from pipeline.kernels.noise import exponential
+from pipeline.kernels.sampling.noise import exponential
 
 WIDTHS = (256, 4096)
 """Number of a row's largest logits to sort for a threshold; if these are not enough, all are sorted."""

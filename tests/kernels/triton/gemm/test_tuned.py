@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.kernels.triton import tuned
-from pipeline.kernels.triton.gemm import fused
-from pipeline.kernels.triton.tuned import BUCKETS, SKINNY_TOKENS, GemmConfig, GemmShape, Op
+from pipeline.kernels.triton.gemm import fused, tuned
+from pipeline.kernels.triton.gemm.tuned import BUCKETS, SKINNY_TOKENS, GemmConfig, GemmShape, Op
 
 CPU = torch.device("cpu")
 FORMATS = ("bf16", "f32", "int8g128", "int4g128", "int4g32", "int5g32", "q4_k", "q5_k", "q6_k", "fp8g128")

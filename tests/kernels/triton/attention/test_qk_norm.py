@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.kernels.rms_norm import layer_norm_reference, rms_norm_reference
+from pipeline.kernels.triton.attention.qk_norm import QkNormWeights, qk_norm
 from pipeline.kernels.triton.logits import finish_logits
-from pipeline.kernels.triton.qk_norm import QkNormWeights, qk_norm
 from tests.kernels.triton.gemms import assert_near, poisoned, random
 
 EPS = 1e-5

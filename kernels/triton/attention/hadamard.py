@@ -1,4 +1,4 @@
-"""The Hadamard transform of heads in registers, as kernels/hadamard.py defines it."""
+"""The Hadamard transform of heads in registers, as kernels/attention/hadamard.py defines it."""
 
 import triton
 import triton.language as tl

@@ -1,14 +1,14 @@
 """Noise that is a pure function of (seed, index, position, id): it has no state, so it does not depend on the batch.
 
-kernels/noise_keys.py makes the key of a sample. The noise of an id mixes the key's two halves with the id by two rounds
-of a 32-bit integer hash (Mueller's multipliers, as in "hash-prospector" by Wellons).
+kernels/sampling/noise_keys.py makes the key of a sample. The noise of an id mixes the key's two halves with the id by
+two rounds of a 32-bit integer hash (Mueller's multipliers, as in "hash-prospector" by Wellons).
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.kernels.noise_keys import KeyArray
+from pipeline.kernels.sampling.noise_keys import KeyArray
 
 _MULTIPLY_1 = 0x21F0AAAD
 _MULTIPLY_2 = 0x735A2D97

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pipeline.kernels.sampling_inputs import GREEDY_BELOW, NO_ID
+from pipeline.kernels.sampling.sampling_inputs import GREEDY_BELOW, NO_ID
 from pipeline.kernels.triton.rows import Field
 
 ENDED = tl.constexpr(Field.ENDED.value)

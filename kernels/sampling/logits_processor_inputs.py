@@ -1,5 +1,5 @@
-"""The parameters of a row's logits processors, as the samplers read them. kernels/logits_processors.py describes what
-they do."""
+"""The parameters of a row's logits processors, as the samplers read them. kernels/sampling/logits_processors.py
+describes what they do."""
 
 import itertools
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.kernels.penalties import penalize
+from pipeline.kernels.sampling.penalties import penalize
 
 
 def penalized(

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels import paged_attention as kernel
-from pipeline.kernels.hadamard import transform_heads
-from pipeline.kernels.kv_layout import LayerKV, allocate, dequantize_heads, layers_of, quantize_heads
-from pipeline.kernels.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
+from pipeline.kernels.attention import paged_attention as kernel
+from pipeline.kernels.attention.hadamard import transform_heads
+from pipeline.kernels.attention.kv_layout import LayerKV, allocate, dequantize_heads, layers_of, quantize_heads
+from pipeline.kernels.attention.paged_attention import AttentionPlan, paged_attention, paged_attention_reference
+from pipeline.kernels.attention.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
 from pipeline.kernels.rms_norm import rms_norm_reference
-from pipeline.kernels.rotary import head_norm, rotary_angles, rotary_reference, rotary_write
 from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs, block_bytes
 
 HEAD_DIM = 16

@@ -1,0 +1,1 @@
+"""Samples ids from logits, in torch: logits processors, noise, logprobs."""
