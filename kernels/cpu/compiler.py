@@ -19,7 +19,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
-    # Sums are rounded as they are written, whatever is inlined where; nobody reads errno or traps.
+    # Sums are rounded as they are written, whatever is inlined where. Errno and traps are never read.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     # A newer compiler's warnings must not cost a user the kernels; only what can't be meant is an error.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Werror=return-type"),
