@@ -43,8 +43,8 @@ read. With aiohttp's 32, a connection keeps as many bodies of 256 KiB, which not
 BODY_STEP_BYTES = 64 * 1024
 """What is read at once of a body whose length is known: it is not parsed before all of it has arrived."""
 LARGE_BODY_BYTES = 512 * 1024
-"""Larger ones have their turns as this one has. It is in another class of pipeline/runtime/fair_queue.py than what one
-turn reads, so that a body that ends soon does not wait behind those that go on."""
+"""Larger ones have their turns as this one has. It is in another class of pipeline/runtime/queues/fair_queue.py than
+what one turn reads, so that a body that ends soon does not wait behind those that go on."""
 IDLE_CONNECTION_S = 300.0
 """Keep-alive time of idle connections."""
 CLOSE_S = 1.0
