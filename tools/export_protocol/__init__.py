@@ -1,0 +1,1 @@
+"""Writes what is published of the client wire, from the types in pipeline/client/protocol/."""
