@@ -91,7 +91,7 @@ LONG = (
     "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_generate_the_same_alone_and_in_a_batch_of_twenty[q8_0]",
     "tests/tools/test_check_aarch64.py::test_threads_do_not_change_a_step[avx2]",
     "tests/tools/test_check_aarch64.py::test_threads_do_not_change_a_step[avx512_bf16]",
-    "tests/tools/test_schedule_bench.py::test_a_step_is_measured_with_and_without_block_boundaries",
+    "tests/tools/part_bench/test_schedule.py::test_a_step_is_measured_with_and_without_block_boundaries",
     # Files of real models, where they are. `pipeline check-model --fidelity` measures the same.
     "tests/stages/execute/test_gemma.py::test_its_most_likely_tokens_are_those_of_float32",
     "tests/stages/execute/test_k_quant_models.py::test_its_most_likely_tokens_are_those_of_float32",
@@ -120,7 +120,7 @@ LONG = (
     "tests/stages/execute/cuda/test_late_kernels.py",
     "tests/stages/execute/cuda/test_speculation.py::test_structured_output_is_the_same",
     "tests/stages/execute/cuda/test_ranks.py::test_all_ranks_capture_the_same_in_the_same_order",
-    "tests/tools/test_schedule_bench.py::test_a_missed_bound_fails_only_a_check",
+    "tests/tools/part_bench/test_schedule.py::test_a_missed_bound_fails_only_a_check",
     # What is run again under load, or from the hub.
     "tests/stages/prepare/test_hub.py::test_a_hub_id_can_be_checked",
     "tests/tools/test_soak.py::test_a_short_soak_finds_no_fault",

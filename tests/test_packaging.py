@@ -139,7 +139,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
 
 CLIENTS = ROOT / "tests" / "e2e" / "client" / "clients"
 BY_HAND = {
-    "peft": ROOT / "tools" / "make_peft_reference.py",
+    "peft": ROOT / "tools" / "models" / "make_peft_reference.py",
     "sentencepiece": ROOT / "tests" / "stages" / "prepare" / "older_tokenizers" / "folders.py",
 }
 """Packages that only what tests compare with needs: a tool that is run by hand, and a process that installs its own."""

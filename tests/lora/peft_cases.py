@@ -1,4 +1,4 @@
-"""Adapters that tools/make_peft_reference.py lets PEFT make, and their matrices."""
+"""Adapters that tools/models/make_peft_reference.py lets PEFT make, and their matrices."""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Logits equal those of PEFT in float32; tools/make_peft_reference.py made the reference."""
+"""Logits equal those of PEFT in float32; tools/models/make_peft_reference.py made the reference."""
 
 import json
 from pathlib import Path

@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.errors import UserError
 from tests.cli.fake_server import FakeServer
-from tools import scheduling_benchmarks
 from tools.benchmarks import long_prompt, no_hits, overload
 from tools.benchmarks.loads import BenchmarkLoad, Span, closed_loop
 from tools.benchmarks.served import Served
+from tools.serving_bench import scheduling as scheduling_benchmarks
 from tools.soak.__main__ import main as soak_main
 
 NO_SUCH = "no.such=1"

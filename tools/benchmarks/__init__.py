@@ -1,1 +1,1 @@
-"""Parts of `tools/scheduling_benchmarks.py` and `tools/soak/`: a server of their own, loads, comparisons."""
+"""Parts of `tools/serving_bench/scheduling.py` and `tools/soak/`: a server of their own, loads, comparisons."""

@@ -2,18 +2,13 @@
 
 import json
 import re
-import struct
-import sys
 import types
-import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.apidocs.schemas import Schemas
 from tools.export_protocol.samples import RESUMING, TRANSCRIPT
 from tools.export_protocol.schema import is_json
 

@@ -1,19 +1,9 @@
 """The files, and what each must hold."""
 
 import json
-import re
-import struct
-import sys
-import types
-import argparse
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-import msgspec
-
-from pipeline.client import protocol as p
-from pipeline.stages.gateway.apidocs.schemas import Schemas
 from tools.export_protocol.page import with_tables
 from tools.export_protocol.schema import schema
 from tools.export_protocol.vectors import vectors

@@ -1,19 +1,9 @@
 """Messages of every kind, and the transcripts of the documentation."""
 
-import json
-import re
 import struct
-import sys
-import types
-import argparse
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.apidocs.schemas import Schemas
 
 
 def packed(*ids: int) -> bytes:

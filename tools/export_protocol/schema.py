@@ -1,14 +1,7 @@
 """The messages as a JSON Schema."""
 
 import json
-import re
-import struct
-import sys
-import types
-import argparse
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 

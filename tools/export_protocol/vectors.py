@@ -1,19 +1,11 @@
 """Messages as bytes and as objects, for every client to replay."""
 
-import json
-import re
 import struct
-import sys
-import types
-import argparse
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 
 from pipeline.client import protocol as p
-from pipeline.stages.gateway.apidocs.schemas import Schemas
 from tools.export_protocol.samples import SAMPLES, generate
 
 IDS = ("token_ids", "prompt_token_ids", "received")

@@ -1,6 +1,6 @@
 """The client protocol: all messages between a client and a gateway's ZeroMQ endpoint, one union per direction.
 
-docs/protocol.md documents it for clients in other languages. tools/export_protocol.py generates the schema and the test
+docs/protocol.md documents it for clients in other languages. tools/export_protocol/ generates the schema and the test
 vectors from these types. The protocol has a version of its own. It shares no struct with the messages between stages,
 because those may change and these may not.
 

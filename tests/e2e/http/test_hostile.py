@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.http import hostile
 from tests.e2e.server import Server
 from tests.stages.gateway.peers import free_port
-from tools import fairness_bench
+from tools.serving_bench import fairness as fairness_bench
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_AT_ONCE = 6
@@ -169,8 +169,8 @@ def test_slow_request_lines_delay_no_other_client(server: Server) -> None:
 @pytest.mark.usefixtures("smollm2_dir")
 def test_a_key_that_floods_does_not_delay_another_key() -> None:
     """Long prompts, chats with a slow template, grammars and uploads of one key: each request of the other key takes
-    little longer than alone. Without fair queues, some of them wait for seconds. `python -m tools.fairness_bench`
-    measures how much longer on a quiet machine, also with a flood of frames."""
+    little longer than alone. Without fair queues, some of them wait for seconds. `python -m
+    tools.serving_bench.fairness` measures how much longer on a quiet machine, also with a flood of frames."""
     zmq = f"tcp://127.0.0.1:{free_port()}"
     keys = {"PIPELINE_API_KEYS": ",".join(fairness_bench.KEYS)}
     with Server(f"gateway.zmq={zmq}", environ=keys) as server:

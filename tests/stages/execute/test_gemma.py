@@ -1,7 +1,7 @@
 """A real Gemma 3 in Q4_K_M: its text makes sense, and its most likely tokens are those of its values in float32.
 
-These tests are collected only if the model's file is there: `.venv/bin/python -m tools.fetch_test_models gemma-270m`.
-They take about half a minute, and 3 GB of memory.
+These tests are collected only if the model's file is there: `.venv/bin/python -m tools.models.fetch_test_models
+gemma-270m`. They take about half a minute, and 3 GB of memory.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.prepare.check_model.text_tokens import encode
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.native_driver import ISAS, Native
-from tools.fetch_test_models import FOLDER, MODELS
+from tools.models.fetch_test_models import FOLDER, MODELS
 
 NUM_POSITIONS = 256
 

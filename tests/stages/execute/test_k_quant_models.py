@@ -1,7 +1,7 @@
 """A real model in Q4_K_M keeps its formats, is close to its values in float32, and writes sensible text.
 
-These tests are collected only if the model's file is there: `.venv/bin/python -m tools.fetch_test_models qwen-1.5b`.
-They take about a minute, and 4 GB of memory. `pipeline check-model --fidelity` measures more positions.
+These tests are collected only if the model's file is there: `.venv/bin/python -m tools.models.fetch_test_models
+qwen-1.5b`. They take about a minute, and 4 GB of memory. `pipeline check-model --fidelity` measures more positions.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.prepare.check_model.text_tokens import encode
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.native_driver import ISAS, Native
-from tools.fetch_test_models import FOLDER, MODELS
+from tools.models.fetch_test_models import FOLDER, MODELS
 
 NUM_POSITIONS = 256
 QUESTION = "<|im_start|>user\nWhat is the capital of France? Answer with one word.<|im_end|>\n<|im_start|>assistant\n"

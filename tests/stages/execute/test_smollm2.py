@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct agrees with transformers in float32; tools/make_reference.py made the reference."""
+"""SmolLM2-135M-Instruct agrees with transformers in float32; tools/models/make_reference.py made the reference."""
 
 import gc
 import json

@@ -1,0 +1,1 @@
+"""Makes and fetches models, and the references that tests compare with."""

@@ -1,0 +1,1 @@
+"""Benchmarks of parts of a server, in one process."""

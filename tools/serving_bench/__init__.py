@@ -1,0 +1,1 @@
+"""Benchmarks against whole servers, which most of them start."""
