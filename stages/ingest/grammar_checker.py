@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from pipeline.runtime.fair_gate import FairGate
 
 from pipeline.config.settings import LimitSettings
 from pipeline.grammars.checks import MAX_CHECKS, Check, Checked
 from pipeline.grammars.worker import LENGTH, Worker
-from pipeline.runtime import suspension
 from pipeline.runtime.messages import Failure, Grammar
+from pipeline.runtime.process import suspension
+from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.stages.ingest.prompt_processor import RequestRejected
 
 MAX_KNOWN = 256

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from pipeline.stages.gateway.apis.ollama.form import OllamaForm
 from tokenizers import AddedToken as TokenizerToken
 from tokenizers import Tokenizer, models
 
@@ -18,11 +17,12 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.runtime.security.api_keys import bearer
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
+from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed as ollama_renamed
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_points
+from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_resume_points
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 from pipeline.stages.gateway.zmq import errors as zmq_errors
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
@@ -118,7 +118,7 @@ POINTS: Mapping[str, Callable[[int], bytes]] = {
 def _points(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
     parsed = parse_completion(b'{"model": "m", "prompt": "a", "stream": true}', LIMITS)
     data = grow(n)
-    return lambda: _refused(lambda: with_points(parsed, data, 2.0, MAX_IDS))
+    return lambda: _refused(lambda: with_resume_points(parsed, data, 2.0, MAX_IDS))
 
 
 STREAMS: Mapping[str, Callable[[int], bytes]] = {
@@ -143,7 +143,7 @@ def _relayed(grow: Callable[[int], bytes], n: int) -> Callable[[], object]:
     return work
 
 
-OLLAMA = OllamaForm(route="chat", model="m")
+OLLAMA = OllamaFields(route="chat", model="m")
 MESSAGES: Mapping[str, Grow] = {repr(piece): repeated(piece) for piece in ("a", "'", "'a", "'a ", "'messages[0].", " ")}
 
 

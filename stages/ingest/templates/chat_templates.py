@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.runtime.model_folder import read_text
-
 from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
+from pipeline.runtime.model.model_folder import read_text
 from pipeline.stages.ingest.templates import conversation, reply_start, template_fallbacks
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from pipeline.text.formats.lark import LarkBuilder
 
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.grammars.checks import Checked
@@ -21,6 +20,7 @@ from pipeline.runtime.process import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompt_processor import RequestRejected
+from pipeline.text.formats.grammar.lark import LarkBuilder
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS
 from tests.stages.ingest import models as tiny

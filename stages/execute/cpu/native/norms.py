@@ -4,10 +4,9 @@ import ctypes
 from collections.abc import Collection
 from typing import Any
 
-from pipeline.runtime.model_folder import ModelConfig
-
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.program import Linear, Norm
 
