@@ -11,6 +11,7 @@ import pytest
 
 from pipeline import own_files
 from pipeline.kernels.cpu import build as build_module
+from pipeline.kernels.cpu import compiler
 from pipeline.kernels.cpu.compiler import BuildError
 from tests.kernels.cpu.test_build import Bench, answer
 
@@ -122,7 +123,7 @@ def test_a_folder_in_place_of_the_open_one_gets_no_files(
 ) -> None:
     """The owner of a folder above may rename it while the compiler runs, and put links in its place."""
     (victim := tmp_path / "victim").write_text("precious")
-    run = build_module.run
+    run = compiler.run
 
     def late(command: tuple[str, ...], timeout_s: float, folder: Path, *others: Any) -> tuple[int | None, str]:
         if partials := list(bench.kernels.glob(".partial-*")):
