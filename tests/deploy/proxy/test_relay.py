@@ -185,7 +185,7 @@ async def test_a_stream_without_points_ends_with_a_clear_error(path: str, end: s
     replicas = FakeReplica(), FakeReplica()
     once = Once("die", 5)
     for replica in replicas:
-        replica.at, replica.has_resume_points = once, False
+        replica.at, replica.has_points = once, False
     async with deployed(*replicas) as (ingress, client):
         text = await stream(client, path=path)
     assert "can't be continued" in text and text.endswith(end)
@@ -357,15 +357,15 @@ async def test_ids_to_abort_are_counted_as_a_replica_reads_them(more: bytes):
         assert await response.json() == {"num_aborted": 2, "num_unknown": 0}
 
 
-@pytest.mark.parametrize("has_resume_points", [True, False])
+@pytest.mark.parametrize("has_points", [True, False])
 async def test_a_client_that_reads_slowly_is_not_the_death_of_a_replica(
-    has_resume_points: bool, monkeypatch: pytest.MonkeyPatch
+    has_points: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The ingress stops to read, so a replica with a shorter `slow_client_timeout_s` ends the connection."""
     monkeypatch.setattr(upstream, "SLOW_S", 0.05)
     replicas = FakeReplica(num_tokens=120), FakeReplica(num_tokens=120)
     for replica in replicas:
-        replica.padding, replica.slow_s, replica.has_resume_points = 256 * 1024, 0.5, has_resume_points
+        replica.padding, replica.slow_s, replica.has_points = 256 * 1024, 0.5, has_points
     async with deployed(*replicas) as (ingress, _):
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -385,11 +385,11 @@ async def test_a_client_that_reads_slowly_is_not_the_death_of_a_replica(
         text = await asyncio.wait_for(reader.read(-1), 2 * PATIENCE_S)
         writer.close()
         found = [int(number) for number in re.findall(rb'"i": (\d+),', text)]
-        assert found == list(range(120 if has_resume_points else len(found))) and text.count(b"replica_died") == (
-            not has_resume_points
+        assert found == list(range(120 if has_points else len(found))) and text.count(b"replica_died") == (
+            not has_points
         )
         counts = ingress.relay.counts
-        assert (counts.num_resumed, counts.num_broken) == ((1, 0) if has_resume_points else (0, 1))
+        assert (counts.num_resumed, counts.num_broken) == ((1, 0) if has_points else (0, 1))
         assert not any(ingress._replicas.routed.num_failures.values())
         assert [one.status for one in ingress._replicas.infos()] == ["ok", "ok"]
 
