@@ -19,6 +19,8 @@ from pipeline.kernels.cpu.native import (
     ByteArray,
     MaskTicket,
     NativeBlocks,
+    NativeDeltaLayer,
+    NativeDeltaState,
     NativeGatheredRows,
     NativeHeadNorms,
     NativeHeadShare,
@@ -38,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -123,6 +125,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "program_linear_add": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int, c_float]),
     "program_linear": (None, [c_void_p, c_void_p, NativeRows, POINTER(PackedMatrix), c_int]),
+    "program_products": (None, [c_void_p, c_void_p, POINTER(NativeProduct), c_int, c_int]),
+    "program_delta": (
+        None,
+        [
+            *(c_void_p, POINTER(NativeDeltaLayer), POINTER(NativeDeltaState)),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, NativeRows, c_int),
+        ],
+    ),
     "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),
     "program_swiglu": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int]),
     "program_activate": (None, [c_void_p, NativeRows, c_int, POINTER(NativeProduct), c_int, c_int, c_int]),
