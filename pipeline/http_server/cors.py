@@ -13,8 +13,8 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from pipeline.config.browsers import ANY, is_token, parse_origin
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.config.values.browsers import ANY, is_token, parse_origin
 from pipeline.http_server.apis.table import FAMILIES
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown

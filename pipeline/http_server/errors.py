@@ -2,7 +2,7 @@
 
 from http import HTTPStatus
 
-from pipeline.runtime.printable import printable
+from pipeline.runtime.log.printable import printable
 
 RETRY_AFTER_S = 1
 """Retry-After of a 503 without an estimate."""

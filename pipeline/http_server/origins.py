@@ -17,7 +17,8 @@ from http import HTTPStatus
 
 from aiohttp import HttpVersion11, web
 
-from pipeline.config.browsers import (
+from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.config.values.browsers import (
     ANY,
     Authority,
     Origin,
@@ -26,7 +27,6 @@ from pipeline.config.browsers import (
     parse_authority,
     parse_origin,
 )
-from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.errors import ApiError, shown
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeline.http_server.body_reader import Rest
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.admission.open_bytes import measured
 from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_response
 from pipeline.stages.gateway.apis.table import API_ROUTES

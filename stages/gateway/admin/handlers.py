@@ -12,7 +12,7 @@ from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.guard import current_scope
 from pipeline.runtime import messages as m
-from pipeline.runtime.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies

@@ -2,7 +2,7 @@
 
 import logging
 
-from pipeline.runtime.event_log import EventLog
+from pipeline.runtime.log.event_log import EventLog
 from pipeline.stages.gateway.errors import ApiError, Overloaded, timeout_error
 from pipeline.stages.gateway.metrics import GatewayMetrics
 

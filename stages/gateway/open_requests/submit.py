@@ -3,7 +3,7 @@
 import msgspec
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import scope_id, scoped_salt
+from pipeline.runtime.security.api_keys import scope_id, scoped_salt
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.open_requests.prompt_request import ID_BYTES, SequenceOutput
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest

@@ -21,7 +21,7 @@ from pipeline.http_server.key_accounts import KeyAccounts
 from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.event_log import EventLog
+from pipeline.runtime.log.event_log import EventLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.admission.open_bytes import (

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Protocol, cast
 
-from pipeline.runtime.client_address import client_address
+from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.zmq import zmtp
 
 

@@ -3,7 +3,7 @@
 from pipeline.client import protocol as p
 from pipeline.http_server.guard import unauthorized
 from pipeline.runtime import messages as m
-from pipeline.runtime.api_keys import NO_SCOPE, Keys
+from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.stages.gateway.admin.server_info import recommended
 from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits

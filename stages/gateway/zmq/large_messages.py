@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeline.http_server.body_reader import TURN_TIMEOUT_S
 from pipeline.http_server.large_body_lock import LargeBodyLock
-from pipeline.runtime.work_pool import WorkPool
+from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admission.open_bytes import measured
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.decode import without_gc

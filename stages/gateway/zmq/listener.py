@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pipeline.runtime.client_address import client_address
-from pipeline.runtime.fair_queue import FairQueue
-from pipeline.runtime.peer_credentials import uid_of_peer
+from pipeline.runtime.queues.fair_queue import FairQueue
+from pipeline.runtime.security.client_address import client_address
+from pipeline.runtime.security.peer_credentials import uid_of_peer
 from pipeline.stages.gateway.zmq import zmtp
 from pipeline.stages.gateway.zmq.bind import LISTEN_BACKLOG, listen
 from pipeline.stages.gateway.zmq.connection import Connection

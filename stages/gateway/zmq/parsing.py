@@ -11,7 +11,7 @@ from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server import request_ids
 from pipeline.http_server.json_depth import check_depth
 from pipeline.runtime import messages as m
-from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.apis.embeddings.parsing import embedding_request
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
 from pipeline.stages.gateway.errors import ApiError, invalid, of_validation

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from pipeline.runtime.api_keys import NO_SCOPE
+from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.stream import ZmqStream

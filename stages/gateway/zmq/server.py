@@ -23,8 +23,8 @@ from pipeline.client import protocol as p
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.guard import unauthorized
 from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.runtime.api_keys import NO_SCOPE, Keys
-from pipeline.runtime.channels import MessageDecoder
+from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
+from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.access_details import log_zmq
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.open_requests.table import RequestTable

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.runtime import suspension
 from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.process import suspension
 from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.apis.embeddings.reply import vector_of
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
-from pipeline.runtime import suspension
+from pipeline.runtime.process import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.listener import ZmtpListener

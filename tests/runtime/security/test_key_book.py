@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pipeline.runtime.api_keys import ApiKey, Keys
-from pipeline.runtime.key_book import KeyBook, read
 
 from pipeline.config.load import ConfigError, load
 from pipeline.config.settings import KeySettings
 from pipeline.config.show import as_toml
-from pipeline.runtime import key_book
+from pipeline.runtime.security import key_book
+from pipeline.runtime.security.api_keys import ApiKey, Keys
+from pipeline.runtime.security.key_book import KeyBook, read
 
 ALICE, BOB, PLAIN = "alice-0123456789abcdef", "bob-0123456789abcdef", "plain-0123456789abcdef"
 

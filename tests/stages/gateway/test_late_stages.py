@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime import suspension
+from pipeline.runtime.process import suspension
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests import late_stages
 from pipeline.stages.gateway.open_requests.late_stages import LateStages

@@ -37,7 +37,7 @@ from pipeline.stages.gateway.apis.anthropic.types import (
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

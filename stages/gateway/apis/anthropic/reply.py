@@ -21,7 +21,7 @@ from pipeline.stages.gateway.dialect import trace_write
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 NO_INPUT = Raw(b"{}")
 """The input of a tool call whose arguments are not known, or not a JSON object."""

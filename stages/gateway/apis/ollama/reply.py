@@ -36,7 +36,7 @@ from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
-from pipeline.text.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
+from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()
 PREFILL, FIRST_TOKEN = 4, 5

@@ -13,7 +13,7 @@ import zmq
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.runtime import suspension
+from pipeline.runtime.process import suspension
 from pipeline.stages.gateway.zmq import listener, peer_sender, sweeper
 from pipeline.stages.gateway.zmq import stream as zmq_stream
 from pipeline.stages.gateway.zmq.peer import ClientPeer
