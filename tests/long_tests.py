@@ -147,7 +147,7 @@ FEW = {
     "tests/kernels/triton/test_attention.py": 4,
     "tests/kernels/triton/test_experts.py": 2,
     "tests/kernels/triton/test_linear.py": 3,
-    "tests/runtime/test_private_files.py::test_a_command_writes_to_its_own_descriptors": 3,
+    "tests/runtime/files/test_private_files.py::test_a_command_writes_to_its_own_descriptors": 3,
     "tests/stages/execute/cuda/test_architectures.py": 6,
     "tests/stages/execute/cuda/test_captures.py": 12,
     "tests/stages/execute/cuda/test_speculation.py": 2,

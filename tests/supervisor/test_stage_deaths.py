@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.supervisor.stage_deaths import StageDeaths
+from pipeline.supervisor.restart.stage_deaths import StageDeaths
 from pipeline.supervisor.stopping import Stopping
 
 LATE_S = 2.0
@@ -18,7 +18,7 @@ class Deaths:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str, exit_code: int) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr("pipeline.supervisor.stage_deaths.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("pipeline.supervisor.restart.stage_deaths.time.monotonic", lambda: self.now_s)
         self.state = SimpleNamespace(prepared=None, reasons={}, drained=set(), is_serving=False)
         child = SimpleNamespace(
             name=f"{stage}.0",

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.noise import exponential, halves
-from pipeline.kernels.noise_keys import noise_keys, sequence_key, splitmix64
-from pipeline.kernels.sample import argmax, probabilities_reference, sample, thresholds
+from pipeline.kernels.sampling.noise import exponential, halves
+from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key, splitmix64
+from pipeline.kernels.sampling.sample import argmax, probabilities_reference, sample, thresholds
 from tests.slices import part_of
 
 NUM_DRAWS = 40_000 if os.environ.get("PIPELINE_ALL_CASES") else 4_000
