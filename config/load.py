@@ -22,6 +22,8 @@ from pipeline.config.renamed import RENAMED, new_value, warning_of, warning_of_v
 from pipeline.config.settings import Settings
 
 PRESETS_DIR = Path(__file__).parent / "presets"
+MAX_FILE_BYTES = 1024**2
+"""Of a file of settings: --config may name a model's file by mistake."""
 
 Origin = str
 Given = dict[str, tuple[Origin, Any]]
@@ -105,16 +107,27 @@ def find(path: Path) -> Path:
 
 
 def _parse(file: Path) -> dict[str, Any]:
+    data = _read(file)
     try:
-        return tomllib.loads(file.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        return tomllib.loads(text.replace("\r\n", "\n").replace("\r", "\n"))
     except UnicodeDecodeError as error:
         raise ConfigError([f"{file}: is not UTF-8 text (byte {error.start})"]) from error
     except RecursionError as error:
         raise ConfigError([f"{file}: is not valid settings: it is nested too deeply"]) from error
     except ValueError as error:  # a TOMLDecodeError, or a number with more digits than Python reads
         raise ConfigError([f"{file}: is not valid TOML: {error}"]) from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{file}: can't be read: {error.strerror}"]) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError([f"{file}: is larger than {MAX_FILE_BYTES} bytes, so these are no settings"])
+    return data
 
 
 class _Tree:

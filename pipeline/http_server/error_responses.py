@@ -1,12 +1,15 @@
 """Error responses, in the shape of the API that the request's path belongs to."""
 
 import secrets
+from http import HTTPStatus
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
 
 from pipeline.http_server import request_ids
 from pipeline.http_server.apis.table import family_of
-from pipeline.http_server.errors import ApiError
+from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
+from pipeline.http_server.head_limit import MAX_HEADERS, HeadTooLarge
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """The id of an HTTP request's opened request."""
@@ -55,3 +58,26 @@ def _forget_frames(error: BaseException) -> None:
 def _request_id(request: web.BaseRequest) -> str:
     """The id of the request, if it was opened, or the one that the client chose, or else a new one."""
     return request.get(REQUEST_ID) or request_ids.to_repeat(request.headers) or f"req_{secrets.token_hex(12)}"
+
+
+def error_of_parser(status: int, exc: BaseException | None) -> ApiError:
+    """The error for a request that aiohttp can't parse, or for an exception in a route."""
+    match exc:
+        case LineTooLong():
+            return ApiError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a line of the request's head is too long", code="too_large"
+            )
+        case HeadTooLarge(message=message):
+            return ApiError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, code="too_large")
+        case BadHttpMessage(message=message) if message.startswith("Too many headers"):
+            return ApiError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"a request may have at most {MAX_HEADERS} headers",
+                code="too_large",
+            )
+        case ContentEncodingError(message=message) if "install" in message:  # it names a package to install
+            return unsupported_encoding("")
+        case HttpProcessingError():
+            lines = exc.message.partition("\n")[0].rstrip(":")
+            return ApiError(status, f"cannot read the request: {shown(lines)}", code="invalid_http")
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")

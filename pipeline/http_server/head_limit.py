@@ -9,6 +9,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Or two of the largest headers, if that is more. Node's clients and most proxies stop at 16 or 32 KiB."""
 KEPT_HEAD_BYTES = 16 * 1024
 """Behind a larger head the connection ends, so that it is not kept while the connection is idle."""
+MAX_HEADERS = 128
+"""Headers of a request."""
 _LINE_BYTES = 4
 """What a header has besides its name and its value."""
 

@@ -4,7 +4,6 @@ Nothing else in this project may accept HTTP connections, and a listener can't b
 """
 
 import asyncio
-import logging
 import os
 import socket
 import ssl
@@ -13,18 +12,17 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
 from pipeline.http_server.arrivals import Arrivals
 from pipeline.http_server.connections import HttpConnections
-from pipeline.http_server.ends import close_if_unclear
-from pipeline.http_server.error_responses import error_parts
-from pipeline.http_server.errors import ApiError, shown, unsupported_encoding
-from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, HeadTooLarge, head_bytes, max_head_bytes
+from pipeline.http_server.ends import DroppedRest, close_if_unclear, is_compressed
+from pipeline.http_server.error_responses import error_of_parser, error_parts
+from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, MAX_HEADERS, HeadTooLarge, head_bytes, max_head_bytes
 from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
-from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.refusal_log import RefusalLog, http_log, is_of_client
 from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
@@ -33,8 +31,6 @@ from pipeline.runtime.security.client_address import client_address
 
 BACKLOG = 1024
 """Connections waiting to be accepted. With aiohttp's default of 128, a burst of connections waits for TCP's timer."""
-MAX_HEADERS = 128
-"""Headers of a request."""
 MAX_CHUNKS = 8192
 """Buffered chunks of a body. aiohttp stops reading at 16,384."""
 MAX_PIPELINED = 2
@@ -65,6 +61,7 @@ class HttpConnection(web.RequestHandler):
         "_max_head",
         "_num_of_head",
         "_refusal_log",
+        "_rest",
         "address",
         "descriptor",
         "num_read",
@@ -84,6 +81,7 @@ class HttpConnection(web.RequestHandler):
         """Bytes of the head that is arriving."""
         self._last_payload: StreamReader | None = None
         """The body of the last request whose head has arrived."""
+        self._rest = DroppedRest()
         self._body_length = 0
         """Its length, if the head says it and the body is not compressed."""
         self.address = ""
@@ -104,7 +102,7 @@ class HttpConnection(web.RequestHandler):
     @property
     def is_paused(self) -> bool:
         """Whether aiohttp has paused reading."""
-        return self._reading_paused or self._buffer_paused
+        return (self._reading_paused or self._buffer_paused) and not self._rest.is_on
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_timer: asyncio.TimerHandle | None = None
@@ -147,6 +145,11 @@ class HttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Pass data to aiohttp. If it makes the body that a route reads invalid, aiohttp would report that only after
         the response, and the route would wait for the rest: fail the body now, and close the connection."""
+        if self._rest.is_on:
+            self._rest.drop(data)
+            self.num_read = len(data)
+            self.wait_turn()
+            return
         num_messages = len(self._messages)
         is_in_head = self._last_payload is None or self._last_payload.is_eof()
         self._connections.heard(self)
@@ -156,8 +159,8 @@ class HttpConnection(web.RequestHandler):
             self._stop_head_timer()
             self._check_heads(num_messages)
             if any(getattr(message, "compression", None) for message, _ in self._messages):
-                # aiohttp reads and drops the rest of a body that a route did not read, so that the client reads the
-                # response. Decompressing it for that could mean a gigabyte.
+                # aiohttp reads the rest of a body that a route did not read, so that the client reads the response.
+                # Decompressing it for that could mean a gigabyte: see `finish_response`.
                 self._lingering_time = 0.0
         elif data:
             if self._current_request is None and not self._messages:
@@ -176,6 +179,15 @@ class HttpConnection(web.RequestHandler):
                 broken.__cause__ = error
                 reading.content.set_exception(broken)
                 self.close()
+
+    async def finish_response(self, request: web.BaseRequest, *args: Any) -> tuple[web.StreamResponse, bool]:
+        """Called by aiohttp with a response. If the rest of a compressed body may come behind it, drop that."""
+        response, is_lost = await super().finish_response(request, *args)
+        if not is_lost and is_compressed(request) and not request.content.is_eof():
+            self._rest.is_on = True
+            self.wait_turn()
+            await self._rest.wait()
+        return response, is_lost
 
     def _check_heads(self, num_before: int) -> None:
         """Refuse those of the requests after the first `num_before` whose heads are too large."""
@@ -258,7 +270,7 @@ class HttpConnection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Called by aiohttp for an exception in a route, and for invalid requests, whose clients get an error."""
-        if not _is_of_client(kwargs.get("exc_info")) and self._refusal_log.has_room_for_failure():
+        if not is_of_client(kwargs.get("exc_info")) and self._refusal_log.has_room_for_failure():
             super().log_exception(*args, **kwargs)
 
     def handle_error(
@@ -275,35 +287,13 @@ class HttpConnection(web.RequestHandler):
             self._head_timer = self._loop.call_later(HEAD_S, self.transport.abort)
         response = super().handle_error(request, status, exc, message)
         assert isinstance(response, web.Response)
-        error = _error_of(status, exc)
+        error = error_of_parser(status, exc)
         response.set_status(error.status)
         response.body, headers = error_parts(request, error)
         response.headers.update(headers)
         response.content_type = "application/json"
         set_server(response)
         return response
-
-
-def _error_of(status: int, exc: BaseException | None) -> ApiError:
-    match exc:
-        case LineTooLong():
-            return ApiError(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "a line of the request's head is too long", code="too_large"
-            )
-        case HeadTooLarge(message=message):
-            return ApiError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message, code="too_large")
-        case BadHttpMessage(message=message) if message.startswith("Too many headers"):
-            return ApiError(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"a request may have at most {MAX_HEADERS} headers",
-                code="too_large",
-            )
-        case ContentEncodingError(message=message) if "install" in message:  # it names a package to install
-            return unsupported_encoding("")
-        case HttpProcessingError():
-            lines = exc.message.partition("\n")[0].rstrip(":")
-            return ApiError(status, f"cannot read the request: {shown(lines)}", code="invalid_http")
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal server error")
 
 
 class HttpListener:
@@ -332,7 +322,7 @@ class HttpListener:
         self._unread = unread
         self._options: dict[str, Any] = {
             "access_log": None,
-            "logger": _http_log(),
+            "logger": http_log(),
             "keepalive_timeout": IDLE_CONNECTION_S,
             "max_line_size": max_header_bytes,
             "max_field_size": max_header_bytes,
@@ -398,22 +388,3 @@ class _Site(web.BaseSite):
         """End connections that have not begun. Idempotent."""
         if self._arrivals is not None:
             await self._arrivals.end()
-
-
-class _IgnoreClientErrors(logging.Filter):
-    """Drops log records of what clients get an error for."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and _is_of_client(record.exc_info[1]))
-
-
-def _is_of_client(error: object) -> bool:
-    """Whether a request is not valid HTTP, or can't be decompressed."""
-    return isinstance(error, HttpProcessingError | web.RequestPayloadError)
-
-
-def _http_log() -> logging.Logger:
-    log = logging.getLogger("pipeline.http")
-    if not log.filters:
-        log.addFilter(_IgnoreClientErrors())
-    return log

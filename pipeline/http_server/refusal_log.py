@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pipeline.http_server import request_ids
 from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_headers
@@ -99,3 +100,23 @@ class RefusalLog:
         if request_id is not None:
             fields["response_id"] = request_id
         self._log.info("rejected", extra={"fields": fields})
+
+
+class _IgnoreClientErrors(logging.Filter):
+    """Drops log records of what clients get an error for."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and is_of_client(record.exc_info[1]))
+
+
+def is_of_client(error: object) -> bool:
+    """Whether a request is not valid HTTP, or can't be decompressed."""
+    return isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+def http_log() -> logging.Logger:
+    """What aiohttp logs to."""
+    log = logging.getLogger("pipeline.http")
+    if not log.filters:
+        log.addFilter(_IgnoreClientErrors())
+    return log

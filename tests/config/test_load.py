@@ -1,5 +1,6 @@
 """Loading settings: sources, precedence and error messages."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,13 @@ def test_a_quoted_dotted_name_is_not_a_key_of_a_section(write) -> None:
 
 def test_a_folder_is_rejected(tmp_path: Path) -> None:
     assert problems_of(tmp_path) == [f"{tmp_path}: is not a file"]
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+    os.truncate(path, 2**40)
+    assert problems_of(path) == [f"{path}: is larger than 1048576 bytes, so these are no settings"]
 
 
 def test_an_unknown_preset_is_an_error_that_lists_the_presets() -> None:
