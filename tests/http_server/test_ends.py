@@ -11,7 +11,7 @@ from aiohttp import web
 from pipeline.http_server import ends
 from tests.http_server.test_kept_connections import HOST, serving
 from tests.rig import PATIENCE_S
-from tests.runtime.test_tls import CERT, KEY
+from tests.runtime.security.test_tls import CERT, KEY
 
 BOMB = gzip.compress(bytes(64 * 1024**2), 9)
 """aiohttp stops reading when the first part of it is decompressed."""
