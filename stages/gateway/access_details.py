@@ -67,7 +67,7 @@ def details_of(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = {"model": request.parsed.model, "prompt_tokens": request.num_prompt_tokens}
     if not request.parsed.is_prompt_only:
         found["cached_tokens"] = request.num_cached_tokens
-        found["output_tokens"] = sum(one.num_generated for one in request.sequences)
+        found["output_tokens"] = request.num_generated
         if firsts := [one.first_s for one in request.sequences if one.first_s]:
             found["ttft_s"] = max(0.0, min(firsts) - request.received_s)
     if request.failure is not None:

@@ -48,7 +48,7 @@ class RequestUsage:
         """Count what the request has used since the last call. With `is_last` it is over."""
         account = self.account
         sequences = request.sequences
-        prompt, output = request.num_prompt_tokens, sum(one.num_generated for one in sequences)
+        prompt, output = request.num_prompt_tokens, request.num_generated
         # The number of cached tokens is final when each sequence has begun.
         has_begun = is_last or all(one.first is not None for one in sequences)
         cached = request.num_cached_tokens if has_begun else 0

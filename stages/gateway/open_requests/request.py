@@ -117,6 +117,11 @@ class Request:
         """All output tokens, including those of sequences that are not returned."""
         return sum(sequence.num_ids for sequence in self.sequences)
 
+    @property
+    def num_generated(self) -> int:
+        """Output tokens of this request, and not of one that it continues. The id that ends an embedding is none."""
+        return 0 if self.parsed.embedding is not None else sum(one.num_generated for one in self.sequences)
+
     def drop_prompts(self) -> None:
         """All prompts are tokenized: keep their ids only. The grammar is compiled, and its field is all that errors
         name."""

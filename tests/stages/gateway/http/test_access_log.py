@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import AccessLogSettings
 from pipeline.errors import UserError
 from pipeline.http_server.access_log import AccessLog, Entry, _text
+from pipeline.runtime import messages as m
 from pipeline.runtime.log.log_file import LogWriter
 from tests.stages.gateway.gate import COMPLETION, MODEL
 from tests.stages.gateway.http.test_guard import free_port
@@ -66,6 +68,17 @@ def test_a_line_has_who_what_tokens_and_times(tmp_path: Path) -> None:
             "cached_tokens": 2,
             "output_tokens": 2,
         }
+
+
+def test_an_embedding_has_no_output_tokens(tmp_path: Path) -> None:
+    with logged(tmp_path) as (one, path):
+        response = one.post(ALICE, {"input": "Hi"}, "/v1/embeddings")
+        one.gate.delta(one.gate.begin(), "x", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        assert response.result().status_code == 200
+        (line,) = lines_of(path, 1)
+        assert (line["prompt_tokens"], line["output_tokens"]) == (3, 0)
+        usage = one.used("alice")
+        assert (usage.num_prompt_tokens, usage.num_output_tokens) == (3, 0)
 
 
 def test_refused_requests_have_a_line_without_the_key(tmp_path: Path) -> None:
