@@ -157,11 +157,12 @@ def _has_only_files(folder: Path) -> bool:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raises ModelError if less than `num_bytes` of disk space are free."""
+    """Raises ModelError if less than `num_bytes` of disk space are free. `folder` may be an entry's open folder: its
+    parent is none of the cache."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"preparing the model needs {num_bytes / 1024**2:.0f} MiB in {folder.parent}, but only "
+            f"preparing the model needs {num_bytes / 1024**2:.0f} MiB in {folder}, but only "
             f"{free / 1024**2:.0f} MiB are free: free disk space, or set cache_dir"
         )
 

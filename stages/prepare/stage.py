@@ -128,9 +128,11 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
                 return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
+            from pipeline.stages.prepare.sources.folder import require_supported
             from pipeline.stages.prepare.sources.hub import fetch
 
-            snapshot = fetch(source, progress)
+            overrides = hf_overrides.parse(settings.hf_overrides)
+            snapshot = fetch(source, progress, lambda config: require_supported(config, overrides))
             # The commit identifies the content, so the snapshot's files need no `stat`.
             identity = f"{source.repo}@{snapshot.commit}|{snapshot.folder}"
             return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity)

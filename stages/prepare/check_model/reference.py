@@ -54,9 +54,10 @@ def checkpoint(settings: Settings) -> Path:
         case GgufSource() | WheelSource():
             return gguf_files.parts_of(gguf_file(settings, SilentProgress()))[0]
         case HubSource() as source:
+            from pipeline.stages.prepare.sources.folder import require_supported
             from pipeline.stages.prepare.sources.hub import fetch
 
-            return _with_floats(fetch(source, SilentProgress()).folder, settings.model)
+            return _with_floats(fetch(source, SilentProgress(), require_supported).folder, settings.model)
         case never:
             assert_never(never)
 

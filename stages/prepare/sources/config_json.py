@@ -50,7 +50,7 @@ class ConfigReader:
             raise ModelError(f"{self.path}: {fault}") from fault
 
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
-        name_of_kind = self._architecture()
+        name_of_kind = self.architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
         given = {key: alias for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
         self._config = {**self._config, **{key: self._config[alias] for key, alias in given.items()}}
@@ -114,7 +114,8 @@ class ConfigReader:
         check_shape(config, self.path, names)
         return config
 
-    def _architecture(self) -> Architecture:
+    def architecture(self) -> Architecture:
+        """The name of the architecture. Raises ModelError if it is not supported."""
         kind = self._config.get("model_type")
         classes = self._config.get("architectures") or []
         if not isinstance(classes, list):

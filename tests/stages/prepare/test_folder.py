@@ -426,6 +426,13 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
         prepared(source)
 
 
+def test_an_unsupported_architecture_is_named_before_anything_else_that_its_folder_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"model_type is 't5', which is not supported; `pipeline models --supported`"):
+        prepared(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -127,6 +127,19 @@ def test_one_file_of_weights_is_fetched_rather_than_the_shards_beside_it() -> No
     assert [name for name in found if name.endswith(".safetensors")] == ["model.safetensors"]
 
 
+def test_of_a_model_that_is_not_supported_no_weights_are_fetched(
+    machine: Machine, hub: FakeHub, files: dict[str, bytes]
+) -> None:
+    other = json.loads(files["config.json"]) | {"model_type": "wonderformer"}
+    hub.repos["org/tiny"].commits[COMMIT]["config.json"] = json.dumps(other).encode()
+    line = machine.fail("org/tiny")
+    assert line.endswith(
+        "config.json: model_type is 'wonderformer', which is not supported; `pipeline models "
+        "--supported` lists those that are"
+    )
+    assert hub.fetched() == {"config.json", "model.safetensors.index.json"}
+
+
 def test_a_moved_branch_is_followed_and_entries_are_kept_by_commit(
     machine: Machine, hub: FakeHub, files: dict[str, bytes]
 ) -> None:

