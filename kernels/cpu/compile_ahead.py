@@ -14,12 +14,14 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 FIRST_TO_END = b"1000"
 """For /proc/self/oom_score_adj: a compiler takes more memory than small models, and must not cost a server its own."""
 OPTIMIZED_TIMEOUT_S = 3600.0
 """At the lowest priority, beside a server that computes on all cores, the compiler gets little of them."""
+END_S = 2.0
 
 RUN = (
     "import sys; sys.path.append(sys.argv.pop(1)); from pipeline.kernels.cpu.compile_ahead import main; "
@@ -45,10 +47,21 @@ def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None"
     return process
 
 
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End what `start` has started, and give it a moment to remove what is incomplete."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def main(args: list[str]) -> None:
     """Compile, and end when the parent ends. Raises nothing that a user must see."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, _interrupted)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent or parent == 1:
         return
     from pipeline.kernels.cpu.build import COMPILE_TIMEOUT_S, build
@@ -68,8 +81,13 @@ def main(args: list[str]) -> None:
             os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
-    with contextlib.suppress(BuildError, OSError):
+    with contextlib.suppress(BuildError, OSError, KeyboardInterrupt):
         build(isa, partial(print, flush=True), cache_root=root, quick=is_quick, timeout_s=timeout_s)
+
+
+def _interrupted(*_: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt  # which removes what is incomplete
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 import msgspec
 import setproctitle
@@ -28,6 +29,8 @@ EXIT_ORPHANED = 4
 REPORT_S = 10.0
 """Maximum time for sending a report, on a machine however busy."""
 PR_SET_PDEATHSIG = 1
+INTERRUPT = signal.SIGUSR2
+"""Ends a process that prepares a model or compiles. No terminal and no service manager sends it."""
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -49,6 +52,7 @@ def main(launch_fd: int) -> None:
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     launch = msgspec.msgpack.decode(file.read(length), type=Launch)
     _die_with_parent(launch.death_fd)
+    signal.signal(INTERRUPT, _interrupted)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
     # A crash writes the stacks of all threads into the black box, from where the supervisor logs them.
     faulthandler.enable(sys.stderr if launch.black_box is None else launch.black_box.stacks_fd)
@@ -69,6 +73,8 @@ def main(launch_fd: int) -> None:
         gc.freeze()
         gc.enable()
         module.run(launch)
+    except KeyboardInterrupt:
+        pass
     except BaseException as error:
         reason = str(error) or type(error).__name__
         if not isinstance(error, UserError):
@@ -77,6 +83,11 @@ def main(launch_fd: int) -> None:
         report_failure(launch, reason)
         _exit(EXIT_FAILED)
     _exit(0)
+
+
+def _interrupted(*_: object) -> NoReturn:
+    signal.signal(INTERRUPT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _exit(code: int) -> None:

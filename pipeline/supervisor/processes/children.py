@@ -1,6 +1,7 @@
 """The processes of the stages, with an outbox to each of them."""
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -14,6 +15,11 @@ from pipeline.runtime.transport.outbox import Outbox
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.resources import INCARNATION
+
+LEAVES_FILES = ("prepare", "execute")
+"""Stages that write files while they start: models, and compiled kernels."""
+INTERRUPT_S = 1.0
+"""Maximum time to remove them."""
 
 if TYPE_CHECKING:
     from pipeline.hosts.hosts import Hosts
@@ -174,7 +180,14 @@ class ChildTable:
             self.reply(name, late)
 
     def close(self) -> None:
-        """Kill all children."""
+        """End all children. Those that prepare or compile have a moment to remove what is incomplete."""
+        local = [child for child in self.children.values() if type(child) is Child]  # neither threads nor other hosts'
+        starting = [child for child in local if child.stage in LEAVES_FILES and child.state == "starting"]
+        for child in starting:
+            child.interrupt()
+        end = time.monotonic() + INTERRUPT_S
+        for child in starting:
+            child.wait(max(0.0, end - time.monotonic()))
         for child in list(self.children.values()):
             self.remove(child)
         for outbox in self.outboxes.values():

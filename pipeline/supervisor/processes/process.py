@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.runtime import entry
-from pipeline.runtime.child import SINGLE_THREADED
+from pipeline.runtime.child import INTERRUPT, SINGLE_THREADED
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
 from pipeline.runtime.process.process_usage import ProcessUsage, usage_of
@@ -158,6 +158,10 @@ class Child:
     def terminate(self) -> None:
         """Ask the process to end, if it listens to signals."""
         self._process.terminate()
+
+    def interrupt(self) -> None:
+        """Let a process that still starts end, and remove what it has not completed on the disk."""
+        self._process.send_signal(INTERRUPT)
 
     def kill(self) -> None:
         """Kill and reap the process if it is alive."""

@@ -176,8 +176,7 @@ class CpuRunner(Runner):
 
     def _close_device(self) -> None:
         if self._compiling is not None:
-            self._compiling.kill()
-            self._compiling.wait()
+            compile_ahead.end(self._compiling)
         self.program.close()
         if self._link is not None:
             self._link.close()
