@@ -119,3 +119,15 @@ def test_an_environment_whose_making_was_interrupted_is_made_again(machine: Path
     put(machine / "bin/python", f'case "$*" in *"-m venv"*) {made} cp {machine}/bin/true .venv/bin/$one; done;; esac')
     put(machine / "bin/cp", 'exec /bin/cp "$@"')
     assert make(machine)[0] == 0
+
+
+@pytest.mark.parametrize(("arguments", "is_prepared"), [((), True), (("ARGS=--port 9000",), False)])
+def test_the_default_model_is_prepared_while_kernels_compile(
+    machine: Path, arguments: tuple[str, ...], is_prepared: bool
+) -> None:
+    environment(machine, f'echo "$*" >> {machine}/calls')
+    put(machine / ".venv/bin/pipeline", f"cat {machine}/calls")
+    (machine / "bin/cat").symlink_to("/bin/cat")
+    code, lines = make(machine, *arguments)
+    assert code == 0
+    assert ("-m pipeline.cli.cache.ahead" in lines) == is_prepared
