@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pipeline.cli.watch import draw
+from pipeline.cli.watch import draw, top
 from pipeline.cli.watch.view import View, note_of, view_of
 from pipeline.metrics.stats import ExecuteCounts, GapCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
 from tests.metrics.test_exposition import gateway, schedule, server, stage
@@ -126,6 +126,28 @@ def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         text.getvalue() == f"pipeline 7  {'m' * 300}  serving  up 10 s  http://[2001:db8:85a3::8a2e:370:7334]:65535\n"
     )
+
+
+class OneServer:
+    """An `Admin` that knows two samples."""
+
+    def __init__(self) -> None:
+        self._samples = [at(0.0), at(1.0)]
+
+    def stats(self) -> ServerStats:
+        return self._samples.pop(0)
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_pipe_has_as_many_columns_as_are_set(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    top._once(OneServer(), 0.0, as_json=False)  # type: ignore[arg-type]
+    text: Any = sys.stdout
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    (bar,) = [line for line in lines if line.startswith("KV ")]
+    assert bar.endswith("of 10")
 
 
 def test_in_a_narrow_terminal_the_address_has_a_line_of_its_own() -> None:

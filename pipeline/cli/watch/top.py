@@ -52,7 +52,7 @@ def _once(server: Admin, interval_s: float, *, as_json: bool) -> None:
         print(msgspec.json.encode(view).decode())
         return
     console = draw.console()
-    console.print(draw.top(view, console.width if console.is_terminal else draw.MEDIUM))
+    console.print(draw.top(view, console.width if console.is_terminal else min(console.width, draw.MEDIUM)))
 
 
 def _live(server: Admin, interval_s: float) -> int:
