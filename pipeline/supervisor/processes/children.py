@@ -179,8 +179,8 @@ class ChildTable:
         for name in topology.among(self.children, "gateway"):
             self.reply(name, late)
 
-    def close(self) -> None:
-        """End all children. Those that prepare or compile have a moment to remove what is incomplete."""
+    def end_starting(self) -> None:
+        """End the children that prepare or compile, which have a moment to remove what is incomplete."""
         local = [child for child in self.children.values() if type(child) is Child]  # neither threads nor other hosts'
         starting = [child for child in local if child.stage in LEAVES_FILES and child.state == "starting"]
         for child in starting:
@@ -188,6 +188,10 @@ class ChildTable:
         end = time.monotonic() + INTERRUPT_S
         for child in starting:
             child.wait(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """End all children."""
+        self.end_starting()
         for child in list(self.children.values()):
             self.remove(child)
         for outbox in self.outboxes.values():
