@@ -7,9 +7,11 @@ replica would refuse by its key, origin or size is refused before its body is re
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -42,6 +44,7 @@ from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.log.logs import LogFormat
+from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.security.tls import server_context
 
@@ -115,7 +118,8 @@ class Ingress:
         self._listener: HttpListener | None = None
         self._flush: asyncio.Task[None] | None = None
         self._metrics_lock = asyncio.Lock()
-        self._replica_metrics = ""
+        self._writing_metrics = WorkPool("writing metrics")
+        self._all_metrics = b""
         self._metrics_s = float("-inf")
         self._is_draining = False
         self.url = ""
@@ -250,22 +254,26 @@ class Ingress:
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """The ingress's own metrics, and with `?replicas=1` those of all replicas too."""
-        infos = self._replicas.infos()
-        text = exposition.own_metrics(
-            self.relay.counts, self._replicas.routed, infos, self.relay.num_open, self._accounts.usage()
-        )
-        if request.query.get("replicas", "") not in ("", "0"):
-            text += await self._metrics_of_replicas()
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        is_all = request.query.get("replicas", "") not in ("", "0")
+        body = await self._metrics_of_all() if is_all else self._own_metrics().encode()
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _metrics_of_replicas(self) -> str:
+    def _own_metrics(self) -> str:
+        relay, routed = self.relay, self._replicas.routed
+        usage = self._accounts.usage()
+        return exposition.own_metrics(relay.counts, routed, self._replicas.infos(), relay.num_open, usage)
+
+    async def _metrics_of_all(self) -> bytes:
+        """Those of some replicas with many keys are megabytes, and take a second to write."""
         async with self._metrics_lock:
             if time.monotonic() - self._metrics_s > METRICS_MAX_AGE_S:
                 upstreams = self._replicas.upstreams()
                 found = await asyncio.gather(*(_metrics_of(upstream) for upstream in upstreams.values()))
-                self._replica_metrics = exposition.of_replicas(dict(zip(upstreams, found, strict=True)))
+                texts = dict(zip(upstreams, found, strict=True))
+                write = functools.partial(_written, self._own_metrics(), texts)
+                self._all_metrics = await self._writing_metrics.run(write)
                 self._metrics_s = time.monotonic()
-            return self._replica_metrics
+            return self._all_metrics
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Send a request to all replicas, and join the answers: numbers are added. An abort is known if one replica
@@ -323,6 +331,10 @@ async def _send(upstream: Upstream, request: web.Request, body: bytes) -> tuple[
         if connection is not None:
             upstream.give_back(connection)
     return sink.response.status, bytes(sink.body)
+
+
+def _written(own: str, texts: Mapping[str, str]) -> bytes:
+    return (own + exposition.of_replicas(texts)).encode()
 
 
 async def _metrics_of(upstream: Upstream) -> str:
