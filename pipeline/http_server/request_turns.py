@@ -7,6 +7,7 @@ parsed and opened before the loop looks at anybody else's.
 """
 
 import asyncio
+import contextvars
 import itertools
 
 from aiohttp import web
@@ -17,6 +18,17 @@ from pipeline.runtime.security.client_address import client_address
 
 NUM_REQUESTS = 32
 """Requests that begin in one turn of the loop: they take about 10 ms. Others don't wait if there are no more."""
+
+
+_turns: "contextvars.ContextVar[RequestTurns | None]" = contextvars.ContextVar("request turns", default=None)
+"""Those of the current request's listener."""
+
+
+async def another_turn(request: web.BaseRequest) -> None:
+    """Wait for a turn again: behind a wait that ends for many requests at once, such as that for the stats of all
+    stages. The rest of each would run in the same turn of the loop."""
+    if (turns := _turns.get()) is not None:
+        await turns.take(request)
 
 
 class RequestTurns:
@@ -33,13 +45,18 @@ class RequestTurns:
         """Wrap `handle`, inside of all rules, which find whose a request is."""
 
         async def in_turn(request: web.BaseRequest) -> web.StreamResponse:
-            if self._num_begun >= NUM_REQUESTS or self._queue:
-                await self._wait(current_scope() or client_address(request.transport))
-            else:
-                self._begin()
+            await self.take(request)
+            _turns.set(self)
             return await handle(request)
 
         return in_turn
+
+    async def take(self, request: web.BaseRequest) -> None:
+        """Wait for the request's turn."""
+        if self._num_begun >= NUM_REQUESTS or self._queue:
+            await self._wait(current_scope() or client_address(request.transport))
+        else:
+            self._begin()
 
     async def _wait(self, scope: str) -> None:
         """It needs no deadline: some begin in each turn of the loop."""

@@ -1,6 +1,7 @@
 """A key that sends many small requests at once does not delay another's."""
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pipeline.http_server.request_turns import NUM_REQUESTS, RequestTurns
+from pipeline.http_server.request_turns import NUM_REQUESTS, RequestTurns, another_turn
 from tests.http_server.listeners import listener
 from tests.rig import PATIENCE_S
 
@@ -54,6 +55,32 @@ async def test_a_client_that_leaves_gives_its_turn_to_the_next() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     expected = [str(i) for i in (*range(NUM_REQUESTS), *range(2 * NUM_REQUESTS, 3 * NUM_REQUESTS))]
     assert begun == expected and not turns._queue
+
+
+async def test_a_wait_that_ends_for_many_lets_few_of_them_go_on_in_a_turn_of_the_loop() -> None:
+    turns, loop = RequestTurns(), asyncio.get_running_loop()
+    answer, done, nums = loop.create_future(), list[str](), list[int]()
+
+    async def handle(request: Any) -> web.StreamResponse:
+        await answer
+        await another_turn(request)
+        done.append(request.name)
+        return web.Response()
+
+    def count() -> None:
+        nums.append(len(done))
+        if len(done) < NUM_FLOOD:
+            loop.call_soon(count)
+
+    wrapped = turns.wrap(handle)
+    tasks = [asyncio.ensure_future(wrapped(Request(str(i)))) for i in range(NUM_FLOOD)]  # type: ignore[arg-type]
+    while turns._queue:
+        await asyncio.sleep(0)
+    answer.set_result(None)
+    count()
+    await asyncio.gather(*tasks)
+    count()
+    assert len(done) == NUM_FLOOD and max(b - a for a, b in itertools.pairwise(nums)) <= NUM_REQUESTS
 
 
 @pytest.mark.parametrize("name", ["gateway", "admin", "ingress"])

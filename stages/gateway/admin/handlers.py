@@ -1,7 +1,9 @@
 """The handlers of routes about the server and its model."""
 
+import asyncio
 import functools
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +13,8 @@ from aiohttp import web
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.guard import current_scope
+from pipeline.http_server.request_turns import another_turn
+from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
@@ -81,6 +85,8 @@ class ServerApi:
         self._adapters = adapters
         self._describing = WorkPool("describing the API")
         self._writing_metrics = WorkPool("writing metrics")
+        self._written: tuple[ServerStats, asyncio.Task[bytes]] | None = None
+        """Of those who wait for the same stats, the first has them written."""
         self.has_admin_routes = True
         """They are served to clients, not by the admin listener."""
 
@@ -124,6 +130,7 @@ class ServerApi:
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status
         answer = await self._health.fetch() if status in ("ok", "draining") else None
+        await another_turn(http_request)
         status = self._readiness.status
         reason = self._readiness.failure
         if status == "ok" and answer is None:
@@ -160,14 +167,18 @@ class ServerApi:
         # Imported here, because prometheus_client takes a tenth of this process's start.
         from pipeline.metrics import exposition
 
-        if len(stats.keys) > MAX_KEYS_AT_ONCE:
-            body = await self._writing_metrics.run(exposition.text_of, stats)
-        else:
-            body = exposition.text_of(stats)
+        if self._written is None or self._written[0] is not stats:
+            self._written = stats, asyncio.create_task(self._write(exposition.text_of, stats))
+        body = await asyncio.shield(self._written[1])
+        await another_turn(http_request)
         return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def _write(self, text_of: Callable[[ServerStats], bytes], stats: ServerStats) -> bytes:
+        return await self._writing_metrics.run(text_of, stats) if len(stats.keys) > MAX_KEYS_AT_ONCE else text_of(stats)
 
     async def pipeline(self, http_request: web.Request) -> web.StreamResponse:
         stats = await self._stats.fetch_recent(PIPELINE_MAX_AGE_S)
+        await another_turn(http_request)
         if stats is None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
         return _json(pipeline_state.state_of(stats, self._requests, current_scope()))

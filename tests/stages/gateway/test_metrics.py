@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.client import protocol as p
+from pipeline.metrics import exposition
 from pipeline.metrics.request_timings import HOPS, RequestTimings
 from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ServerStats, StageCounts
 from pipeline.runtime import messages as m
@@ -299,6 +300,21 @@ def test_requests_during_a_pending_question_get_a_newer_reply(gate: Gate) -> Non
             num_asked += 1
     assert 1 <= num_asked <= 5
     assert all('"new"' in other.result().text for other in others)
+
+
+def test_the_metrics_that_a_crowd_waits_for_are_written_once(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take milliseconds, and hundreds of clients, who need no key, had them written in one turn of the loop."""
+    written = list[str]()
+    text_of = exposition.text_of
+    monkeypatch.setattr(exposition, "text_of", lambda stats: written.append(stats.model) or text_of(stats))
+    asked = [gate.do(gate.client.get, "/metrics") for _ in range(24)]
+    end, num_answers = time.monotonic() + PATIENCE_S, 0
+    while not all(one.done() for one in asked) and time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            question = gate.rig.receive("supervisor", m.AskServerStats, timeout_s=0.05)
+            gate.rig.send(m.StatsAnswer(question.nonce, stats("one")))
+            num_answers += 1
+    assert all(one.result().status_code == 200 for one in asked) and len(written) == num_answers < len(asked)
 
 
 def test_metrics_are_503_when_the_supervisor_does_not_reply(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
