@@ -47,6 +47,11 @@ def activate_mul(out: Tensor, gate_up: Tensor, kind: str) -> None:
     torch.mul(row_by_row(ACTIVATIONS[kind], gate), up, out=out)
 
 
+def gate(x: Tensor, gates: Tensor) -> None:
+    """`x *= sigmoid(gates)`, both [N, I]."""
+    x.mul_(row_by_row(torch.sigmoid, gates))
+
+
 def activation_reference(x: Tensor, kind: str) -> Tensor:
     """The formula in float64."""
     x = x.double()

@@ -120,12 +120,12 @@ def _row(x: Tensor, state: Tensor, vectors: DeltaVectors, options: DeltaOptions)
     heads, size = shape.value_heads, shape.value_dim
     matrix = state[: shape.state].view(heads, -1, shape.key_dim, SLICE)
     last = state[shape.state :].view(TAPS - 1, shape.channels)
-    channels, z, b, a = x.split([shape.channels, shape.values, heads, heads], 1)
+    channels, z, b, a = torch.split(x, [shape.channels, shape.values, heads, heads], 1)
     history = torch.cat([last, channels])
     last.copy_(history[count:])
     mixed = sum((history[i : i + count] * vectors.conv[i] for i in range(TAPS)), torch.zeros_like(channels))
     mixed = row_by_row(_silu, mixed)
-    queries, keys, values = mixed.split([shape.keys, shape.keys, shape.values], 1)
+    queries, keys, values = torch.split(mixed, [shape.keys, shape.keys, shape.values], 1)
     ratio = heads // shape.key_heads
     queries, keys = (
         l2_norm(part.reshape(count, shape.key_heads, shape.key_dim)).repeat_interleave(ratio, 1)
@@ -162,12 +162,12 @@ def delta_reference(x: Tensor, vectors: DeltaVectors, options: DeltaOptions) -> 
     shape, num = options.shape, len(x)
     heads, ratio = shape.value_heads, shape.value_heads // shape.key_heads
     conv, rates, dt_bias, norm = (vector.double() for vector in vectors)
-    channels, z, b, a = x.double().split([shape.channels, shape.values, heads, heads], 1)
+    channels, z, b, a = torch.split(x.double(), [shape.channels, shape.values, heads, heads], 1)
     history = torch.cat([channels.new_zeros(TAPS - 1, shape.channels), channels])
     mixed = sum(history[i : i + num] * conv[i] for i in range(TAPS))
     assert isinstance(mixed, Tensor)
     mixed = mixed * torch.sigmoid(mixed)
-    queries, keys, values = mixed.split([shape.keys, shape.keys, shape.values], 1)
+    queries, keys, values = torch.split(mixed, [shape.keys, shape.keys, shape.values], 1)
     queries, keys = (
         l2_norm(part.view(num, shape.key_heads, -1)).repeat_interleave(ratio, 1) for part in (queries, keys)
     )

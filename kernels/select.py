@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.kernels import activations, experts, linear, logits, rms_norm, silu_mul, take_rows
+from pipeline.kernels import activations, delta, experts, linear, logits, rms_norm, silu_mul, take_rows
 from pipeline.kernels.attention import kv_layout, paged_attention, rotary
 from pipeline.kernels.attention.kv_layout import LayerKV
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
+from pipeline.kernels.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.experts import RouteOptions
 from pipeline.kernels.sampling import sample
+from pipeline.kernels.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Ops:
     route: Callable[[Tensor, Tensor, Tensor, Tensor | None, RouteOptions], None]
     experts: Callable[..., None]
     add_gated: Callable[[Tensor, Tensor, Tensor | None], None]
+    gate: Callable[[Tensor, Tensor], None]
+    delta_rule: Callable[[Tensor, Tensor, Tensor, StepInputs, DeltaVectors, DeltaOptions], None]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     kv_allocate: Callable[[int, int, int, int, torch.dtype, str], Tensor]
@@ -84,6 +88,8 @@ def select(device: str, dtype: torch.dtype) -> Ops:
         route=experts.route,
         experts=experts.experts,
         add_gated=experts.add_gated,
+        gate=activations.gate,
+        delta_rule=delta.delta_rule,
         argmax=sample.argmax,
         sample=sample.sample,
         kv_allocate=kv_layout.allocate,

@@ -290,6 +290,39 @@ class DeltaRule final : public Op {
     float* const out_;
 };
 
+// Rows times the sigmoids of others, in the form that the next product reads: the gate of attention's result in models
+// with such layers.
+class Gate final : public Op {
+   public:
+    Gate(Rows out, ActivationForm form, const float* from, const float* gates, int width)
+        : Op("gate"), out_(out), form_(form), from_(from), gates_(gates), width_(width) {}
+
+    int tiles(const Step& step) const override { return step.tokens; }
+    size_t scratch_bytes() const override { return size_t(width_) * 4; }
+
+    void tile(const Step& step, int token, const Scratch& scratch) override {
+        const float *from = from_ + size_t(token) * width_, *gates = gates_ + size_t(token) * width_;
+        float* gated = reinterpret_cast<float*>(scratch.memory);
+        for (int c = 0; c < width_; c += LANES)
+            store(gated + c, times_sigmoid(load<vf>(from + c), load<vf>(gates + c)));
+        if (form_ == ActivationForm::PLAIN)
+            for (int c = 0; c < width_; c += LANES) store_acts(out_.plain(token) + c, load<vf>(gated + c));
+        else
+            quantize(gated, out_, token, width_, form_);
+        row_is_written(step, token, scratch);
+    }
+
+    const uint8_t* rows_out() const override { return out_.data; }
+
+    Cost cost(const Step& step) const override { return {double(step.tokens) * width_ * 12, 0}; }
+
+   private:
+    const Rows out_;
+    const ActivationForm form_;
+    const float *const from_, *const gates_;
+    const int width_;
+};
+
 // out = rms(o) w silu(z) for each head, in the form that the next product reads.
 class DeltaNorm final : public Op {
    public:

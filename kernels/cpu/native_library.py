@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -74,6 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
     "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
+    "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int]),
     "program_qkv": (
         None,
         [

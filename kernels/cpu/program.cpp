@@ -23,7 +23,7 @@
 
 extern "C" {
 
-int abi_version() { return 23; }
+int abi_version() { return 24; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -125,6 +125,11 @@ void program_add_norm(Program* program, float* residual, const float* from, cons
 
 void program_quantize(Program* program, Rows out, int form, const float* from, int width) {
     program->add<Quantize>(out, ActivationForm(form), from, width);
+}
+
+// The same of `from` times the sigmoid of `gates`, [tokens][width] both.
+void program_gate(Program* program, Rows out, int form, const float* from, const float* gates, int width) {
+    program->add<Gate>(out, ActivationForm(form), from, gates, width);
 }
 
 // `norms` and `form` may be null. `values`, for norms of all heads, has room for the matmul's results; else it is null.

@@ -1,7 +1,7 @@
 """Plans the executor's KV memory: the number of blocks, swap blocks, and the maximum sequence length."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from pipeline.config.settings import Settings
 from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
-from pipeline.runtime.model.kv_groups import KVLayout, kv_layout, longest_sequence, most_blocks
+from pipeline.runtime.model.kv_groups import NO_PLACE, KVLayout, kv_layout, longest_sequence, most_blocks
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 
@@ -35,6 +35,8 @@ class KVPlan:
     max_model_len: int
     """The minimum of the model's limit, the configured limit and the capacity of all blocks."""
     layout: KVLayout
+    num_state_slots: int = 0
+    """Slots for the states of recurrent layers."""
 
 
 def plan_kv(
@@ -136,8 +138,14 @@ def gib(num_bytes: float) -> str:
 
 def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
     """How the layers of a model are divided into KV groups."""
-    windows = [config.window_of(layer) for layer in range(config.num_layers)]
-    return kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
+    windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_recurrent(layer)]
+    layout = kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
+    if config.delta is None:
+        return layout
+    places = iter(layout.places)
+    # Recurrent layers have states in place of keys and values.
+    every = tuple(NO_PLACE if config.is_recurrent(i) else next(places) for i in range(config.num_layers))
+    return replace(layout, places=every)
 
 
 def _wanted(settings: Settings, config: ModelConfig) -> int:

@@ -81,7 +81,27 @@ class AttentionWeights:
     rope: Rope | None = None
     sinks: "AnyVector | None" = None
     """[num_heads], the scores of the heads' sinks."""
+    gate: Linear | None = None
+    """[num_heads * head_dim, hidden_size]: attention's result is multiplied with its sigmoid."""
     post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """A gated DeltaNet layer, which has a recurrent state in place of attention, and the norm before it."""
+
+    norm: Norm | None
+    inputs: Linear
+    """Queries, keys, values, z, b and a, stacked."""
+    conv: "AnyVector"
+    """[4, channels], the channels of queries, keys and values; the last one is that of the token itself."""
+    rates: "AnyVector"
+    """[value heads]: -exp(A_log)"""
+    dt_bias: "AnyVector"
+    """[value heads]"""
+    head_norm: "AnyVector"
+    """[value_dim]"""
+    out: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +158,11 @@ class ProgramBuilder(ABC):
     def attention(self, weights: AttentionWeights) -> None:
         """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier. Writes
         the step's keys and values to the next layer's cache first."""
+
+    @abstractmethod
+    def delta(self, weights: DeltaWeights) -> None:
+        """residual += out(gated delta rule(inputs(norm(residual)))) * residual_multiplier; see kernels/delta.py. Reads
+        and writes the layer's part of the entries' slots."""
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:

@@ -227,6 +227,18 @@ class Weights:
             return widened
         return data.astype(np.float32, copy=False)
 
+    def floats(self, name: str, shape: tuple[int, ...]) -> FloatArray:
+        """A small tensor of any shape that is used as float32, by Llama's name. Raises UserError if it is missing, is
+        quantized or has another shape."""
+        stored, piece = self._layout.find(name)
+        file, entry = self._find(stored)
+        if entry.dtype not in FLOATS:
+            raise UserError(
+                f"tensor {stored!r} of the model in {self._folder} is {entry.dtype}: prepare the model again"
+            )
+        data = self._rows(stored, entry, file.array(stored, FLOATS[entry.dtype]), piece, shape)
+        return _from_bf16(data).view(np.float32) if entry.dtype == "BF16" else data.astype(np.float32)
+
     def integers(self, name: str, size: int) -> LongArray:
         """A vector of int64. Raises UserError if it is missing or has another type or shape."""
         file, entry = self._find(name)

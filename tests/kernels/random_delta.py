@@ -104,6 +104,6 @@ def split_slot(slot: np.ndarray, options: DeltaOptions) -> tuple[np.ndarray, np.
     """S [V, key_dim, value_dim] and the last inputs of the convolution in a slot."""
     shape = options.shape
     of_layer = slot[options.layer : options.layer + shape.slot]
-    state = of_layer[: shape.state].reshape(shape.value_heads, -1, shape.key_dim, 32)
-    state = state.transpose(0, 2, 1, 3).reshape(shape.value_heads, shape.key_dim, -1)
+    slices = of_layer[: shape.state].reshape(shape.value_heads, -1, shape.key_dim, 32)
+    state = slices.transpose(0, 2, 1, 3).reshape(shape.value_heads, shape.key_dim, -1)
     return state, of_layer[shape.state :].reshape(TAPS - 1, shape.channels)

@@ -74,6 +74,10 @@ def longest_sequence(
     return min(longest, low * block_size)
 
 
+NO_PLACE = -1, -1
+"""Of a layer without keys and values."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Where the layers of a model keep keys and values."""
@@ -81,7 +85,7 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     """Layers that keep all positions are in the first groups."""
     places: tuple[tuple[int, int], ...]
-    """Of each layer: its group, and its place in the group's blocks."""
+    """Of each layer: its group, and its place in the group's blocks; or NO_PLACE."""
     num_places: int
     """Layers in a block."""
 

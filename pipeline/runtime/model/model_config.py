@@ -49,6 +49,10 @@ Architecture = Literal[
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "olmo_hybrid",
 ]
 """`model_type` of config.json."""
 
@@ -195,6 +199,23 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The layers with experts; None: all. The others have a dense feed-forward layer."""
 
 
+class DeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The layers with a recurrent state in place of attention: gated DeltaNet (Yang et al., 2024, arXiv:2412.06464).
+    They have norms before them and before their feed-forward layer, and none after, whatever the others have."""
+
+    layers: list[int]
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`; adjacent value heads share a key head."""
+    key_dim: int
+    value_dim: int
+    """Of one head, as `key_dim`."""
+    beta: float = 1.0
+    """Factor of the sigmoid that says how much of a state is replaced."""
+    eps: float
+    """Of the norm of each head's result."""
+
+
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
 QkNorm = Literal["head", "each_head", "all"]
@@ -253,6 +274,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     swiglu_limit: float = 7.0
     """With "swiglu_oai", the most that gate may be, and the largest magnitude of up; larger ones are clamped."""
     experts: Experts | None = None
+    delta: DeltaNet | None = None
+    attention_gate: bool = False
+    """Whether attention's result is multiplied with the sigmoid of a projection of its input."""
     embedding_norm: bool = False
     embedding_scale: float = 1.0
     position_embeddings: int = 0
@@ -339,6 +363,18 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None if it has none."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a recurrent state in place of attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    def has_pre_norms(self, layer: int) -> bool:
+        """Whether hidden states are normalized before both halves of a layer."""
+        return self.pre_norms or self.is_recurrent(layer)
+
+    def has_post_norms(self, layer: int) -> bool:
+        """Whether the results of both halves of a layer are normalized."""
+        return self.post_norms and not self.is_recurrent(layer)
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward layer of a layer is a mixture of experts."""

@@ -40,6 +40,10 @@ def attention_weights(
         if head_norms is not None:
             taken = [weight[places_of_heads(order, len(weight))] for weight in (head_norms.query, head_norms.key)]
             head_norms = HeadNorms(*taken)
+    gate = None
+    if config.attention_gate:
+        bias = weights.vector(f"{layer}.self_attn.gate_proj.bias", queries) if config.qkv_bias else None
+        gate = Linear((weights.matrix(f"{layer}.self_attn.gate_proj.weight", queries, hidden),), bias)
     return AttentionWeights(
         norm=norm_weights(config, weights, f"{layer}.input_layernorm") if config.pre_norms else None,
         qkv=Linear(qkv, qkv_bias),
@@ -48,6 +52,7 @@ def attention_weights(
         window=config.window_of(index),
         rope=config.rope_of(index),
         sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
+        gate=gate,
         post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
     )
 

@@ -33,13 +33,15 @@ def experts_weights(config: ModelConfig, weights: Weights, index: int) -> Expert
         router.append(weights.matrix(f"{layer}.mlp.shared_expert_gate.weight", 1, hidden))
         router_bias = None if router_bias is None else np.append(np.asarray(router_bias), np.float32(0))
     return ExpertsWeights(
-        norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm") if config.pre_norms else None,
+        norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm")
+        if config.has_pre_norms(index)
+        else None,
         router=Linear(_in_one_format(router), router_bias),
         selection_bias=weights.vector(f"{layer}.mlp.selection.bias", experts.num) if experts.selection_bias else None,
         gate_up=_stacked(weights, first, inner, hidden, len(inputs), experts.bias),
         down=_stacked(weights, last, hidden, inner, 1, experts.bias),
         shared=shared,
-        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.post_norms else None,
+        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
     )
 
 

@@ -18,10 +18,10 @@ def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights
     if config.mlp_bias:
         gate_up_bias = weights.join_vectors([f"{name}.bias" for name in names], sizes)
         down_bias = weights.vector(f"{layer}.mlp.down_proj.bias", hidden)
-    has_norm = config.pre_norms and not config.shared_norm
+    has_norm = config.has_pre_norms(index) and not config.shared_norm
     return MlpWeights(
         norm=norm_weights(config, weights, f"{layer}.post_attention_layernorm") if has_norm else None,
         gate_up=Linear(gate_up, gate_up_bias),
         down=Linear((down,), down_bias),
-        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.post_norms else None,
+        post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
     )

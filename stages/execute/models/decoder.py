@@ -9,10 +9,13 @@ embedding → layers × (norm → attention → + → norm → feed-forward → 
 A feed-forward layer may be a mixture of experts. With `parallel`, it reads the same hidden states as attention:
 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
+
+Some layers may have a recurrent state in place of attention (gated DeltaNet).
 """
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
+from pipeline.stages.execute.layers.delta import delta_weights
 from pipeline.stages.execute.layers.experts import experts_weights
 from pipeline.stages.execute.layers.mlp import mlp_weights
 from pipeline.stages.execute.layers.norm import norm_weights
@@ -30,14 +33,16 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
         table = weights.matrix("model.embed_tokens.weight", vocab_size, hidden)
     program.embed(_embedding(config, weights, table) if part.is_first and table is not None else None)
     for i in part.layers:
-        attention = attention_weights(config, weights, i)
-        if config.has_experts(i):
-            program.attention(attention)
-            program.experts(experts_weights(config, weights, i))
-        elif config.parallel:
-            program.parallel(attention, mlp_weights(config, weights, i))
+        if config.parallel:
+            program.parallel(attention_weights(config, weights, i), mlp_weights(config, weights, i))
+            continue
+        if config.is_recurrent(i):
+            program.delta(delta_weights(config, weights, i))
         else:
-            program.attention(attention)
+            program.attention(attention_weights(config, weights, i))
+        if config.has_experts(i):
+            program.experts(experts_weights(config, weights, i))
+        else:
             program.mlp(mlp_weights(config, weights, i))
     if not part.is_last:
         return

@@ -37,6 +37,8 @@ class Feature(Enum):
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
+    DELTA_NET = "layers with a recurrent state"
+    ATTENTION_GATE = "a gate of attention's result"
     ROPES = "layers with different rotary embeddings"
 
 
@@ -68,6 +70,8 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,
+        Feature.DELTA_NET: config.delta is not None,
+        Feature.ATTENTION_GATE: config.attention_gate,
         Feature.ROPES: len(ropes) > 1,
     }
     return {feature for feature, is_needed in needs.items() if is_needed}
@@ -75,7 +79,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
 
 NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
-TRITON: frozenset[Feature] = frozenset(Feature)
+TRITON: frozenset[Feature] = frozenset(Feature) - {Feature.DELTA_NET, Feature.ATTENTION_GATE}
 """Features of the GPU program."""
 
 

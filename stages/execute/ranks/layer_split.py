@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.errors import UserError
-from pipeline.runtime.model.kv_groups import KVLayout
+from pipeline.runtime.model.kv_groups import NO_PLACE, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,10 @@ def kv_layout_of(layout: KVLayout, part: Part) -> KVLayout:
     sizes = [0] * len(layout.groups)
     places = []
     for layer in part.layers:
-        group, _ = layout.places[layer]
+        group, _ = place = layout.places[layer]
+        if place == NO_PLACE:
+            places.append(place)
+            continue
         places.append((group, sizes[group]))
         sizes[group] += 1
     return KVLayout(layout.groups, tuple(places), max(sizes))

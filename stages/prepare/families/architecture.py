@@ -152,6 +152,8 @@ TEXT_PREFIX = "language_model."
 TIE = "tie_word_embeddings"
 TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
+TIED = ("gemma3", "mistral3")
+"""Of these, those with a tied head by default."""
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,7 +169,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(text, dict):
         raise ConfigFault(f"text_config is {shown(text)}; it must be the object that describes the text model")
     shared = {key: config[key] for key in ("eos_token_id", "bos_token_id") if key in config}
-    ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, True), (text, False))]
+    ties = [Keys(part, {}, {TIE: default}).flag(TIE) for part, default in ((config, kind in TIED), (text, False))]
     return {"model_type": TEXT_PARTS[kind], **shared, **text, TIE: any(ties)}
 
 

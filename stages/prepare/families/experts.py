@@ -17,7 +17,7 @@ NUM_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_token": "num
 """Files have either name; transformers writes the first since version 5."""
 
 
-def _experts(keys: Keys, inner_key: str, *, normalized: bool, **others: Any) -> dict[str, Any]:
+def experts_of(keys: Keys, inner_key: str, *, normalized: bool, **others: Any) -> dict[str, Any]:
     """The fields of a model whose layers all have experts, or those in `layers`."""
     experts = Experts(
         num=keys.count("num_experts"),
@@ -29,7 +29,7 @@ def _experts(keys: Keys, inner_key: str, *, normalized: bool, **others: Any) -> 
     return {"experts": experts}
 
 
-def _sparse_layers(keys: Keys, model: ModelConfig) -> list[int] | None:
+def sparse_layers(keys: Keys, model: ModelConfig) -> list[int] | None:
     """Qwen's rule: each `decoder_sparse_step`-th layer has experts, but not those in `mlp_only_layers`."""
     dense, step = keys.get("mlp_only_layers", list) or [], keys.count("decoder_sparse_step", 1)
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
@@ -41,7 +41,7 @@ def _sparse_layers(keys: Keys, model: ModelConfig) -> list[int] | None:
 
 
 def _mixtral(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    return _experts(keys, "intermediate_size", normalized=True)
+    return experts_of(keys, "intermediate_size", normalized=True)
 
 
 def _mixtral_layout(model: ModelConfig) -> Layout:
@@ -51,13 +51,13 @@ def _mixtral_layout(model: ModelConfig) -> Layout:
 
 
 def _qwen2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    found = _experts(
+    found = experts_of(
         keys,
         "moe_intermediate_size",
         normalized=keys.flag("norm_topk_prob"),
         shared_intermediate_size=keys.count("shared_expert_intermediate_size"),
         shared_gate=True,
-        layers=_sparse_layers(keys, model),
+        layers=sparse_layers(keys, model),
     )
     return {**found, "qkv_bias": keys.flag("qkv_bias", True)}
 
@@ -78,7 +78,7 @@ def _qwen2_windows(config: Mapping[str, Any], num_layers: int) -> Window:
 
 def _qwen3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     normalized = keys.flag("norm_topk_prob")
-    return _experts(keys, "moe_intermediate_size", normalized=normalized, layers=_sparse_layers(keys, model))
+    return experts_of(keys, "moe_intermediate_size", normalized=normalized, layers=sparse_layers(keys, model))
 
 
 def _qwen3_windows(config: Mapping[str, Any], num_layers: int) -> Window:
@@ -94,12 +94,12 @@ def _gate_layout(model: ModelConfig) -> Layout:
 
 def _olmoe(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     keys.refuse_unless("clip_qkv", what="clipping queries, keys and values")
-    return _experts(keys, "intermediate_size", normalized=keys.flag("norm_topk_prob"))
+    return experts_of(keys, "intermediate_size", normalized=keys.flag("norm_topk_prob"))
 
 
 def _gpt_oss(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     limit, alpha = keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702)
-    found = _experts(keys, "intermediate_size", normalized=True, router_bias=True, bias=True)
+    found = experts_of(keys, "intermediate_size", normalized=True, router_bias=True, bias=True)
     return {**found, "swiglu_alpha": alpha, "swiglu_limit": limit}
 
 

@@ -1,6 +1,6 @@
 """Reads values of a config.json with errors that name the key."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.runtime.model.model_config import Activation
@@ -17,6 +17,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 """transformers' names of activations."""
+
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 class ConfigFault(ValueError):
@@ -86,17 +89,14 @@ class Keys:
     def fault(self, key: str, words: str) -> ConfigFault:
         return ConfigFault(f"{self.name(key)} is {shown(self._config.get(self.name(key)))}; it must be {words}")
 
-    def layer_kinds(self, num_layers: int) -> list[str] | None:
-        """`layer_types`, None if absent."""
+    def layer_kinds(self, num_layers: int, known: Sequence[str] = LAYER_KINDS) -> list[str] | None:
+        """`layer_types`, of which each is `known`; None if absent."""
         kinds = self._config.get("layer_types")
         if kinds is None:
             return None
-        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
             raise ConfigFault(
                 f"layer_types is {shown(kinds)}; it must be a list of num_hidden_layers = {num_layers} values, each "
-                f"one of {', '.join(LAYER_KINDS)}"
+                f"one of {', '.join(known)}"
             )
         return kinds
-
-
-LAYER_KINDS = ("full_attention", "sliding_attention")

@@ -23,6 +23,13 @@ TEXT_MODELS = ("model.language_model.", TEXT_PREFIX, "model.language_model.model
 OTHER_HEADS = {"embed_out": "lm_head"}
 """GPT-NeoX has either name."""
 
+OTHER_NORMS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Other names of OLMo hybrid's norms: in transformers, and where it saved them under the names of other layers."""
+
 FUSED = "mlp.experts.gate_up_proj"
 """Gate and up of all experts, where a tensor has those of all: transformers' own form since version 5."""
 
@@ -49,6 +56,10 @@ def with_names_of(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
         stored = next((name for name in _variants(piece.tensor, layout) if name in modules), piece.tensor)
         if stored != piece.tensor:
             pieces[module] = msgspec.structs.replace(piece, tensor=stored)
+    for part, piece in layout.pieces.items():
+        other = OTHER_NORMS.get(piece.tensor)
+        if other is not None and not any(module.endswith(f".{piece.tensor}") for module in modules):
+            pieces[part] = msgspec.structs.replace(piece, tensor=other)
     return _with_experts_of(msgspec.structs.replace(config, layout=Layout(layers, pieces, layout.experts)), set(names))
 
 

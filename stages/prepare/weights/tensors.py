@@ -190,29 +190,17 @@ def _norm_shapes(config: ModelConfig, name: str) -> dict[str, Shape]:
 
 def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The tensors of one layer."""
-    hidden, before = config.hidden_size, f"model.layers.{layer}."
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears: Linears = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.out_bias),
-    }
+    before = f"model.layers.{layer}."
+    linears, vectors = _delta_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
+    shapes: dict[str, Shape] = {f"{before}{name}": shape for name, shape in vectors.items()}
     linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config)
     norms: list[str] = []
-    if config.pre_norms:
+    if config.has_pre_norms(layer):
         norms += ["input_layernorm", *([] if config.shared_norm else ["post_attention_layernorm"])]
-    if config.post_norms:
+    if config.has_post_norms(layer):
         norms += ["self_attn_post_norm", "mlp_post_norm"]
-    shapes: dict[str, Shape] = {}
     for norm in norms:
         shapes |= _norm_shapes(config, f"{before}{norm}")
-    if config.qk_norm:
-        whole = config.qk_norm_kind != "head"
-        shapes[f"{before}self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
-        shapes[f"{before}self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
-    if config.sinks:
-        shapes[f"{before}self_attn.sinks"] = (config.num_heads,)
     if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
         shapes[f"{before}mlp.selection.bias"] = (config.experts.num,)
     for name, (rows, columns, has_bias) in linears.items():
@@ -220,6 +208,45 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         if has_bias:
             shapes[f"{before}{name}.bias"] = (rows,)
     return shapes
+
+
+def _attention_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
+    """The matrices of attention in a layer, and its other tensors."""
+    hidden = config.hidden_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears: Linears = {
+        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, config.out_bias),
+    }
+    if config.attention_gate:
+        linears["self_attn.gate_proj"] = (q_size, hidden, config.qkv_bias)
+    vectors: dict[str, Shape] = {}
+    if config.qk_norm:
+        whole = config.qk_norm_kind != "head"
+        vectors["self_attn.q_norm.weight"] = (q_size if whole else config.head_dim,)
+        vectors["self_attn.k_norm.weight"] = (kv_size if whole else config.head_dim,)
+    if config.sinks:
+        vectors["self_attn.sinks"] = (config.num_heads,)
+    return linears, vectors
+
+
+CONV_TAPS = 4
+"""Tokens that the convolution of a recurrent layer reads."""
+
+
+def _delta_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
+    """The matrices of a recurrent layer, and its other tensors."""
+    delta, hidden = config.delta, config.hidden_size
+    assert delta is not None
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    rows = {"q": keys, "k": keys, "v": values, "z": values, "b": delta.value_heads, "a": delta.value_heads}
+    linears: Linears = {f"linear_attn.{name}_proj": (num, hidden, False) for name, num in rows.items()}
+    linears["linear_attn.out_proj"] = (hidden, values, False)
+    vectors: dict[str, Shape] = {f"linear_attn.{name}_conv1d.weight": (rows[name], 1, CONV_TAPS) for name in "qkv"}
+    vectors |= {"linear_attn.A_log": (delta.value_heads,), "linear_attn.dt_bias": (delta.value_heads,)}
+    return linears, {**vectors, "linear_attn.norm.weight": (delta.value_dim,)}
 
 
 def _mlp_linears(config: ModelConfig) -> Linears:

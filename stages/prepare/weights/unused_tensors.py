@@ -30,7 +30,7 @@ MASKS = {
     "gpt_neox": (".attention.bias", ".attention.masked_bias"),
 }
 """The same of causal masks, by architecture. In others, such a name is that of a bias."""
-IMAGES = ("vision_tower.", "multi_modal_projector.")
+IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 """Prefixes of the tensors for images, in models for texts and images."""
 
 
@@ -41,6 +41,9 @@ def rules_of(config: ModelConfig) -> list[Rule]:
         rules.append(Rule("causal masks are computed", lambda name: name.endswith(masks)))
     if is_part(config.layout):
         rules.append(Rule("images are not served", lambda name: name.removeprefix("model.").startswith(IMAGES)))
+    if config.delta is not None:
+        drafts = Rule("multi-token prediction is not supported", lambda name: name.startswith("mtp."))
+        rules.append(drafts)
     if config.tie_embeddings:
         head = config.layout.find("lm_head.weight")[0]
         rules.append(Rule("the LM head equals the embedding, and is tied to it", lambda name: name == head))

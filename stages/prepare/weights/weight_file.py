@@ -59,6 +59,8 @@ NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 ROUTERS = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 """Small matrices whose rounding errors may change which experts compute a token."""
+STATES = tuple(f"linear_attn.{name}.weight" for name in ("a_proj", "b_proj", "q_conv1d", "k_conv1d", "v_conv1d"))
+"""The same of what decays states and fills them, for the rest of a sequence."""
 
 WEIGHTS = "model.safetensors"
 
@@ -127,7 +129,7 @@ def _stored(name: str, shape: Shape, found: Format | None, quantization: Prepare
     `Format`."""
     wanted: Format
     # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
-    if len(shape) == 1 or name.endswith((*NORMS_OF_HEADS, *ROUTERS, ".bias")):
+    if len(shape) == 1 or name.endswith((*NORMS_OF_HEADS, *ROUTERS, *STATES, ".bias")):
         return Stored("f32", shape)
     match quantization:
         case "none":

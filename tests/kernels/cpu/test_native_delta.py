@@ -138,18 +138,18 @@ def test_instruction_sets_compute_the_same_bits() -> None:
     """Those that round a * b + c once."""
     options = DeltaOptions(SHAPES[3], 1e-6, 2.0, LAYER)
     vectors, tokens = random_vectors(options.shape), random_inputs(options.shape)
-    found = []
+    found: list[list[np.ndarray]] = []
     for isa in available():
         if isa == "portable":
             continue
         with recording(native_library.load(build(isa, print))) as r:
             layer = Layer(r, vectors, options)
-            made, slots = [], []
+            made: list[np.ndarray] = []
             for steps in whole_steps(ROWS):
-                run_steps([[Entry(0, 0, steps[0].count, -1, 0)]], [tokens[steps[0].row]], r.inputs, layer.run)
-                made.append(layer.values[: steps[0].count].copy())
-                slots.append(layer.slots[0].copy())
-            found.append((np.concatenate(made), np.array(slots)))
-    for values, slots in found[1:]:
-        np.testing.assert_array_equal(values, found[0][0])
-        np.testing.assert_array_equal(slots, found[0][1])
+                (entry,) = steps
+                run_steps([[Entry(0, 0, entry.count, -1, 0)]], [tokens[entry.row]], r.inputs, layer.run)
+                made += [layer.values[: entry.count].copy(), layer.slots[0].copy()]
+            found.append(made)
+    for others in found[1:]:
+        for one, first in zip(others, found[0], strict=True):
+            np.testing.assert_array_equal(one, first)

@@ -19,13 +19,13 @@ from pipeline.runtime.model.model_config import ModelConfig, Rope
 from pipeline.stages.execute.adapters.slots import OUT, QKV
 from pipeline.stages.execute.cpu.native.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
-from pipeline.stages.execute.cpu.native.memory import NativeMemory, turning_order
+from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of, turning_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.layers.key_center import allows_center, key_center
 from pipeline.stages.execute.layers.rope import rope_table, rotations
-from pipeline.stages.execute.program import AttentionWeights, HeadNorms, Linear
+from pipeline.stages.execute.program import AnyMatrix, AttentionWeights, HeadNorms, Linear
 from pipeline.stages.execute.ranks.share import Share
 
 
@@ -54,6 +54,8 @@ class NativeAttention:
         max_num_tokens = inputs.max_num_tokens
         self._queries = memory.rows(max_num_tokens, len(share.heads) * config.head_dim)
         self._attended = gathered.rows(max_num_tokens, config.num_heads * config.head_dim)
+        gates = config.num_heads * config.head_dim
+        self._gates = memory.floats(max_num_tokens, gates) if config.attention_gate else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
         self._qkv = gathered.floats(max_num_tokens, all_heads * config.head_dim) if has_norm_of_all else None
@@ -91,14 +93,28 @@ class NativeAttention:
         width = config.num_heads * config.head_dim
         matrix = weights.out.matrices[0]
         rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * config.head_dim)
+        if weights.gate is not None:
+            products = self._memory.products(
+                weights.gate, rows_of(range(width)), partial(self._norms.rows, place=place)
+            )
+            library.program_products(self._program, self._gates, products, len(products), width)
+            rows, floats = native.NativeRows(self._layers.wide, width * 4), True
         plan = self._plan(weights.window or 0, group)
         form = self._score_form
         if weights.sinks is not None:
             sinks = np.asarray(weights.sinks, np.float32)[share.heads.start : share.heads.stop]
             form = native.NativeScoreOptions(form.softcap, form.slopes, self._memory.vector(sinks))
         library.program_attention(self._program, rows, floats, self._queries, kv, plan, ctypes.byref(form))
+        if weights.gate is not None:
+            self._gate(matrix, width)
         self._layers.barrier("attention")
-        self._layers.add(self._attended, width, weights.out, weights.post_norm, OUT, "o")
+        is_gated = weights.gate is not None
+        self._layers.add(self._attended, width, weights.out, weights.post_norm, OUT, "o", is_written=is_gated)
+
+    def _gate(self, out: AnyMatrix, width: int) -> None:
+        """Record the gate of attention's result, before the matmul with `out`."""
+        form: ActivationForm = self._memory.form(out)
+        self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, width)
 
     def calibrate(self, run: Callable[[], object]) -> None:
         """Measure the keys of all layers whose keys are rounded, with `run`, which computes the step in the inputs."""

@@ -44,7 +44,8 @@ class NativeLayers:
         self.num = 0
         """Layers so far."""
         width = max(config.num_heads * config.head_dim, *config.inner_sizes, 0)
-        self._wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
+        self.wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
+        """The address of what is quantized before a matmul."""
         self.branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0
         """The address of what a norm changes before it is added to the residual; 0 if no norm does."""
 
@@ -80,7 +81,7 @@ class NativeLayers:
         quantized afterwards."""
         if self._memory.form(matrix) is ActivationForm.PLAIN:
             return native.NativeRows(rows.data + first * self._library.act_bytes(), rows.stride), False
-        return native.NativeRows(self._wide + first * 4, width * 4), True
+        return native.NativeRows(self.wide + first * 4, width * 4), True
 
     def add(
         self,
@@ -90,14 +91,17 @@ class NativeLayers:
         post_norm: Norm | None,
         targets: tuple[Target, ...],
         what: str,
+        *,
+        is_written: bool = False,
     ) -> None:
-        """residual += post_norm(rows x matrix) * residual_multiplier"""
+        """residual += post_norm(rows x matrix) * residual_multiplier. The rows come from what `written` returned, or
+        are in the form of the matrix already."""
         (matrix,) = linear.matrices
         library, hidden, factor = self._library, self._config.hidden_size, self._config.residual_multiplier
         form = self._memory.form(matrix)
-        if form is not ActivationForm.PLAIN:
-            library.program_quantize(self._program, rows, form, self._wide, width)
-        if self._lora is not None:
+        if form is not ActivationForm.PLAIN and not is_written:
+            library.program_quantize(self._program, rows, form, self.wide, width)
+        if self._lora is not None and targets:
             self._lora.record(self._program, self.num - 1, targets, rows, form, width)
         part = self._share.hidden
         packed = self._memory.pack(linear.matrices, rows_of(part), linear.bias)

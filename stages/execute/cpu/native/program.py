@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations, KVType
+from pipeline.kernels.delta import SLICE
 from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
@@ -18,6 +19,7 @@ from pipeline.lora.adapter_file import AdapterFile
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import DOWN, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.native.attention import NativeAttention
+from pipeline.stages.execute.cpu.native.delta import NativeDelta
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
@@ -33,9 +35,11 @@ from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
+    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
+    Linear,
     LogitArray,
     MlpWeights,
     Norm,
@@ -58,6 +62,8 @@ def unsupported(config: ModelConfig) -> str | None:
         return "hidden_size and intermediate_size must be even"
     if config.activation == "swiglu_oai" and config.inner_sizes:
         return "the activation swiglu_oai is only for experts"
+    if (delta := config.delta) is not None and (delta.key_dim % 16 or delta.value_dim % SLICE):
+        return f"heads of {delta.key_dim} x {delta.value_dim} are not multiples of 16 x {SLICE}"
     if lacking := missing(config, NATIVE):
         return f"the CPU library lacks {lacking}"
     return None
@@ -111,6 +117,7 @@ class NativeProgram(Program):
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         self._share = share = share_of(config) if ranks is None else ranks.share
         self._ranks, self._link = ranks, link
+        self._num_state_slots = kv.num_state_slots
         self._part = Part(range(config.num_layers)) if part is None else part
         if link is not None:
             link.use(self._handle)
@@ -130,6 +137,12 @@ class NativeProgram(Program):
         self._experts = None
         if config.experts is not None:
             self._experts = NativeExperts(library, memory, config, max_num_tokens, norms.rows, gathered, share)
+        self._delta = None
+        if config.delta is not None:
+            assert ranks is None and link is None
+            self._delta = NativeDelta(
+                *(library, self._handle, memory, config, inputs, kv.num_state_slots, norms, self._layers)
+            )
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._attention.blocks(swap)
@@ -153,8 +166,21 @@ class NativeProgram(Program):
 
     def attention(self, weights: AttentionWeights) -> None:
         self._capture_residual()
-        self._norms.record_before(self._handle, weights.norm, weights.qkv)
+        read = weights.qkv if weights.gate is None else Linear((*weights.qkv.matrices, *weights.gate.matrices))
+        self._norms.record_before(self._handle, weights.norm, read)
         self._attention.record(weights)
+
+    def delta(self, weights: DeltaWeights) -> None:
+        assert self._delta is not None
+        self._capture_residual()
+        self._norms.record_before(self._handle, weights.norm, weights.inputs)
+        self._delta.record(weights)
+
+    @property
+    def states(self) -> FloatArray:
+        """The slots of states: float32 [slots, floats of a slot]."""
+        assert self._delta is not None
+        return floats_at(self._delta.slots, self._num_state_slots, self._delta.slot)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         max_num_tokens = self._inputs.max_num_tokens

@@ -27,6 +27,7 @@ from pipeline.stages.execute.cuda.ranks.link import RankLink
 from pipeline.stages.execute.program import (
     AnyVector,
     AttentionWeights,
+    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -160,6 +161,9 @@ class DeviceLayers(ProgramBuilder):
     def attention(self, weights: AttentionWeights) -> None:
         qkv, out = self._gemm(weights.qkv, self._wide, QKV), self._gemm(weights.out, self._narrow, OUT)
         self._attentions.append((weights, qkv, out))
+
+    def delta(self, weights: DeltaWeights) -> None:
+        raise AssertionError("models with states are rejected before (models/features.py)")
 
     def mlp(self, weights: MlpWeights) -> None:
         self._mlps.append(self._mlp(weights))

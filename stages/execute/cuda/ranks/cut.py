@@ -27,6 +27,7 @@ from pipeline.stages.execute.program import (
     AnyMatrix,
     AnyVector,
     AttentionWeights,
+    DeltaWeights,
     Embedding,
     ExpertsWeights,
     Head,
@@ -94,6 +95,9 @@ class ShardBuilder(ProgramBuilder):
 
     def attention(self, weights: AttentionWeights) -> None:
         self._model.attention(self._attention(weights))
+
+    def delta(self, weights: DeltaWeights) -> None:
+        raise AssertionError("models with states are rejected before (models/features.py)")
 
     def mlp(self, weights: MlpWeights) -> None:
         self._model.mlp(self._mlp(weights))
