@@ -10,66 +10,18 @@ Shapes: T tokens, R entries, V value heads, K key heads, C channels (queries, ke
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from pipeline.kernels.delta_shape import SLICE, TAPS, DeltaShape
 from pipeline.kernels.row_by_row import row_by_row
 from pipeline.kernels.step_inputs import StepInputs
 
-SLICE = 32
-"""Columns of a state that lie side by side."""
-TAPS = 4
-"""Tokens that the convolution reads."""
 L2_EPS = 1e-6
 """Of the norms of queries and keys, inside the root."""
-
-StateArray = np.ndarray[Any, np.dtype[np.float32]]
-"""[slots, floats of a slot]. A slot has the state of all layers of one row at one position; of each layer S as [V,
-slices, key_dim, SLICE], then the last TAPS - 1 inputs of the convolution, [TAPS - 1, C]."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """The sizes of a layer."""
-
-    key_heads: int
-    value_heads: int
-    """A multiple of `key_heads`: adjacent ones share a key head."""
-    key_dim: int
-    value_dim: int
-    """A multiple of SLICE."""
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """C"""
-        return 2 * self.keys + self.values
-
-    @property
-    def inputs(self) -> int:
-        """The numbers that a layer computes from a hidden state: queries, keys, values, z, b and a."""
-        return self.channels + self.values + 2 * self.value_heads
-
-    @property
-    def state(self) -> int:
-        """Floats of S."""
-        return self.values * self.key_dim
-
-    @property
-    def slot(self) -> int:
-        """Floats of the layer in a slot."""
-        return self.state + (TAPS - 1) * self.channels
 
 
 class DeltaVectors(NamedTuple):

@@ -13,7 +13,7 @@ from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.delta import TAPS, DeltaShape
+from pipeline.kernels.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
 

@@ -175,7 +175,8 @@ def _plan(
             key,
             f" to {size_words(lacking * num_bytes, up=True)}" if key.endswith("_bytes") else "",
         )
-    return KVPlan(num_blocks, capacity, layout)
+    num_slots = 0 if config.delta is None else 2 * settings.schedule.max_num_seqs
+    return KVPlan(num_blocks, capacity, layout, num_slots)
 
 
 def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, layout: KVLayout) -> SwapArray:

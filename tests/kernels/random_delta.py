@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.kernels.delta import TAPS, DeltaOptions, DeltaShape, DeltaVectors
+from pipeline.kernels.delta import DeltaOptions, DeltaVectors
+from pipeline.kernels.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
 SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(3, 3, 96, 192), DeltaShape(2, 4, 128, 128), DeltaShape(1, 5, 48, 64)]

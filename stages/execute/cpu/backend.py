@@ -23,7 +23,8 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
-from pipeline.stages.execute.cpu.native.program import NativeProgram, unsupported
+from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.native.supported import unsupported
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink

@@ -91,8 +91,6 @@ class CpuRunner(Runner):
         layout = most_places(layout_of(settings, config), parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
-        if config.delta is not None:
-            kv = replace(kv, num_state_slots=2 * settings.schedule.max_num_seqs)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
         self._make_rows(config, kv, 0 if swapped is None else len(swapped))
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)

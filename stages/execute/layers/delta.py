@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeline.kernels.delta import TAPS, DeltaShape
+from pipeline.kernels.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.norm import norm_weights

@@ -10,7 +10,8 @@ from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.build import build
 from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.delta import DeltaOptions, DeltaShape, DeltaVectors, delta_reference
+from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
+from pipeline.kernels.delta_shape import DeltaShape
 from tests.kernels.cpu.recording import Recording, assert_kept, recording
 from tests.kernels.random_delta import (
     NUM_SLOTS,

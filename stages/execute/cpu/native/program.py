@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations, KVType
-from pipeline.kernels.delta import SLICE
 from pipeline.kernels.sampling.logprob_inputs import FloatArray, ScoreInputs
 from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.step_inputs import IntArray, StepInputs
@@ -27,11 +26,11 @@ from pipeline.stages.execute.cpu.native.memory import NativeMemory, have_one_for
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
+from pipeline.stages.execute.cpu.native.supported import unsupported
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
-from pipeline.stages.execute.models.features import NATIVE, missing
 from pipeline.stages.execute.program import (
     AnyMatrix,
     AttentionWeights,
@@ -49,24 +48,6 @@ from pipeline.stages.execute.ranks.share import share_of
 
 MASKS_LATE = 1
 RANK_LATE = 2
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """Why the library can't compute a model of this shape, or None."""
-    if config.head_dim > native.MAX_HEAD_DIM:
-        return f"head_dim is {config.head_dim}, above {native.MAX_HEAD_DIM}"
-    if config.head_dim % native.PANEL:
-        return f"head_dim is {config.head_dim}, not a multiple of {native.PANEL}"
-    experts = [] if config.experts is None else [config.experts.intermediate_size]
-    if any(size % 2 for size in (config.hidden_size, *config.inner_sizes, *experts)):
-        return "hidden_size and intermediate_size must be even"
-    if config.activation == "swiglu_oai" and config.inner_sizes:
-        return "the activation swiglu_oai is only for experts"
-    if (delta := config.delta) is not None and (delta.key_dim % 16 or delta.value_dim % SLICE):
-        return f"heads of {delta.key_dim} x {delta.value_dim} are not multiples of 16 x {SLICE}"
-    if lacking := missing(config, NATIVE):
-        return f"the CPU library lacks {lacking}"
-    return None
 
 
 class NativeProgram(Program):
@@ -117,7 +98,6 @@ class NativeProgram(Program):
         self._handle = library.program_new(self._thread_pool.handle, ctypes.byref(self._step_arrays()))
         self._share = share = share_of(config) if ranks is None else ranks.share
         self._ranks, self._link = ranks, link
-        self._num_state_slots = kv.num_state_slots
         self._part = Part(range(config.num_layers)) if part is None else part
         if link is not None:
             link.use(self._handle)
@@ -175,12 +155,6 @@ class NativeProgram(Program):
         self._capture_residual()
         self._norms.record_before(self._handle, weights.norm, weights.inputs)
         self._delta.record(weights)
-
-    @property
-    def states(self) -> FloatArray:
-        """The slots of states: float32 [slots, floats of a slot]."""
-        assert self._delta is not None
-        return floats_at(self._delta.slots, self._num_state_slots, self._delta.slot)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         max_num_tokens = self._inputs.max_num_tokens

@@ -14,7 +14,6 @@ from torch import Tensor
 from pipeline.config.settings import Settings
 from pipeline.kernels.attention.kv_layout import LayerKV, layers_of
 from pipeline.kernels.attention.paged_attention import AttentionPlan, ScoreOptions
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.experts import ExpertActivation, ExpertMatrices, RouteOptions
 from pipeline.kernels.matrix import as_matrix, as_tensor
 from pipeline.kernels.sampling.logprob_inputs import ScoreInputs
@@ -28,10 +27,10 @@ from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer, Extent, TorchCalls
+from pipeline.stages.execute.cpu.pytorch.delta import TorchDelta
 from pipeline.stages.execute.cpu.pytorch.lora import Matrices, TorchLora
 from pipeline.stages.execute.cpu.sampler import Sampler
 from pipeline.stages.execute.kv import KVPlan, SwapArray, kv_dtype
-from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import rotations
 from pipeline.stages.execute.program import (
@@ -102,15 +101,8 @@ class TorchProgram(Program):
         self._attended = calls.buffer(config.num_heads * config.head_dim)
         self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
         self._gated = calls.buffer(config.intermediate_size)
-        self.states: Tensor | None = None
-        """[slots, floats of a slot]"""
-        if config.delta is not None:
-            self._num_recurrent = 0
-            self.states = torch.zeros(kv.num_state_slots, slot_floats(config))
-            shape = delta_shape(config)
-            self._delta_in = calls.buffer(shape.inputs, dtype=torch.float32)
-            self._delta_out = calls.buffer(shape.values)
-        self._gate = calls.buffer(config.num_heads * config.head_dim) if config.attention_gate else None
+        self._delta = None if config.delta is None else TorchDelta(ops, calls, config, kv.num_state_slots)
+        self._gate = calls.buffer(config.num_heads * config.head_dim) if config.attention_gate else self._attended
         if (experts := config.experts) is not None:
             self._routed = calls.buffer(config.hidden_size)
             self._router_logits = calls.buffer(experts.num + experts.shared_gate)
@@ -156,20 +148,13 @@ class TorchProgram(Program):
         self._add(self._x, weights.post_norm)
 
     def delta(self, weights: DeltaWeights) -> None:
-        config, calls = self._config, self._calls
-        delta, shape = config.delta, delta_shape(config)
-        assert delta is not None and self.states is not None
+        assert self._delta is not None
         self._capture_residual()
         self._num_layers += 1
         self._norm(self._x, self._residual, weights.norm)
-        self._multiply(self._delta_in, self._x, weights.inputs)
-        vectors = DeltaVectors(
-            *(as_tensor(vector) for vector in (weights.conv, weights.rates, weights.dt_bias, weights.head_norm))
-        )
-        options = DeltaOptions(shape, delta.eps, delta.beta, self._num_recurrent * shape.slot)
-        self._num_recurrent += 1
-        calls.add(self._ops.delta_rule, self._delta_out, self._delta_in, self.states, self._inputs, vectors, options)
-        self._multiply(self._x, self._delta_out, weights.out)
+        self._multiply(self._delta.inputs, self._x, weights.inputs)
+        self._delta.record(weights)
+        self._multiply(self._x, self._delta.out, weights.out)
         self._add(self._x, None)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
@@ -271,7 +256,7 @@ class TorchProgram(Program):
         if (center := key_center(config, weights, self._max_model_len)) is not None:
             kv = kv._replace(center=torch.from_numpy(center))
         self._project(self._qkv, x, weights.qkv, QKV)
-        if weights.gate is not None and self._gate is not None:
+        if weights.gate is not None:
             self._multiply(self._gate, x, weights.gate)
         if (norms := weights.head_norms) is not None:
             vectors = as_tensor(norms.query), as_tensor(norms.key)
@@ -286,7 +271,7 @@ class TorchProgram(Program):
             calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
         sinks = None if weights.sinks is None else as_tensor(weights.sinks)
         calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window, group), sinks)
-        if weights.gate is not None and self._gate is not None:
+        if weights.gate is not None:
             calls.add(ops.gate, self._attended, self._gate)
         self._project(out, self._attended, weights.out, OUT)
 
