@@ -180,9 +180,11 @@ class HttpConnection(web.RequestHandler):
                 reading.content.set_exception(broken)
                 self.close()
 
-    async def finish_response(self, request: web.BaseRequest, *args: Any) -> tuple[web.StreamResponse, bool]:
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
         """Called by aiohttp with a response. If the rest of a compressed body may come behind it, drop that."""
-        response, is_lost = await super().finish_response(request, *args)
+        response, is_lost = await super().finish_response(request, resp, start_time)
         if not is_lost and is_compressed(request) and not request.content.is_eof():
             self._rest.is_on = True
             self.wait_turn()

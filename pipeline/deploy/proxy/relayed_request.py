@@ -28,7 +28,7 @@ from pipeline.deploy.proxy.relay_errors import RelayError
 from pipeline.deploy.proxy.resumable_stream import ResumableStream
 from pipeline.deploy.proxy.upstream import Connection, Head, UpstreamLost
 from pipeline.deploy.replicas import NoReplica, Numbers, ReplicaLease, ReplicaSet
-from pipeline.http_server import time_left
+from pipeline.http_server import request_turns, time_left
 from pipeline.http_server.apis.table import FAMILIES, family_of
 from pipeline.http_server.errors import ApiError, timeout_error
 from pipeline.routing.policies import Prompt
@@ -168,6 +168,7 @@ class RelayedRequest:
                 with contextlib.suppress(TimeoutError):
                     async with self._deadline.bound(), asyncio.timeout(min(left_s, 1.0)):
                         await changed.wait()
+                        await request_turns.another_turn(self._http_request)
 
     async def _attempt(self, lease: ReplicaLease) -> web.StreamResponse | None:
         """One attempt. Returns the response if it is complete; None if another attempt is to be made. Raises RelayError
