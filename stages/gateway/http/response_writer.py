@@ -12,7 +12,9 @@ When a response is complete, the kernel has all of it.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from pipeline.http_server.slow_clients import (
@@ -66,6 +68,11 @@ async def send_whole(
     body = body_of(request) if body_of is not None else request.log_output("whole", await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
     return await send(http_request, response, timeout_s)
+
+
+async def encoded(value: Any) -> bytes:
+    """A large value as JSON, built in a thread. It must not change meanwhile."""
+    return await _replies.run(msgspec.json.encode, value)
 
 
 async def whole_body(request: Request) -> bytes:

@@ -13,8 +13,10 @@ from aiohttp import web
 from pipeline.config.settings import GatewaySettings
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.apis.responses import ResponsesFamily
-from pipeline.http_server.body_reader import Rest
+from pipeline.http_server.body_reader import TURN_TIMEOUT_S, Rest
 from pipeline.http_server.guard import current_scope
+from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.access_details import log_background, set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
@@ -22,7 +24,7 @@ from pipeline.stages.gateway.apis.responses import reply
 from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.apis.responses.parsing import Referred, StoredSize, finish_response, read_response
-from pipeline.stages.gateway.apis.responses.sizes import SizedItem
+from pipeline.stages.gateway.apis.responses.sizes import SizedItem, response_bytes, sum_of
 from pipeline.stages.gateway.apis.responses.store import ResponseStore, StoredResponse
 from pipeline.stages.gateway.apis.responses.types import (
     DEFAULT_LIMIT,
@@ -33,7 +35,7 @@ from pipeline.stages.gateway.apis.responses.types import (
     ResponseDeleted,
     ResponseObject,
 )
-from pipeline.stages.gateway.errors import ApiError, invalid, shown, unsupported
+from pipeline.stages.gateway.errors import ApiError, invalid, overloaded, shown, unsupported
 from pipeline.stages.gateway.http import response_writer
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -57,6 +59,8 @@ class ResponsesApi:
         self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self._max_stored = settings.max_stored_responses
+        self._gate = FairGate(2, num_per_scope=1)
+        """Of large replies that are encoded."""
         self.access_log: AccessLog | None = None
         self._why_off = ""
         self.rescaled(settings.replicas)
@@ -102,7 +106,9 @@ class ResponsesApi:
             request.on_response = lambda response: self._store.put(StoredResponse(scope, response, items, events=log))
         if fields.background:
             queued = self._start(request, items, log, client_address(http_request.transport))
-            return _json(queued) if log is None else await self._send_log(http_request, log, 0, request.id)
+            if log is None:
+                return await self._reply(queued, response_bytes(queued))
+            return await self._send_log(http_request, log, 0, request.id)
         try:
             if request.parsed.stream:
                 return await response_writer.send_stream(
@@ -120,7 +126,7 @@ class ResponsesApi:
         stored = self._find(http_request)
         first = _first_event(http_request.query)
         if first is None:
-            return _json(_now(stored))
+            return await self._reply_now(stored)
         if stored.events is None:
             what = "only responses that were created with background = true and stream = true are streamed again"
             raise unsupported("stream", what)
@@ -145,7 +151,7 @@ class ResponsesApi:
             await self._aborter.abort([request.id], stored.scope)
             if tasks:
                 await asyncio.wait(tasks, timeout=END_TIMEOUT_S)
-        return _json(_now(self._find(http_request)))
+        return await self._reply_now(self._find(http_request))
 
     async def list_input_items(self, http_request: web.Request) -> web.StreamResponse:
         items = list(self._find(http_request).items)
@@ -165,7 +171,31 @@ class ResponsesApi:
             items = items[places[0] + 1 :]
         page = [one.item for one in items[: _num_of_page(items, int(text))]]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return _json(ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items)))
+        found = ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items))
+        return await self._reply(found, sum_of(items[: len(page)]))
+
+    async def _reply_now(self, stored: StoredResponse) -> web.Response:
+        """A response as it is now."""
+        response = stored.response
+        if stored.request is not None and stored.request.has_begun:
+            response = msgspec.structs.replace(response, status="in_progress")
+        return await self._reply(response, response_bytes(response) + sum_of(stored.output))
+
+    async def _reply(self, value: Any, num_bytes: int) -> web.Response:
+        """A reply of about `num_bytes`. Large ones, which a client may ask for again and again, are encoded in a
+        thread, for one request of a key at a time. Raises ApiError, 503, if others take too long."""
+        if num_bytes <= LARGE_BYTES:
+            return _json(value)
+        scope = current_scope()
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                await self._gate.enter(scope, num_bytes)
+        except TimeoutError:
+            raise overloaded(f"other large replies were built for {TURN_TIMEOUT_S:g} s") from None
+        try:
+            return web.Response(body=await response_writer.encoded(value), content_type="application/json")
+        finally:
+            self._gate.leave(scope)
 
     def _find(self, http_request: web.Request) -> StoredResponse:
         """The response that the path names. Raises ApiError."""
@@ -329,13 +359,6 @@ def _num_of_page(items: Sequence[SizedItem], limit: int) -> int:
     """How many of the items a page has: `limit`, or fewer if they are large."""
     sums = itertools.accumulate(one.num_bytes for one in items[:limit])
     return max(1, sum(num_bytes <= MAX_PAGE_BYTES for num_bytes in sums))
-
-
-def _now(stored: StoredResponse) -> ResponseObject:
-    """A response as it is now."""
-    if stored.request is None or not stored.request.has_begun:
-        return stored.response
-    return msgspec.structs.replace(stored.response, status="in_progress")
 
 
 def _json(value: Any) -> web.Response:

@@ -16,6 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway import received
 from pipeline.stages.gateway.apis.responses import parsing
 from pipeline.stages.gateway.apis.responses.store import ResponseStore
+from pipeline.stages.gateway.http import response_writer
 from pipeline.text.formats.grammar.lark import AddedToken
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
@@ -372,6 +373,27 @@ def test_a_stored_response_is_not_streamed(gate: Gate) -> None:
     found = reply(gate, BODY)
     refused = gate.client.get(f"{PATH}/{found['id']}?stream=true")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
+def test_what_is_large_and_stored_is_encoded_in_a_thread(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes up to 30 ms, and a client may ask for it on hundreds of connections."""
+    large = reply(gate, BODY | {"input": [{"role": "user", "content": '"' * 100_000}], "instructions": '"' * 100_000})
+    small = reply(gate, BODY)
+    seen: list[object] = []
+    encoded = response_writer.encoded
+
+    async def spied(value: object) -> bytes:
+        seen.append(value)
+        return await encoded(value)
+
+    monkeypatch.setattr(response_writer, "encoded", spied)
+    for found, num in ((small, 0), (large, 2)):
+        begin = len(seen)
+        assert gate.client.get(f"{PATH}/{found['id']}").json() == found
+        items = gate.client.get(f"{PATH}/{found['id']}/input_items").json()
+        assert items["data"] and len(seen) == begin + num
+    asked = [gate.do(gate.client.get, f"{PATH}/{large['id']}") for _ in range(8)]
+    assert all(one.result().json() == large for one in asked) and len(seen) == 2 + 8
 
 
 def test_without_store_nothing_is_kept(gate: Gate) -> None:
