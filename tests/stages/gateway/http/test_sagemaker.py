@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import GatewaySettings, Settings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admin import handlers
 from pipeline.stages.gateway.admin.server_info import server_info
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, Gate
 from tests.stages.gateway.http.test_guard import RIGHT, locked
@@ -88,6 +89,28 @@ def test_server_info_has_the_settings_without_the_file_of_keys(tmp_path: Path) -
     assert "/run/secrets" not in text["vllm_config"]
     assert text["version"] == info["version"]
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "config_format")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "num"),
+    [("server_info", "/server_info?config_format=", 2), ("tokenizer_info", "/tokenizer_info?x=", 1)],
+)
+def test_what_stays_the_same_is_built_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, path: str, num: int
+) -> None:
+    """The settings as text take 9 ms, and 32 requests begin in one turn of the loop."""
+    built: list[object] = []
+    build = getattr(handlers, name)
+
+    def counted(*args: Any) -> Any:
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(handlers, name, counted)
+    with Gate(tmp_path) as gate:
+        for form in ("text", "json") * 4:
+            assert gate.client.get(path + form).status_code == 200
+    assert len(built) == num
 
 
 def test_server_info_has_no_names_of_files_with_private_keys() -> None:
