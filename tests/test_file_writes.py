@@ -53,7 +53,7 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/weights/weight_file.py": "open",
     },
     "Of something that is no file.": {
-        "stages/ingest/prompt_processor.py": "truncate",
+        "stages/ingest/prompts/prompt_processor.py": "truncate",
     },
     "In a folder that tempfile has made for this process, with mode 0700.": {
         "pipeline/cli/check/command.py": "mkdir",

@@ -17,7 +17,7 @@ from pipeline.grammars.worker import LENGTH, Worker
 from pipeline.runtime.messages import Failure, Grammar
 from pipeline.runtime.process import suspension
 from pipeline.runtime.queues.fair_gate import FairGate
-from pipeline.stages.ingest.prompt_processor import RequestRejected
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 
 MAX_KNOWN = 256
 """Outcomes in the cache."""

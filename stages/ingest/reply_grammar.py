@@ -4,7 +4,7 @@ Pure."""
 import msgspec
 
 from pipeline.runtime.messages import ChatPrompt, Failure, GenerationOptions, Grammar, Submit
-from pipeline.stages.ingest.prompt_processor import RequestRejected
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.chat_formats import ChatFormats, SchemasTooLarge
 from pipeline.text.formats.reasoning import ReasoningFormat
 

@@ -14,7 +14,7 @@ import asyncio
 import functools
 import sys
 import time
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import msgspec
 import numpy as np
@@ -23,21 +23,24 @@ from tokenizers import Tokenizer
 
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import Failure, GenerationOptions, IdsPrompt, Launch, Submit
+from pipeline.runtime.messages import Failure, IdsPrompt, Launch, Submit
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.process import heap
-from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.runtime.stage import Stage
-from pipeline.runtime.topology import SCHEDULE
 from pipeline.runtime.transport.async_inbox import AsyncInbox
-from pipeline.stages.ingest import grammar_checker, prompt_processor, reply_grammar
+from pipeline.stages.ingest import grammar_checker, reply_grammar
 from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
-from pipeline.stages.ingest.prompt_echo import PromptEcho
-from pipeline.stages.ingest.prompt_processor import Ids, PromptProcessor, RequestRejected, cost_chars
+from pipeline.stages.ingest.outcomes import Outcomes
+from pipeline.stages.ingest.prompts import prompt_processor
+from pipeline.stages.ingest.prompts.ids import Ids
+from pipeline.stages.ingest.prompts.prompt_cost import cost_chars
+from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
+from pipeline.stages.ingest.prompts.prompt_preparer import PromptPreparer
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.stages.ingest.retry_queue import RetryQueue
 from pipeline.stages.ingest.submit_queue import MIN_CHARS, Key, SubmitQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
@@ -48,9 +51,6 @@ LONG_CHARS = 20_000
 
 VERY_LONG_CHARS = 100_000
 """Prompts of this length or more have threads of their own: those of shorter ones are free again after 50 ms or so."""
-
-TRIM_CHARS = 500_000
-"""After encoding this many characters or more, the memory that it took is given back: hundreds of megabytes."""
 
 MANY_IDS = 10_000
 """This many ids or more are decoded in a thread."""
@@ -66,18 +66,6 @@ SLICE_S = 0.01
 
 SWITCH_S = 0.001
 """How long the loop waits for the GIL while a thread renders a template; Python's default is 5 ms."""
-
-
-class PreparedPrompt(NamedTuple):
-    """A prompt that is ready to be computed, and the parts of it that the reply shows."""
-
-    ids: Ids
-    max_tokens: int
-    options: GenerationOptions
-    text: str | None
-    token_strs: list[str] | None
-    pieces: list[bytes] | None
-    tail: str | None
 
 
 def run(launch: Launch) -> None:
@@ -124,11 +112,10 @@ class IngestStage:
         self._stage = stage
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
-        self._prompt_echo = PromptEcho(tokenizer)
         self._long, self._very_long = long, very_long
         self._tasks = tasks
-        self._packer = msgspec.msgpack.Encoder()
-        self._prompt_processor: PromptProcessor | None = None
+        self._preparer: PromptPreparer | None = None
+        """From `Start` on."""
         self._waiting = SubmitQueue(stage.launch.crash_counts)
         self._encoding: dict[Key, tuple[Submit, asyncio.Task[None]]] = {}
         title = f"pipeline: {stage.launch.name} grammars"
@@ -139,6 +126,7 @@ class IngestStage:
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()
+        self._outcomes = Outcomes(stage, self._retry_queue, self._metrics)
         stage.control_requests.own_counts = lambda: self._metrics.counts(len(self._waiting), len(self._encoding))
         self._stopping = False
         self._is_turn_due = False
@@ -167,13 +155,13 @@ class IngestStage:
     @property
     def _has_work(self) -> bool:
         """Whether prompts can be prepared now. Requests that overtake `Start` wait for it."""
-        return self._prompt_processor is not None and self._waiting.may_pop
+        return self._preparer is not None and self._waiting.may_pop
 
     @property
     def _may_work_alone(self) -> bool:
         """Whether a suspect can be prepared now. In a replay, it is when it was."""
         is_idle = not (self._long.num_running or self._very_long.num_running)
-        return self._prompt_processor is not None and self._waiting.may_pop_suspect and is_idle
+        return self._preparer is not None and self._waiting.may_pop_suspect and is_idle
 
     def _hold_others(self) -> None:
         """While there are suspects, threads begin nothing else. Call it when that may have changed, so that a suspect
@@ -194,7 +182,7 @@ class IngestStage:
                 self._stage.arrays.released(message)
             case m.Start(facts):
                 settings = self._stage.settings
-                self._prompt_processor = prompt_processor.load(
+                processor = prompt_processor.load(
                     self._stage.model_dir,
                     facts,
                     self._tokenizer,
@@ -204,6 +192,7 @@ class IngestStage:
                     excluded=self._excluded,
                     shows_tools=self._formats.shows_tools,
                 )
+                self._preparer = PromptPreparer(processor, PromptEcho(self._tokenizer), self._formats)
                 heap.freeze()
             case m.PeerRestarted():
                 self._peer_restarted(message)
@@ -274,6 +263,7 @@ class IngestStage:
             self._waiting.done(key)  # it is done, or waits for the check of its grammar
 
     def _begin(self, key: Key, submit: Submit) -> None:
+        assert self._preparer is not None
         began_s = self._stage.replay_context.monotonic()
         if (grammar := submit.options.grammar) is not None:
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, grammar))
@@ -284,12 +274,13 @@ class IngestStage:
             if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
-                self._admit(submit, began_s, self._prepare(submit, ids, is_short=True))
+                prepared = self._preparer.prepare(submit, ids, is_short=True)
+                self._outcomes.admit(self._preparer.processor, submit, began_s, prepared)
                 return
         except NeedsTime:
             pass  # a short chat with a slow template
         except RequestRejected as rejection:
-            self._reject(submit, rejection.failure)
+            self._outcomes.reject(submit, rejection.failure)
             return
         self._encoding[key] = submit, self._tasks.create_task(self._admit_from_thread(key, submit, began_s, ids))
 
@@ -312,7 +303,7 @@ class IngestStage:
         outcome = grammar_checker.decode_outcome(recorded)
         self._encoding.pop(key, None)
         if isinstance(outcome, RequestRejected):
-            self._reject(submit, outcome.failure)
+            self._outcomes.reject(submit, outcome.failure)
             return
         options = msgspec.structs.replace(submit.options, grammar=None, compiled_grammar=outcome)
         self._wait(key, msgspec.structs.replace(submit, options=options))
@@ -335,10 +326,11 @@ class IngestStage:
         return outcome, calls
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
+        assert self._preparer is not None
         cost = MIN_CHARS + cost_chars(submit) + (0 if ids is None else len(ids) * ID_CHARS)
         threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
         try:
-            work = functools.partial(self._prepare_in_thread, submit, ids, cost)
+            work = functools.partial(self._preparer.prepare_in_thread, submit, ids, cost)
             if self._waiting.is_suspect(submit):
                 outcome = await threads.run_alone(work)
             else:
@@ -348,9 +340,9 @@ class IngestStage:
                 try:
                     if isinstance(outcome, RequestRejected):
                         raise outcome
-                    self._admit(submit, began_s, outcome)
+                    self._outcomes.admit(self._preparer.processor, submit, began_s, outcome)
                 except RequestRejected as rejection:
-                    self._reject(submit, rejection.failure)
+                    self._outcomes.reject(submit, rejection.failure)
         finally:
             self._encoding.pop(key, None)
             if self._waiting.holds:
@@ -358,99 +350,10 @@ class IngestStage:
                 self._hold_others()
                 self._work_soon()
 
-    def _prepare_in_thread(
-        self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
-    ) -> PreparedPrompt | RequestRejected:
-        with breadcrumb.at(submit.request_id, submit.attempt):
-            try:
-                return self._prepare(submit, ids)
-            except RequestRejected as rejection:
-                return rejection.with_traceback(None)  # which keeps what was encoded
-            finally:
-                if cost >= TRIM_CHARS:
-                    heap.trim()
-
-    def _prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
-        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRejected, or
-        NeedsTime if it `is_short` but takes long."""
-        assert self._prompt_processor is not None
-        prompt, prompt_options = submit.prompt, submit.prompt_options
-        tail: str | None = None
-        if ids is None:
-            assert not isinstance(prompt, IdsPrompt)
-            embeds = submit.options.pooling != m.Pooling.NONE
-            template_s = submit.template_s or submit.arrival_s
-            reasoning = reply_grammar.format_of(submit, self._formats)
-            whole, stage = self._prompt_processor.encode(
-                prompt, prompt_options, template_s, is_short=is_short, embeds=embeds, reasoning=reasoning
-            )
-            ids = self._prompt_processor.cut(whole, submit)
-            if reasoning is not None and stage is not None:
-                is_whole = not prompt_options.truncates_right or len(ids) == len(whole)
-                tail = reasoning.tail_of(stage) if is_whole else ""
-        else:
-            ids = self._prompt_processor.cut(ids, submit)
-        max_tokens = self._prompt_processor.max_tokens(ids, submit)
-        options = self._prompt_processor.complete(submit.options, max_tokens)
-        options = reply_grammar.after_reasoning(options, tail, self._formats)
-        text = token_strs = pieces = None
-        if prompt_options.with_text:
-            is_cut = prompt_options.truncate != 0
-            text = self._prompt_echo.text(prompt, ids.tolist(), is_continued=max_tokens > 0, is_cut=is_cut)
-        if prompt_options.with_token_strs:
-            token_strs = self._prompt_echo.token_strs(ids.tolist())
-        if prompt_options.with_pieces:
-            pieces = self._prompt_echo.pieces(ids.tolist())
-        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail)
-
     def _given_ids(self, prompt: IdsPrompt) -> Ids:
         if isinstance(prompt.ids, bytes) and len(prompt.ids) % 4:
             raise RequestRejected(Failure(400, "the prompt's ids are not packed int32", "prompt"))
         return self._stage.arrays.take(prompt.ids, np.int32)
-
-    def _admit(self, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
-        """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises
-        RequestRejected."""
-        assert self._prompt_processor is not None
-        ids, max_tokens = prepared.ids, prepared.max_tokens
-        outputs = [self._stage.arrays.take(packed, np.int32) for packed in submit.outputs]
-        finishes = self._prompt_processor.check_outputs(outputs, submit, max_tokens)
-        gateway = f"gateway.{submit.gateway}"
-        array = self._stage.arrays.put(ids, readers=(gateway, SCHEDULE) if max_tokens else (gateway,))
-        done_s = self._stage.replay_context.monotonic()
-        self._record_accepted(submit, ids, began_s, done_s)
-        # The gateway first: it should have the prompt before any output comes.
-        echo = prepared.text, prepared.token_strs, began_s, done_s, prepared.pieces, prepared.tail
-        # As schedule gets it: submitted again, the request has only ids, which don't show how the reply begins.
-        grammar = prepared.options.compiled_grammar or None
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo, compiled_grammar=grammar)
-        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
-        if max_tokens == 0:
-            return
-        admit = m.Admit(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            gateway=submit.gateway,
-            arrival_s=submit.arrival_s,
-            prompt_ids=array,
-            options=msgspec.Raw(self._packer.encode(prepared.options)),
-            outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
-            finishes=finishes,
-            gateway_incarnation=submit.gateway_incarnation,
-        )
-        self._retry_queue.send(self._stage.outbox("schedule"), admit)
-
-    def _record_accepted(self, submit: Submit, ids: Ids, began_s: float, done_s: float) -> None:
-        """Count, log and trace an accepted prompt."""
-        self._metrics.accepted(len(ids), done_s - began_s)
-        self._stage.log.debug("tokenized", extra={"fields": {"request": f"{submit.request_id:x}", "tokens": len(ids)}})
-        if (trace := self._stage.trace).on:
-            trace.span("tokenize", began_s, done_s, {"tokens": len(ids)}, (submit.request_id,))
-
-    def _reject(self, submit: Submit, failure: Failure) -> None:
-        self._metrics.num_rejected += 1
-        rejected = m.Rejected(submit.request_id, submit.attempt, failure)
-        self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), rejected)
 
     def _abort(self, abort: m.Abort) -> None:
         """Reject a request that is still here. Schedule handles requests that have left, and single sequences."""
@@ -463,7 +366,7 @@ class IngestStage:
             task.cancel()
             self._waiting.done(key)
         if submit is not None:
-            self._reject(submit, Failure(499, "the request was aborted", code="aborted"))
+            self._outcomes.reject(submit, Failure(499, "the request was aborted", code="aborted"))
 
     def _num_open(self) -> int:
         arena = self._stage.arrays.arena

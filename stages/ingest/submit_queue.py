@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 
 from pipeline.runtime.messages import Submit
 from pipeline.runtime.queues.fair_queue import FairQueue
-from pipeline.stages.ingest.prompt_processor import cost_chars
+from pipeline.stages.ingest.prompts.prompt_cost import cost_chars
 
 MIN_CHARS = 1024
 """The least that a request costs in the queue."""

@@ -210,7 +210,7 @@ EFFECTS = {
     "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_one_reply",
     "chat.tool_call_parser": f"{GATEWAY}::test_tool_call_parser_selects_the_format_of_calls",
     "chat.allow_special_tokens_in_content": (
-        "tests/stages/ingest/test_content_specials.py::test_allow_special_tokens_in_content_encodes_them_as_such"
+        "tests/stages/ingest/prompts/test_content_specials.py::test_allow_special_tokens_in_content_encodes_them_as_such"
     ),
     "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }

@@ -26,7 +26,7 @@ from pipeline.stages.gateway.parsing.resumption import num_point_bytes, with_res
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 from pipeline.stages.gateway.zmq import errors as zmq_errors
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
-from pipeline.stages.ingest.content_specials import ContentSpecials
+from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.templates import conversation
 from pipeline.stages.ingest.templates.budget import STEPS_PER_S, Budget, OutOfTime
 from pipeline.stages.ingest.templates.conversation import BadChat

@@ -10,7 +10,7 @@ from pipeline.kernels.sampling.logits_processor_inputs import pack_runs
 from pipeline.kernels.sampling.logits_processors import forbidden_by
 from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.output_processor import OutputProcessor
-from pipeline.stages.ingest.bad_words import MAX_IDS
+from pipeline.stages.ingest.prompts.bad_words import MAX_IDS
 from pipeline.text.vocabulary import Vocabulary
 from tools.scaling_meter.case import MAX_BODY, Case
 

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from pipeline.runtime.messages import ChatPrompt
-from pipeline.stages.ingest.content_specials import with_masks
+from pipeline.stages.ingest.prompts.content_specials import with_masks
 from pipeline.text.formats.parsing.marks import pattern_of
 from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
 

@@ -11,7 +11,7 @@ from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.ingest.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
 
 CHATML = (

@@ -12,13 +12,9 @@ import pytest
 from pipeline.config.settings import LimitSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import (
-    EncodedPrompt,
-    PromptProcessor,
-    RequestRejected,
-    cost_chars,
-    num_chars,
-)
+from pipeline.stages.ingest.prompts.prompt_cost import cost_chars, num_chars
+from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.rig import PATIENCE_S, Rig
 from tests.slices import part_of
 from tests.stages.ingest import models as tiny
@@ -178,8 +174,8 @@ def test_prompts_with_a_grammar_wait_their_turn_like_others(rig: Rig) -> None:
 def test_too_many_ids_are_refused_before_they_become_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter would make a list of them, and of their offsets, while nothing else runs."""
     processor = tiny.prompts(tiny.byte_tokenizer(), tiny.facts(max_model_len=1000))
-    monkeypatch.setattr("pipeline.stages.ingest.prompt_processor._as_int32", pytest.fail)
-    monkeypatch.setattr("pipeline.stages.ingest.prompt_processor.MAX_SHOWN_IDS", 2000)
+    monkeypatch.setattr("pipeline.stages.ingest.prompts.prompt_processor.as_int32", pytest.fail)
+    monkeypatch.setattr("pipeline.stages.ingest.prompts.prompt_processor.MAX_SHOWN_IDS", 2000)
     for num, options, code in (
         (1001, m.PromptOptions(), "context_length_exceeded"),
         (2001, m.PromptOptions(any_length=True), "too_many_tokens"),

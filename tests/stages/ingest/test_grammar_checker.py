@@ -19,7 +19,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.process import suspension
 from pipeline.stages.ingest import grammar_checker
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
-from pipeline.stages.ingest.prompt_processor import RequestRejected
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.grammar.lark import LarkBuilder
 from tests.rig import Rig
 from tests.stages.execute.test_masks import DEEP, ENDLESS

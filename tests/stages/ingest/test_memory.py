@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.process import heap
-from pipeline.stages.ingest import stage as ingest_stage
+from pipeline.stages.ingest.prompts import prompt_preparer
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
@@ -25,10 +25,10 @@ def test_memory_is_given_back_after_a_long_prompt(
     monkeypatch.setattr(heap, "trim", lambda: trimmed.append(threading.current_thread().name))
     with Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig:
         rig.start(tiny.facts(max_model_len=512 if is_refused else 1_000_000))
-        rig.send(tiny.submit("x" * (ingest_stage.TRIM_CHARS // 10), request_id=1), "gateway.0")
+        rig.send(tiny.submit("x" * (prompt_preparer.TRIM_CHARS // 10), request_id=1), "gateway.0")
         rig.receive("gateway", m.Rejected if is_refused else m.Accepted)
         assert not trimmed
-        rig.send(tiny.submit("x" * ingest_stage.TRIM_CHARS, request_id=2), "gateway.0")
+        rig.send(tiny.submit("x" * prompt_preparer.TRIM_CHARS, request_id=2), "gateway.0")
         rig.receive("gateway", m.Rejected if is_refused else m.Accepted)
         (thread,) = trimmed
         assert thread.startswith("encode-long"), "not in the loop"

@@ -10,7 +10,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import PromptOptions
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.bad_words import BadWord, as_ids
+from pipeline.stages.ingest.prompts.bad_words import BadWord, as_ids
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

@@ -16,7 +16,7 @@ from pipeline.runtime.process import black_box
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
-from pipeline.stages.ingest.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny

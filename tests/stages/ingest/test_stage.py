@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
-from pipeline.stages.ingest.prompt_processor import EncodedPrompt, PromptProcessor
+from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

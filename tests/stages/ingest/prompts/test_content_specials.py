@@ -8,8 +8,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest import prompt_processor
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRejected
+from pipeline.stages.ingest.prompts import prompt_processor
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.stages.ingest import models as tiny
 
 BOS, EOS = 256, 257

@@ -33,18 +33,19 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
-from pipeline.stages.ingest import bad_words
-from pipeline.stages.ingest.bad_words import BadWord
-from pipeline.stages.ingest.content_specials import ContentSpecials
-from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.templates import chat_templates, conversation
+from pipeline.stages.ingest.prompts import bad_words
+from pipeline.stages.ingest.prompts.bad_words import BadWord
+from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
+from pipeline.stages.ingest.prompts.ids import Ids, as_int32
+from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
+from pipeline.stages.ingest.prompts.prompt_cost import num_chars
+from pipeline.stages.ingest.prompts.rejection import RequestRejected, param_of, received_rejection, rejection
+from pipeline.stages.ingest.templates import chat_templates
 from pipeline.stages.ingest.templates.budget import OutOfTime
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.conversation import BadChat
 from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLong
 from pipeline.text.formats.reasoning import ReasoningFormat, ReasoningStage
-
-Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 PLAIN = PromptOptions()
 LIMITS = LimitSettings()
@@ -56,25 +57,8 @@ UNBOUNDED_CHARS_PER_ID = 256
 TEMPLATE_GROWTH = 4
 """How many times the length of its messages a chat with `any_length` or `truncate` may have."""
 
-PART_IDS = 65536
-"""Ids that are converted at a time: about 2 ms."""
-
 NUM_KEPT = 4
 """Lists of bad words whose ids are kept, of several clients at once, and as many predictions: 8 MB each at most."""
-
-WORD_CHARS = 40
-"""The cost of tokenizing a short word, in characters of a long text."""
-
-ALLOWED_IDS_PER_CHAR = 64
-"""The same for allowed ids, of which there may be as many as the vocabulary has, for each of many prompts."""
-
-
-class RequestRejected(Exception):
-    """The request can't be served. Carries the failure for the client."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 class EncodedPrompt(NamedTuple):
@@ -157,12 +141,12 @@ class PromptProcessor:
         except RequestRejected:
             raise
         except Exception as error:  # the library raises nothing more precise
-            raise _rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
+            raise rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
         try:
-            return EncodedPrompt(_as_int32(ids), stage)
+            return EncodedPrompt(as_int32(ids), stage)
         except OverflowError as error:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
-            raise _rejection(message, prompt) from error
+            raise rejection(message, prompt) from error
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
         """The last `truncate` ids of a prompt, or the first. Raises RequestRejected."""
@@ -243,13 +227,13 @@ class PromptProcessor:
     def max_tokens(self, ids: Ids, submit: Submit) -> int:
         """Check everything that needs the ids. Returns the most tokens that may be generated. Raises
         RequestRejected."""
-        param = _param(submit.prompt)
+        param = param_of(submit.prompt)
         self._check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
             self._check_num(len(ids), submit.prompt, msgspec.structs.replace(submit.prompt_options, truncate=0))
             return 0
         if len(ids) == 0:
-            raise _rejection("the prompt is empty", submit.prompt)
+            raise rejection("the prompt is empty", submit.prompt)
         max_tokens, room = submit.options.max_tokens, self._max_model_len - len(ids)
         if room < 1 and (max_tokens != 0 or room < 0):
             raise self._too_long(str(len(ids)), param, embeds=submit.options.pooling != Pooling.NONE)
@@ -281,13 +265,13 @@ class PromptProcessor:
         finishes = bytearray()
         for index, ids in enumerate(outputs):
             if len(ids) > max_tokens:
-                raise _received_rejection(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
+                raise received_rejection(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
                 wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise _received_rejection(index, f"has an unknown id: {self._unknown(wrong)}")
+                raise received_rejection(index, f"has an unknown id: {self._unknown(wrong)}")
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
-                raise _received_rejection(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
+                raise received_rejection(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
 
@@ -303,7 +287,7 @@ class PromptProcessor:
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
         place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else _param(prompt)
+        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else param_of(prompt)
         raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(ids[place]))}", param))
 
     def _unknown(self, token_id: int) -> str:
@@ -315,23 +299,23 @@ class PromptProcessor:
         of them in 30 ms, in which no other thread runs."""
         if options.any_length and num_ids > MAX_SHOWN_IDS and not options.truncate:
             message = f"the prompt has {num_ids} tokens, the limit is {MAX_SHOWN_IDS}"
-            raise RequestRejected(Failure(400, message, _param(prompt), "too_many_tokens"))
+            raise RequestRejected(Failure(400, message, param_of(prompt), "too_many_tokens"))
         if not options.any_length and not options.truncate and num_ids > self._max_model_len:
-            raise self._too_long(str(num_ids), _param(prompt), embeds=embeds)
+            raise self._too_long(str(num_ids), param_of(prompt), embeds=embeds)
 
     def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
         """Refuse invalid text, and text that can't fit whatever its ids are."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError:
-            raise _rejection("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
+            raise rejection("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
         is_complete = not (options.any_length or options.truncate)
         if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
-            raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", _param(prompt))
+            raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", param_of(prompt))
         if num_bytes > (most := self._limits.max_prompt_bytes):
             # The gateway has checked the size of the messages, but not of what the template makes of them.
             message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
-            raise RequestRejected(Failure(400, message, _param(prompt), "prompt_too_large"))
+            raise RequestRejected(Failure(400, message, param_of(prompt), "prompt_too_large"))
 
     def _render(
         self,
@@ -407,36 +391,3 @@ def load(
         excluded=excluded,
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
     )
-
-
-def _as_int32(ids: list[int]) -> Ids:
-    """In parts, between which other threads run. Raises OverflowError."""
-    parts = [np.array(ids[begin : begin + PART_IDS], np.int32) for begin in range(0, len(ids), PART_IDS)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-
-def cost_chars(submit: Submit) -> int:
-    """About the cost of encoding a request, in characters of a long text."""
-    prompt = submit.prompt
-    size = 0 if isinstance(prompt, IdsPrompt) else num_chars(prompt)
-    words = submit.options.bad_words
-    num_allowed = len(submit.options.allowed_ids) // 4
-    size += len(submit.options.prediction) + num_allowed // ALLOWED_IDS_PER_CHAR
-    return size + sum(map(len, words)) + WORD_CHARS * len(words)
-
-
-def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
-    """About how long a prompt is, without its template."""
-    return len(prompt.text) if isinstance(prompt, TextPrompt) else conversation.num_chars(prompt)
-
-
-def _param(prompt: Prompt) -> str:
-    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-
-
-def _rejection(message: str, prompt: Prompt) -> RequestRejected:
-    return RequestRejected(Failure(400, message, _param(prompt)))
-
-
-def _received_rejection(index: int, problem: str) -> RequestRejected:
-    return RequestRejected(Failure(400, f"received[{index}] {problem}", "received"))

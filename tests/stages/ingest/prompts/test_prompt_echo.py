@@ -9,7 +9,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import PromptOptions
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.ingest.prompt_echo import PromptEcho
+from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
 from pipeline.stages.ingest.stage import MANY_IDS
 from tests.rig import Rig
 from tests.stages.detokenize.vocabularies import byte_fallback, byte_ids

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest.bad_words import MAX_CHARS, MAX_IDS, BadWord, as_ids
+from pipeline.stages.ingest.prompts.bad_words import MAX_CHARS, MAX_IDS, BadWord, as_ids
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 

@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers import models as tokenizer_models
 
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest import prompt_processor
-from pipeline.stages.ingest.longest_id import longest_id_bytes
-from pipeline.stages.ingest.prompt_processor import PromptProcessor, RequestRejected
+from pipeline.stages.ingest.prompts import prompt_processor
+from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.fakes import inline
 from tests.stages.ingest import models as tiny
 
@@ -332,7 +333,7 @@ def test_a_prediction_lets_other_threads_run_and_only_what_fits_is_tokenized(
 
 def test_no_call_in_a_stage_holds_the_lock_while_it_tokenizes() -> None:
     """Of the tokenizer's calls, only those of batches let other threads run."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     found = [
         f"{path.relative_to(root)}: {match[0]}"
         for folder in ("ingest", "detokenize", "gateway", "schedule", "execute")

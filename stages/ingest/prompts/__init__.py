@@ -1,0 +1,1 @@
+"""Prompts become ids: rendered, tokenized, cut to length and checked."""

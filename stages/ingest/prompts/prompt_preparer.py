@@ -1,0 +1,82 @@
+"""Prepares prompts: rendered, tokenized, cut and checked, with what the reply shows of them."""
+
+from typing import NamedTuple
+
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages import GenerationOptions, IdsPrompt, Submit
+from pipeline.runtime.process import heap
+from pipeline.runtime.process.black_box import Breadcrumb
+from pipeline.stages.ingest import reply_grammar
+from pipeline.stages.ingest.prompts.ids import Ids
+from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor, RequestRejected
+from pipeline.text.formats.chat_formats import ChatFormats
+
+TRIM_CHARS = 500_000
+"""After encoding this many characters or more, the memory that it took is given back: hundreds of megabytes."""
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt that is ready to be computed, and the parts of it that the reply shows."""
+
+    ids: Ids
+    max_tokens: int
+    options: GenerationOptions
+    text: str | None
+    token_strs: list[str] | None
+    pieces: list[bytes] | None
+    tail: str | None
+
+
+class PromptPreparer:
+    """Its methods run in any thread."""
+
+    def __init__(self, processor: PromptProcessor, prompt_echo: PromptEcho, formats: ChatFormats) -> None:
+        self.processor = processor
+        self._prompt_echo = prompt_echo
+        self._formats = formats
+
+    def prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
+        """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRejected, or
+        NeedsTime if it `is_short` but takes long."""
+        prompt, prompt_options = submit.prompt, submit.prompt_options
+        tail: str | None = None
+        if ids is None:
+            assert not isinstance(prompt, IdsPrompt)
+            embeds = submit.options.pooling != m.Pooling.NONE
+            template_s = submit.template_s or submit.arrival_s
+            reasoning = reply_grammar.format_of(submit, self._formats)
+            whole, stage = self.processor.encode(
+                prompt, prompt_options, template_s, is_short=is_short, embeds=embeds, reasoning=reasoning
+            )
+            ids = self.processor.cut(whole, submit)
+            if reasoning is not None and stage is not None:
+                is_whole = not prompt_options.truncates_right or len(ids) == len(whole)
+                tail = reasoning.tail_of(stage) if is_whole else ""
+        else:
+            ids = self.processor.cut(ids, submit)
+        max_tokens = self.processor.max_tokens(ids, submit)
+        options = self.processor.complete(submit.options, max_tokens)
+        options = reply_grammar.after_reasoning(options, tail, self._formats)
+        text = token_strs = pieces = None
+        if prompt_options.with_text:
+            is_cut = prompt_options.truncate != 0
+            text = self._prompt_echo.text(prompt, ids.tolist(), is_continued=max_tokens > 0, is_cut=is_cut)
+        if prompt_options.with_token_strs:
+            token_strs = self._prompt_echo.token_strs(ids.tolist())
+        if prompt_options.with_pieces:
+            pieces = self._prompt_echo.pieces(ids.tolist())
+        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail)
+
+    def prepare_in_thread(
+        self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb
+    ) -> PreparedPrompt | RequestRejected:
+        """The same in a thread, whose `breadcrumb` names the request meanwhile. `cost` is in characters."""
+        with breadcrumb.at(submit.request_id, submit.attempt):
+            try:
+                return self.prepare(submit, ids)
+            except RequestRejected as rejection:
+                return rejection.with_traceback(None)  # which keeps what was encoded
+            finally:
+                if cost >= TRIM_CHARS:
+                    heap.trim()
