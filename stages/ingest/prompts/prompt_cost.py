@@ -1,4 +1,4 @@
-"""What it costs to encode a request, known before it is encoded: who waits behind it depends on that."""
+"""What it costs to encode a request, known before it is encoded: it decides how long others wait."""
 
 from pipeline.runtime.messages import ChatPrompt, IdsPrompt, Submit, TextPrompt
 from pipeline.stages.ingest.templates import conversation
