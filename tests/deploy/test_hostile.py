@@ -244,7 +244,7 @@ async def test_beyond_the_limit_idle_connections_end_and_others_are_refused(monk
             writer.close()
 
 
-async def test_requests_that_wait_for_a_replica_go_on_in_turns_when_there_is_one():
+async def test_requests_that_wait_for_a_replica_go_on_in_turns_when_there_is_one(monkeypatch: pytest.MonkeyPatch):
     """They may be a thousand, and each takes a part of a millisecond to choose one and to be sent."""
     replica, loop = FakeReplica(num_tokens=1), asyncio.get_running_loop()
     num, done, nums = 4 * NUM_REQUESTS, list[str](), list[int]()
@@ -266,7 +266,7 @@ async def test_requests_that_wait_for_a_replica_go_on_in_turns_when_there_is_one
             async with client.post("/v1/completions", json=BODY) as response:
                 done.append(await response.text())
 
-        routed.route = counted
+        monkeypatch.setattr(routed, "route", counted)
         replica.health = 503, {"status": "recovering"}
         async with asyncio.timeout(PATIENCE_S):
             while any(one.status == "ok" for one in routed.infos()):

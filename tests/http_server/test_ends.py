@@ -50,9 +50,8 @@ async def test_a_reply_is_whole_behind_a_compressed_body_that_no_route_has_read(
 
     is_chunked = framing.startswith(b"T")
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BOMB), BOMB) if is_chunked else BOMB
-    app_options = {"tls": context() if tls else None}
     begin = time.monotonic()
-    async with serving(handle, **app_options) as address:
+    async with serving(handle, tls=context() if tls else None) as address:
         answer = await sent(address, tls, [HEAD, framing, body[:-1000], body[-1000:]])
     assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\r\n\r\n" + REPLY)
     assert time.monotonic() - begin < ends.DROP_S
