@@ -3,23 +3,19 @@
 import asyncio
 import contextlib
 import gzip
-import itertools
 import json
 import socket
-import threading
 import tracemalloc
 from typing import Any
 
 import pytest
 
-from pipeline.deploy import exposition
 from pipeline.deploy.ingress import Ingress
 from pipeline.deploy.proxy import relay
 from pipeline.http_server import body_reader, listener, upload_budget
 from pipeline.http_server.body_reader import BodyReader
 from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.http_server.request_turns import NUM_REQUESTS
 from pipeline.http_server.upload_budget import NUM_BODIES
 from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.runtime.security.api_keys import Keys
@@ -242,84 +238,6 @@ async def test_beyond_the_limit_idle_connections_end_and_others_are_refused(monk
             assert await asyncio.wait_for(refused[0].read(), PATIENCE_S) == b""
         for _, writer in (idle, refused, *busy):
             writer.close()
-
-
-async def test_requests_that_wait_for_a_replica_go_on_in_turns_when_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    """They may be a thousand, and each takes a part of a millisecond to choose one and to be sent."""
-    replica, loop = FakeReplica(num_tokens=1), asyncio.get_running_loop()
-    num, done, nums = 4 * NUM_REQUESTS, list[str](), list[int]()
-    async with deployed(replica) as (ingress, client):
-        routed, taken = ingress._replicas.routed, list[int]()
-        route = routed.route
-
-        def counted(*args: Any) -> Any:
-            lease = route(*args)
-            taken.append(1)
-            return lease
-
-        def count() -> None:
-            nums.append(len(taken))
-            if len(done) < num:
-                loop.call_soon(count)
-
-        async def complete() -> None:
-            async with client.post("/v1/completions", json=BODY) as response:
-                done.append(await response.text())
-
-        monkeypatch.setattr(routed, "route", counted)
-        replica.health = 503, {"status": "recovering"}
-        async with asyncio.timeout(PATIENCE_S):
-            while any(one.status == "ok" for one in routed.infos()):
-                await asyncio.sleep(0.01)
-        tasks = [asyncio.create_task(complete()) for _ in range(num)]
-        async with asyncio.timeout(PATIENCE_S):
-            while ingress.relay.num_open < min(num, 100):  # what the client's pool has
-                await asyncio.sleep(0.01)
-            count()
-            replica.health = 200, {"status": "ok"}
-            await asyncio.gather(*tasks)
-        assert max(b - a for a, b in itertools.pairwise(nums)) <= NUM_REQUESTS
-
-
-async def test_metrics_of_many_replicas_are_written_beside_the_loop_and_once_a_second(monkeypatch: pytest.MonkeyPatch):
-    """Without a key: those of 32 replicas with a thousand keys each took the loop 0.4 s, and each request 25 MB."""
-    begun, go_on, threads = threading.Event(), threading.Event(), list[threading.Thread]()
-
-    def of_replicas(_: object) -> str:
-        threads.append(threading.current_thread())
-        begun.set()
-        assert go_on.wait(PATIENCE_S)
-        return "pipeline_x 1\n"
-
-    monkeypatch.setattr(exposition, "of_replicas", of_replicas)
-    async with deployed(FakeReplica()) as (_, client):
-
-        async def all_metrics() -> str:
-            async with client.get("/metrics?replicas=1") as response:
-                return await response.text()
-
-        asked = [asyncio.create_task(all_metrics()) for _ in range(4)]
-        async with asyncio.timeout(PATIENCE_S):
-            while not begun.is_set():
-                await asyncio.sleep(0.01)
-            async with client.get("/live") as response:
-                assert response.status == 200
-        go_on.set()
-        texts = await asyncio.gather(*asked)
-        assert all(text.endswith("pipeline_x 1\n") and "pipeline_ingress_requests_total" in text for text in texts)
-        assert len(threads) == 1 and threads[0] is not threading.main_thread()
-
-
-async def test_the_replicas_metrics_are_fetched_once_however_often_they_are_asked_for():
-    replica = FakeReplica()
-    async with deployed(replica) as (_, client):
-
-        async def fetch() -> None:
-            async with client.get("/metrics?replicas=1") as response:
-                assert response.status == 200
-
-        await asyncio.gather(*(fetch() for _ in range(20)))
-        assert len(replica.seen) == 1
 
 
 @pytest.mark.parametrize("num_sent", [LARGE, 10])
