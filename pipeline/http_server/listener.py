@@ -188,6 +188,8 @@ class HttpConnection(web.RequestHandler):
         if not is_lost and is_compressed(request) and not request.content.is_eof():
             self._rest.is_on = True
             self.wait_turn()
+            if self.transport is not None and self.transport.can_write_eof():
+                self.transport.write_eof()  # a client that reads to the end need not wait, too
             await self._rest.wait()
         return response, is_lost
 
