@@ -66,6 +66,7 @@ LONG = (
     # Limits that tests/stages and tests/supervisor have.
     "tests/e2e/http/test_admission.py::test_a_batch_past_its_deadline_returns_its_partial_outputs",
     "tests/e2e/test_observability.py::test_top_shows_a_hanging_stage_as_late_despite_a_long_health_timeout",
+    "tests/e2e/test_same_backend.py::test_a_reload_does_not_change_the_back_end",
     "tests/e2e/test_settings.py::test_health_timeout_s_limits_a_stage_s_answer",
     # One of several formats, features or ways.
     "tests/e2e/client/test_llm.py::test_threads_can_share_one_llm",

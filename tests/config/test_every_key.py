@@ -99,7 +99,7 @@ EFFECTS = {
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
     "gateway.page": "tests/stages/gateway/page/test_files.py::test_the_page_can_be_turned_off",
-    "gateway.admin_host": f"{SERVER}::test_admin_host_sets_the_address_of_the_admin_listener",
+    "gateway.admin_host": f"{SERVER}::test_the_admin_listener_s_address_and_the_sizes_of_arenas_are_set",
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
     "ingest.arena_bytes": "tests/stages/ingest/test_stage.py::test_a_full_arena_sends_ids_inline",
@@ -170,7 +170,7 @@ EFFECTS = {
     "execute.all_reduce": f"{CUDA_RANKS}::test_two_processes_exchange_sums_in_symmetric_memory",
     "execute.barrier_timeout_s": f"{RANKS}::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "execute.num_threads": f"{BACKEND}::test_threads_end_with_the_program_and_closing_twice_is_harmless",
-    "execute.arena_bytes": f"{SERVER}::test_arena_bytes_set_the_sizes_of_arenas",
+    "execute.arena_bytes": f"{SERVER}::test_the_admin_listener_s_address_and_the_sizes_of_arenas_are_set",
     "detokenize.replicas": REPLICAS,
     "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_limits_the_start",
     "supervisor.prepare_timeout_s": (

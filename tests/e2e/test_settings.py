@@ -18,16 +18,6 @@ LATE_S = 5.0
 """Longer than the default timeout plus the gateway's margin."""
 
 
-def test_admin_host_sets_the_address_of_the_admin_listener() -> None:
-    with Server("gateway.admin_port=0", "gateway.admin_host=127.0.0.2", options=("--instant",)) as server:
-        match = re.search(r"admin=http://(127\.0\.0\.2):(\d+)", server.wait_for_line("ready on", 1))
-        assert match
-        with urllib.request.urlopen(f"http://{match[1]}:{match[2]}/health", timeout=30) as health:
-            assert health.status == 200
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(match[2])), timeout=30)
-
-
 def test_start_timeout_s_limits_the_start() -> None:
     with Server("supervisor.start_timeout_s=0.001", until_ready=False, options=("--instant",)) as server:
         server.wait_for_line(
@@ -58,11 +48,16 @@ def test_health_timeout_s_limits_a_stage_s_answer() -> None:
         assert answers[0]["status"] == "ok"
 
 
-def test_arena_bytes_set_the_sizes_of_arenas() -> None:
+def test_the_admin_listener_s_address_and_the_sizes_of_arenas_are_set() -> None:
     sizes = {"ingest": 2**20, "schedule": 2**21, "execute": 2**22 + 2**20}
     sets = [f"{stage}.arena_bytes={size}" for stage, size in sizes.items()]
+    sets += ["gateway.admin_port=0", "gateway.admin_host=127.0.0.2"]
     with Server(*sets, options=("--instant",)) as server:
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        match = re.search(r"admin=http://(127\.0\.0\.2):(\d+)", server.wait_for_line("ready on", 1))
+        assert match
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(match[2])), timeout=30)
+        with urllib.request.urlopen(f"http://{match[1]}:{match[2]}/metrics", timeout=30) as response:
             metrics = response.read().decode()
         found = dict(re.findall(r'pipeline_stage_arena_bytes\{.*?stage="(\w+)\.0".*?\} ([\d.e+]+)', metrics))
         assert {stage: float(size) for stage, size in found.items() if stage in sizes} == sizes
