@@ -27,6 +27,10 @@ LONG = (
     "tests/e2e/http/test_open_bytes.py",
     "tests/cli/test_check_model.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/test_check_model.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
+    "tests/cli/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
+    "tests/cli/test_check_model.py::test_one_broken_program_fails_alone",
+    "tests/cli/test_check_model.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
+    "tests/cli/test_profile_command.py::test_a_shape_is_profiled_on_this_machine",
     "tests/stages/execute/test_smollm2.py::test_twenty_prompts_at_once_continue_like_the_reference",
     # A server of its own: tests/e2e/http/test_auth.py has the same parts of one that runs already.
     "tests/e2e/http/test_named_keys.py",
@@ -59,6 +63,7 @@ LONG = (
     "tests/e2e/test_recovery.py::test_no_client_notices_restarts_on_purpose",
     "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each",
     "tests/e2e/test_speculation.py::test_texts_are_the_same_also_when_the_executor_dies",
+    "tests/stages/ingest/test_fairness.py::test_fair_turns_are_replayed[False",
     # It compiles a library of its own; tests/kernels/cpu/test_build.py tests how, and with which options.
     "tests/stages/execute/test_quick_library.py",
     # The table beside it has the results; this one asks llama.cpp, whose library npm fetches.

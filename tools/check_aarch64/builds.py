@@ -45,9 +45,10 @@ class Toolchain:
         flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
         return self._compile(out, (*flags, *ONLY_DRIVER), DRIVER, "-ldl")
 
-    def run(self, driver: Path, library: Path, num_threads: int, out: Path) -> Path:
-        """Run the driver with a library. Returns the file that it writes. Raises CheckError."""
-        _run((*self.runner, str(driver), str(library), str(num_threads), str(out)), RUN_TIMEOUT_S)
+    def run(self, driver: Path, library: Path, num_threads: int, out: Path, every: int = 1) -> Path:
+        """Run the driver with a library, and one of `every` models. Returns the file that it writes. Raises
+        CheckError."""
+        _run((*self.runner, str(driver), str(library), str(num_threads), str(out), str(every)), RUN_TIMEOUT_S)
         return out
 
     def _compile(self, out: Path, options: Sequence[str], source: Path, *libraries: str) -> Path:

@@ -349,12 +349,15 @@ constexpr Config CONFIGS[] = {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc != 4 || atoi(argv[2]) < 1) Library::fail("usage: driver LIBRARY THREADS FILE");
+    // Of the models, one of EVERY is computed.
+    const int every = argc == 5 ? atoi(argv[4]) : 1;
+    if (argc < 4 || argc > 5 || atoi(argv[2]) < 1 || every < 1)
+        Library::fail("usage: driver LIBRARY THREADS FILE [EVERY]");
     const Library library(argv[1]);
     FILE* file = fopen(argv[3], "wb");
     if (!file) Library::fail(std::string("can't write ") + argv[3]);
     ThreadPool* pool = library.thread_pool_new(atoi(argv[2]), 200);
-    for (const Config& config : CONFIGS) Driver(library, pool, config, file).run();
+    for (size_t i = 0; i < std::size(CONFIGS); i += every) Driver(library, pool, CONFIGS[i], file).run();
     library.thread_pool_delete(pool);
     if (fclose(file)) Library::fail(std::string("can't write ") + argv[3]);
     printf("interface %d, %zu models\n", library.abi_version(), std::size(CONFIGS));
