@@ -28,6 +28,7 @@ LONG = (
     "tests/cli/test_check_model.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/test_check_model.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/cli/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
+    "tests/cli/test_check_model.py::test_it_runs_as_a_command",
     "tests/cli/test_check_model.py::test_one_broken_program_fails_alone",
     "tests/cli/test_check_model.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
     "tests/cli/test_profile_command.py::test_a_shape_is_profiled_on_this_machine",
@@ -136,6 +137,7 @@ LONG = (
 
 FEW = {
     "tests/cli/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 8,
+    "tests/cli/test_check_model.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
     "tests/e2e/http/test_hostile.py::test_hostile_bodies": 2,
     "tests/kernels/cpu/test_logits_processors.py": 3,
     "tests/kernels/cpu/test_logprobs.py": 3,
@@ -200,6 +202,7 @@ FEW = {
     "tests/text/formats/test_family_grammars.py": 4,
     "tests/text/formats/test_grammars.py": 2,
     "tests/text/formats/test_parsers.py": 8,
+    "tests/tools/simulator/test_simulation.py::test_it_agrees_with_the_real_scheduler": 2,
 }
 """Prefixes of ids, and of how many cases of such a test one is run. At least `LEAST` of them are."""
 
