@@ -27,21 +27,23 @@ from pipeline.deploy.proxy.forwarding import head_bytes
 from pipeline.deploy.proxy.relay import NUM_HELD_BODIES, Relay
 from pipeline.deploy.proxy.upstream import ResponseCollector, Upstream, UpstreamLost, fetch
 from pipeline.deploy.replicas import ReplicaInfo, ReplicaSet
-from pipeline.http_server import body_reader, descriptors, expect
-from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server import expect
+from pipeline.http_server.access.cors import Cors
+from pipeline.http_server.access.guard import OpenPaths, current_scope
+from pipeline.http_server.access.key_accounts import ACCOUNT, KeyAccounts, add_limit_headers
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.body_reader import BodyReader
-from pipeline.http_server.connections import HttpConnections
-from pipeline.http_server.cors import Cors
+from pipeline.http_server.bodies import body_reader
+from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.guard import OpenPaths, current_scope
-from pipeline.http_server.key_accounts import ACCOUNT, KeyAccounts, add_limit_headers
 from pipeline.http_server.listener import BACKLOG, HttpListener
 from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
-from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
+from pipeline.http_server.sockets import descriptors
+from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.log.logs import LogFormat
 from pipeline.runtime.queues.work_pool import WorkPool

@@ -20,9 +20,9 @@ from aiohttp import web
 from pipeline.config.sections.access_log import STANDARD_ERROR, AccessLogSettings
 from pipeline.errors import UserError
 from pipeline.http_server import request_ids
+from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.error_responses import ERROR, REQUEST_ID, id_in_headers
 from pipeline.http_server.errors import truncated
-from pipeline.http_server.guard import current_scope
 from pipeline.runtime.log.log_file import LogWriter, RotatingFile, StandardError
 from pipeline.runtime.log.printable import json_printable, printable
 from pipeline.runtime.security.client_address import client_address

@@ -4,9 +4,9 @@ from http import HTTPStatus
 
 from aiohttp import HttpVersion11, web
 
+from pipeline.http_server.access.guard import Handle
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.guard import Handle
 from pipeline.http_server.server_header import set_server
 
 

@@ -16,17 +16,17 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from pipeline.http_server.arrivals import Arrivals
-from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.ends import DroppedRest, close_if_unclear, is_compressed
 from pipeline.http_server.error_responses import error_of_parser, error_parts
 from pipeline.http_server.head_limit import KEPT_HEAD_BYTES, MAX_HEADERS, HeadTooLarge, head_bytes, max_head_bytes
-from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
 from pipeline.http_server.refusal_log import RefusalLog, http_log, is_of_client
 from pipeline.http_server.request_turns import RequestTurns
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import set_server
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.sockets.arrivals import Arrivals
+from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.read_steps import STEP_BYTES, read_in_steps
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.runtime.security.client_address import client_address
 
 BACKLOG = 1024

@@ -12,7 +12,7 @@ import itertools
 
 from aiohttp import web
 
-from pipeline.http_server.guard import Handle, current_scope
+from pipeline.http_server.access.guard import Handle, current_scope
 from pipeline.runtime.queues.fair_queue import FairQueue
 from pipeline.runtime.security.client_address import client_address
 

@@ -3,7 +3,7 @@
 | | with API keys | without |
 |---|---|---|
 | key | required, except for GET and HEAD of `open_paths` | – |
-| `Host`, `Origin` | – | must be allowed (origins.py) |
+| `Host`, `Origin` | – | must be allowed (access/origins.py) |
 | content type of a POST | JSON | JSON |
 
 So each request has a key, or was not sent by a web page of another site, or only reads one of the open paths. The admin
@@ -13,11 +13,11 @@ listener has no keys, whether the server has some or not.
 from collections.abc import Container
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
+from pipeline.http_server.access.cors import Cors
+from pipeline.http_server.access.guard import Handle, require_allowed_origin, require_key
+from pipeline.http_server.access.origins import OriginPolicy
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.cors import Cors
 from pipeline.http_server.expect import refuse_unknown
-from pipeline.http_server.guard import Handle, require_allowed_origin, require_key
-from pipeline.http_server.origins import OriginPolicy
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.runtime.security.api_keys import Keys
 

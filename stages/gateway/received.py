@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pipeline.http_server.body_reader import Rest
+from pipeline.http_server.bodies.body_reader import Rest
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.admission.open_bytes import measured

@@ -15,13 +15,13 @@ import msgspec
 import uvloop
 
 from pipeline.client.connection.zmq_address import address_of
-from pipeline.http_server import descriptors
+from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.connections import HttpConnections, limit_of
-from pipeline.http_server.guard import OPEN_PATHS
 from pipeline.http_server.listener import HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
+from pipeline.http_server.sockets import descriptors
+from pipeline.http_server.sockets.connections import HttpConnections, limit_of
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology

@@ -12,11 +12,12 @@ import pytest
 
 from pipeline.deploy.ingress import Ingress
 from pipeline.deploy.proxy import relay
-from pipeline.http_server import body_reader, listener, upload_budget
-from pipeline.http_server.body_reader import BodyReader
-from pipeline.http_server.connections import HttpConnections
-from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.http_server.upload_budget import NUM_BODIES
+from pipeline.http_server import listener
+from pipeline.http_server.bodies import body_reader, upload_budget
+from pipeline.http_server.bodies.body_reader import BodyReader
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.upload_budget import NUM_BODIES
+from pipeline.http_server.sockets.connections import HttpConnections
 from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.runtime.security.api_keys import Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed

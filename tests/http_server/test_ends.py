@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from pipeline.http_server import ends
-from tests.http_server.test_kept_connections import HOST, serving
+from tests.http_server.sockets.test_kept_connections import HOST, serving
 from tests.rig import PATIENCE_S
 from tests.runtime.security.test_tls import CERT, KEY
 

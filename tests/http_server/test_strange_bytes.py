@@ -10,9 +10,9 @@ import pytest
 
 from pipeline.deploy.proxy.relay import Relay
 from pipeline.http_server import refusal_log
+from pipeline.http_server.access.guard import KEY_HEADER
 from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.guard import KEY_HEADER
 from pipeline.http_server.request_ids import HEADER as REQUEST_ID
 from pipeline.http_server.time_left import HEADER as TIME_LEFT
 from pipeline.runtime.resume_points import RESUMABLE, RESUME

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import inspect as types
 
 from pipeline.config.settings import ChatSettings
-from pipeline.http_server.abort_body import AbortBody
 from pipeline.http_server.apis.openai import error_json
-from pipeline.http_server.json_depth import check_depth
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.bodies.json_depth import check_depth
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings

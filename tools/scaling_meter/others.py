@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from pipeline.client import protocol as p
 from pipeline.deploy.proxy.resumable_stream import ResumableStream
 from pipeline.http_server import request_ids
-from pipeline.http_server.origins import _ABSOLUTE, _JSON
+from pipeline.http_server.access.origins import _ABSOLUTE, _JSON
 from pipeline.runtime import messages as m
 from pipeline.runtime.resume_points import PREFIX, RESUME
 from pipeline.runtime.security.api_keys import bearer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipeline.http_server.apis.openai import error_json
-from pipeline.http_server.body_reader import BodyReader, Rest
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.body_reader import BodyReader, Rest
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admission.open_bytes import measured
 from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.items import (

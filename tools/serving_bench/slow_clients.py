@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.http_server import descriptors  # noqa: E402
+from pipeline.http_server.sockets import descriptors  # noqa: E402
 from tests.stages.gateway.crowd import open_gate, serve_crowd  # noqa: E402
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 
 HIGH_BYTES = 64 * 1024
 """Bytes buffered for a client, from which on nothing more is read from its replica."""

@@ -15,11 +15,12 @@ from pipeline.deploy.proxy.deadline import TIMED_PATHS, Deadline
 from pipeline.deploy.proxy.forwarding import BODILESS
 from pipeline.deploy.proxy.relayed_request import RelayCounts, RelayedRequest
 from pipeline.deploy.replicas import ReplicaSet
-from pipeline.http_server import body_reader, time_left
-from pipeline.http_server.body_reader import BodyReader, OutOfTime
+from pipeline.http_server import time_left
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.bodies import body_reader
+from pipeline.http_server.bodies.body_reader import BodyReader, OutOfTime
 from pipeline.http_server.errors import overloaded, timeout_error
-from pipeline.http_server.guard import current_scope
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.routing.policies import Prompt
 
 NUM_HELD_BODIES = 256

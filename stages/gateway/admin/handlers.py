@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.http_server.abort_body import AbortBody
-from pipeline.http_server.guard import current_scope
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.bodies.abort_body import AbortBody
 from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m

@@ -1,6 +1,6 @@
 """The routes about the server and its model."""
 
-from pipeline.http_server.abort_body import AbortBody
+from pipeline.http_server.bodies.abort_body import AbortBody
 from pipeline.stages.gateway.admin.abort_requests import Aborted
 from pipeline.stages.gateway.admin.adapters import LoadAdapterBody, UnloadAdapterBody
 from pipeline.stages.gateway.admin.health import HealthBody

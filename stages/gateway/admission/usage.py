@@ -5,7 +5,7 @@ So a gateway that dies loses what its requests used since the last second, and t
 
 from typing import TYPE_CHECKING
 
-from pipeline.http_server.key_accounts import (
+from pipeline.http_server.access.key_accounts import (
     CACHED_TOKENS,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,

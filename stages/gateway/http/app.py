@@ -8,8 +8,8 @@ from aiohttp.typedefs import Handler
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server import expect
-from pipeline.http_server.cors import Cors
-from pipeline.http_server.key_accounts import add_limit_headers
+from pipeline.http_server.access.cors import Cors
+from pipeline.http_server.access.key_accounts import add_limit_headers
 from pipeline.http_server.server_header import add_headers
 from pipeline.stages.gateway.access_details import set_opened
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter

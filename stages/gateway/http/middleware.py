@@ -3,9 +3,9 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from pipeline.http_server.access.key_accounts import ACCOUNT
 from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.error_responses import REQUEST_ID, error_response
-from pipeline.http_server.key_accounts import ACCOUNT
 from pipeline.stages.gateway.errors import ApiError, shown
 from pipeline.stages.gateway.http.routes import meant_route
 

@@ -9,10 +9,11 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
-from pipeline.http_server import body_reader, expect, request_ids, time_left
-from pipeline.http_server.body_reader import BodyReader, OutOfTime, Rest
-from pipeline.http_server.guard import current_scope
-from pipeline.http_server.key_accounts import ACCOUNT, Account
+from pipeline.http_server import expect, request_ids, time_left
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.access.key_accounts import ACCOUNT, Account
+from pipeline.http_server.bodies import body_reader
+from pipeline.http_server.bodies.body_reader import BodyReader, OutOfTime, Rest
 from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.table import RequestTable

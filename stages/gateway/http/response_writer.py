@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from pipeline.http_server.slow_clients import (
+from pipeline.http_server.sockets.slow_clients import (
     HIGH_BYTES,
     PIECE_BYTES,
     SlowClientTimeout,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from pipeline.http_server.key_accounts import KeyAccounts
-from pipeline.http_server.slow_clients import UnreadReplies, max_unread_bytes
+from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.log.event_log import EventLog

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from pipeline.http_server.guard import PAGE, PAGE_PREFIX
+from pipeline.http_server.access.guard import PAGE, PAGE_PREFIX
 
 FOLDER = Path(__file__).parent / "static"
 INDEX = "index.html"

@@ -1,7 +1,7 @@
 """The start of a ZeroMQ client's connection: hello, and what the server answers."""
 
 from pipeline.client import protocol as p
-from pipeline.http_server.guard import unauthorized
+from pipeline.http_server.access.guard import unauthorized
 from pipeline.runtime import messages as m
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.stages.gateway.admin.server_info import recommended

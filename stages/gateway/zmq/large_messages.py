@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import NamedTuple
 
-from pipeline.http_server.body_reader import TURN_TIMEOUT_S
-from pipeline.http_server.large_body_lock import LargeBodyLock
+from pipeline.http_server.bodies.body_reader import TURN_TIMEOUT_S
+from pipeline.http_server.bodies.large_body_lock import LargeBodyLock
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admission.open_bytes import measured
 from pipeline.stages.gateway.errors import ApiError, overloaded

@@ -9,7 +9,7 @@ from msgspec import Meta, Raw
 from pipeline.client import protocol as p
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.http_server import request_ids
-from pipeline.http_server.json_depth import check_depth
+from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.apis.embeddings.parsing import embedding_request

@@ -20,9 +20,9 @@ from typing import assert_never
 import msgspec
 
 from pipeline.client import protocol as p
+from pipeline.http_server.access.guard import unauthorized
 from pipeline.http_server.access_log import AccessLog
-from pipeline.http_server.guard import unauthorized
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.access_details import log_zmq

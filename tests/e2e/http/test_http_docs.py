@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pipeline.config.settings import Settings
-from pipeline.http_server.guard import PAGE_PREFIX
+from pipeline.http_server.access.guard import PAGE_PREFIX
 from pipeline.stages.gateway.apis.tokens.parsing import PARAMS_UNSUPPORTED_FIELDS, GenerateSamplingParams
 from pipeline.stages.gateway.http.app import Api
 from pipeline.stages.gateway.http.routes import ROUTES

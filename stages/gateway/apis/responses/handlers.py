@@ -11,11 +11,11 @@ import msgspec
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
+from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.apis.responses import ResponsesFamily
-from pipeline.http_server.body_reader import TURN_TIMEOUT_S, Rest
-from pipeline.http_server.guard import current_scope
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.body_reader import TURN_TIMEOUT_S, Rest
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.runtime.security.client_address import client_address
 from pipeline.stages.gateway.access_details import log_background, set_opened

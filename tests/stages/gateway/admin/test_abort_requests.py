@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.http_server import abort_body
+from pipeline.http_server.bodies import abort_body
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin import abort_requests
 from tests.stages.gateway.gate import CHAT, COMPLETION, END, MODEL, Gate, events_of, read_until

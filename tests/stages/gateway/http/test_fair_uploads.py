@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.http_server import body_reader, upload_budget
-from pipeline.http_server.large_body_lock import LargeBodyLock
-from pipeline.http_server.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
+from pipeline.http_server.bodies import body_reader, upload_budget
+from pipeline.http_server.bodies.large_body_lock import LargeBodyLock
+from pipeline.http_server.bodies.upload_budget import NUM_BODIES, SMALL_BYTES, UploadBudget
 from pipeline.stages.gateway.errors import ApiError
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate, read_until

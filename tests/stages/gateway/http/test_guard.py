@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import Settings
-from pipeline.http_server.guard import OPEN_PATHS
+from pipeline.http_server.access.guard import OPEN_PATHS
 from pipeline.runtime import messages as m
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.stages.gateway.http.app import Api

@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.config.settings import KeySettings
+from pipeline.http_server.access.cors import EXPOSED
+from pipeline.http_server.access.key_accounts import Account, RateLimited
 from pipeline.http_server.apis.anthropic import AnthropicFamily
 from pipeline.http_server.apis.openai import duration, error_json
 from pipeline.http_server.apis.table import FAMILIES, OPENAI
-from pipeline.http_server.cors import EXPOSED
-from pipeline.http_server.key_accounts import Account, RateLimited
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.metrics.stats import KeyUsage
 from pipeline.runtime import messages as m
 from pipeline.runtime.security import key_usage

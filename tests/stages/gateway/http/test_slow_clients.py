@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.http_server import descriptors
+from pipeline.http_server.sockets import descriptors
 from tests.stages.gateway.crowd import open_gate, serve_crowd
 
 NUM_STREAMS, NUM_SLOW = 1000, 50

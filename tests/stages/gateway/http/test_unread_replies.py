@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.http_server import slow_clients
+from pipeline.http_server.sockets import slow_clients
 from pipeline.stages.gateway.admin.handlers import ServerApi
 from tests.rig import PATIENCE_S
 from tests.runtime.security.test_tls import CA

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.http_server import upload_budget
-from pipeline.http_server.large_body_lock import LARGE_BYTES
-from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
+from pipeline.http_server.bodies import upload_budget
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.upload_budget import MIN_BYTES_PER_S, NUM_BODIES, SMALL_BYTES, UploadBudget
 from pipeline.stages.gateway.apis.openai import parsing as parse
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
@@ -148,7 +148,7 @@ class TestSlowSenders:
 
     def test_the_slowest_are_given_up_and_only_as_many_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now_s = 0.0
-        monkeypatch.setattr("pipeline.http_server.upload_budget.time.monotonic", lambda: now_s)
+        monkeypatch.setattr("pipeline.http_server.bodies.upload_budget.time.monotonic", lambda: now_s)
         stopped: list[int] = []
         room = UploadBudget(MAX_BODY)
         uploads = [room.upload(functools.partial(stopped.append, place)) for place in range(NUM_BODIES)]
@@ -198,7 +198,7 @@ class TestBudgetIsReleased:
 
     def test_when_uploads_time_out(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch, ExitStack() as stack:
-            patch.setattr("pipeline.http_server.body_reader.BODY_TIMEOUT_S", 0.5)
+            patch.setattr("pipeline.http_server.bodies.body_reader.BODY_TIMEOUT_S", 0.5)
             for connection in [stack.enter_context(stuck(gate)) for _ in range(NUM_BODIES)]:
                 assert read_until(connection, b"}}").startswith(b"HTTP/1.1 408 ")
         assert_budget_is_free(gate)

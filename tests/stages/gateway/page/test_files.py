@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.http_server.guard import PAGE_PREFIX
+from pipeline.http_server.access.guard import PAGE_PREFIX
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.page import files
 from tests.stages.gateway.gate import CHAT, Gate

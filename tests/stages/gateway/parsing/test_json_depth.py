@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.http_server.json_depth import check_depth, depth_of
+from pipeline.http_server.bodies.json_depth import check_depth, depth_of
 from pipeline.stages.gateway.errors import ApiError
 
 LEAVES = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(alphabet='"\\[]{}aé\n', max_size=8)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipeline.client import protocol as p
-from pipeline.http_server.large_body_lock import LARGE_BYTES
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.zmq import large_messages
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, parse_generate

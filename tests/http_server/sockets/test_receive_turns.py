@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pipeline.http_server import receive_turns
-from pipeline.http_server.arrivals import Arrivals
-from pipeline.http_server.connections import Connection, HttpConnections
 from pipeline.http_server.listener import HttpConnection
-from pipeline.http_server.receive_turns import NUM_READS, ReceiveTurns
 from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.sockets import receive_turns
+from pipeline.http_server.sockets.arrivals import Arrivals
+from pipeline.http_server.sockets.connections import Connection, HttpConnections
+from pipeline.http_server.sockets.receive_turns import NUM_READS, ReceiveTurns
 from tests.http_server.listeners import LISTENERS, listener
 from tests.rig import PATIENCE_S
 

@@ -7,8 +7,8 @@ import pytest
 from aiohttp import web
 
 from pipeline.http_server.listener import BODY_STEP_BYTES, LARGE_BODY_BYTES, HttpConnection
-from pipeline.http_server.read_steps import STEP_BYTES
-from tests.http_server.test_kept_connections import HOST, answer, serving
+from pipeline.http_server.sockets.read_steps import STEP_BYTES
+from tests.http_server.sockets.test_kept_connections import HOST, answer, serving
 
 BODY_BYTES = 1024**2
 HEAD = b"POST / HTTP/1.1\r\n" + HOST

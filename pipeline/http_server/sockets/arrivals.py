@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pipeline.http_server.connections import HttpConnections
-from pipeline.http_server.read_steps import STEP_BYTES, read_in_steps
-from pipeline.http_server.receive_turns import ReceiveTurns
-from pipeline.http_server.wrong_scheme import WrongScheme
+from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.read_steps import STEP_BYTES, read_in_steps
+from pipeline.http_server.sockets.receive_turns import ReceiveTurns
+from pipeline.http_server.sockets.wrong_scheme import WrongScheme
 from pipeline.runtime.security.client_address import address_of
 
 ACCEPT_S = 0.002

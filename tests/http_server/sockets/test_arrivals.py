@@ -17,14 +17,14 @@ import uvloop
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
-from pipeline.http_server import arrivals, read_steps
-from pipeline.http_server.arrivals import MAX_UNTAKEN_BYTES, Arrivals, Handshake
-from pipeline.http_server.connections import NUM_HANDSHAKES, HttpConnections
 from pipeline.http_server.listener import HttpConnection
-from pipeline.http_server.read_steps import STEP_BYTES
-from pipeline.http_server.receive_turns import NUM_READS
+from pipeline.http_server.sockets import arrivals, read_steps
+from pipeline.http_server.sockets.arrivals import MAX_UNTAKEN_BYTES, Arrivals, Handshake
+from pipeline.http_server.sockets.connections import NUM_HANDSHAKES, HttpConnections
+from pipeline.http_server.sockets.read_steps import STEP_BYTES
+from pipeline.http_server.sockets.receive_turns import NUM_READS
 from pipeline.runtime.security.tls import server_context
-from tests.http_server.test_kept_connections import serving
+from tests.http_server.sockets.test_kept_connections import serving
 from tests.rig import PATIENCE_S
 from tests.runtime.security.test_tls import CA, CERT, KEY
 

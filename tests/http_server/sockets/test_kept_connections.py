@@ -14,16 +14,16 @@ import pytest
 from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings
-from pipeline.http_server.connections import HttpConnections
 from pipeline.http_server.listener import MAX_PIPELINED, HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.sockets.connections import HttpConnections
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 from pipeline.runtime.security.tls import server_context
 from tests.rig import PATIENCE_S
 
 MAX_HEADER_BYTES = 8190
-TLS = Path(__file__).parents[1] / "data/tls"
+TLS = Path(__file__).parents[2] / "data/tls"
 HOST = b"Host: localhost\r\n"
 
 

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from pipeline.http_server import descriptors
+from pipeline.http_server.sockets import descriptors
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.crowd import open_gate
 

@@ -2,7 +2,7 @@
 
 It runs before routing, so it also covers unknown paths and methods, and before any byte of the body is read or
 requested. A server with API keys requires one of them. A server without keys refuses requests that a web page of
-another site may have sent (see origins.py). Both refuse a body whose declared type is not JSON.
+another site may have sent (origins.py). Both refuse a body whose declared type is not JSON.
 """
 
 import re
@@ -13,9 +13,9 @@ from http import HTTPStatus
 from aiohttp import web
 
 from pipeline.http_server import request_ids
+from pipeline.http_server.access.origins import OriginPolicy, check_content_type
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError
-from pipeline.http_server.origins import OriginPolicy, check_content_type
 from pipeline.http_server.server_header import set_server
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys, bearer
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from pipeline.http_server.guard import Handle, current_scope
+from pipeline.http_server.access.guard import Handle, current_scope
 from pipeline.runtime.process import suspension
 from pipeline.runtime.security.client_address import client_address
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.http_server import slow_clients
-from pipeline.http_server.slow_clients import UnreadReplies
+from pipeline.http_server.sockets import slow_clients
+from pipeline.http_server.sockets.slow_clients import UnreadReplies
 
 KIB = 1024
 

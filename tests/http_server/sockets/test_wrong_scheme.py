@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.http_server.wrong_scheme import LINE_EVERY_S, WrongScheme
-from tests.http_server.test_arrivals import GET, LOOPS, TLS, answer, ask, hello, in_loop
-from tests.http_server.test_kept_connections import serving
+from pipeline.http_server.sockets.wrong_scheme import LINE_EVERY_S, WrongScheme
+from tests.http_server.sockets.test_arrivals import GET, LOOPS, TLS, answer, ask, hello, in_loop
+from tests.http_server.sockets.test_kept_connections import serving
 
 
 async def sent(address: tuple[str, int], data: bytes) -> bytes:
@@ -58,7 +58,7 @@ def test_a_flood_of_such_clients_has_one_line_in_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr("pipeline.http_server.wrong_scheme.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("pipeline.http_server.sockets.wrong_scheme.time.monotonic", lambda: now_s)
     scheme = WrongScheme(has_tls=True)
     ours, theirs = socket.socketpair()
     with ours, theirs:

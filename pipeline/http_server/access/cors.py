@@ -15,10 +15,10 @@ from aiohttp import web
 
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.config.values.browsers import ANY, is_token, parse_origin
+from pipeline.http_server.access.guard import Handle
 from pipeline.http_server.apis.table import FAMILIES
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
-from pipeline.http_server.guard import Handle
 from pipeline.http_server.server_header import set_server
 
 MAX_AGE_S = 600

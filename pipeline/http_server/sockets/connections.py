@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeline.http_server.descriptors import SPARE, num_open
-from pipeline.http_server.receive_turns import Receiver, ReceiveTurns
+from pipeline.http_server.sockets.descriptors import SPARE, num_open
+from pipeline.http_server.sockets.receive_turns import Receiver, ReceiveTurns
 
 MAX_CONNECTIONS = 16_384
 """Lower if the limit of open files is low."""

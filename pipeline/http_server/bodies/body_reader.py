@@ -13,11 +13,11 @@ from typing import Generic, TypeVar
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.bodies.json_depth import check_depth
+from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES, LargeBodyLock
+from pipeline.http_server.bodies.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
 from pipeline.http_server.errors import ENCODINGS, ApiError, overloaded, shown, unsupported_encoding
-from pipeline.http_server.guard import current_scope
-from pipeline.http_server.json_depth import check_depth
-from pipeline.http_server.large_body_lock import LARGE_BYTES, LargeBodyLock
-from pipeline.http_server.upload_budget import MIN_BYTES_PER_S, Upload, UploadBudget
 from pipeline.runtime.queues.work_pool import WorkPool
 
 BODY_TIMEOUT_S = 60.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.http_server import connections
-from pipeline.http_server.connections import HttpConnections, limit_of
-from pipeline.http_server.descriptors import SPARE
+from pipeline.http_server.sockets import connections
+from pipeline.http_server.sockets.connections import HttpConnections, limit_of
+from pipeline.http_server.sockets.descriptors import SPARE
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.http.test_uploads import is_readable

@@ -1,0 +1,1 @@
+"""Reads request bodies, within limits of size, time, depth and memory."""

@@ -1,0 +1,1 @@
+"""Connections: accepted, read in turns, kept, and ended when their clients are slow."""
