@@ -78,10 +78,8 @@ def _row(x: Tensor, state: Tensor, vectors: DeltaVectors, options: DeltaOptions)
     mixed = sum((history[i : i + count] * vectors.conv[i] for i in range(TAPS)), torch.zeros_like(channels))
     mixed = row_by_row(_silu, mixed)
     queries, keys, values = torch.split(mixed, [shape.keys, shape.keys, shape.values], 1)
-    ratio = heads // shape.key_heads
     queries, keys = (
-        l2_norm(part.reshape(count, shape.key_heads, shape.key_dim)).repeat_interleave(ratio, 1)
-        for part in (queries, keys)
+        _for_values(l2_norm(part.reshape(count, shape.key_heads, shape.key_dim)), shape) for part in (queries, keys)
     )
     queries = queries / shape.key_dim**0.5
     decays = row_by_row(lambda row: (vectors.rates * softplus(row + vectors.dt_bias)).exp(), a)
@@ -99,6 +97,12 @@ def _row(x: Tensor, state: Tensor, vectors: DeltaVectors, options: DeltaOptions)
     return made.reshape(count, -1) * row_by_row(_silu, z)
 
 
+def _for_values(x: Tensor, shape: DeltaShape) -> Tensor:
+    """The key heads [N, K, key_dim] of each value head, [N, V, key_dim]."""
+    ratio = shape.value_heads // shape.key_heads
+    return x.repeat(1, ratio, 1) if shape.tiled else x.repeat_interleave(ratio, 1)
+
+
 def l2_norm(x: Tensor) -> Tensor:
     """Each head by itself, as in transformers."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
@@ -112,7 +116,7 @@ def delta_reference(x: Tensor, vectors: DeltaVectors, options: DeltaOptions) -> 
     """The formula in float64, of a row without a state before: the result [N, V * value_dim], S [V, key_dim, value_dim]
     and the last inputs of the convolution [TAPS - 1, C]."""
     shape, num = options.shape, len(x)
-    heads, ratio = shape.value_heads, shape.value_heads // shape.key_heads
+    heads = shape.value_heads
     conv, rates, dt_bias, norm = (vector.double() for vector in vectors)
     channels, z, b, a = torch.split(x.double(), [shape.channels, shape.values, heads, heads], 1)
     history = torch.cat([channels.new_zeros(TAPS - 1, shape.channels), channels])
@@ -120,9 +124,7 @@ def delta_reference(x: Tensor, vectors: DeltaVectors, options: DeltaOptions) -> 
     assert isinstance(mixed, Tensor)
     mixed = mixed * torch.sigmoid(mixed)
     queries, keys, values = torch.split(mixed, [shape.keys, shape.keys, shape.values], 1)
-    queries, keys = (
-        l2_norm(part.view(num, shape.key_heads, -1)).repeat_interleave(ratio, 1) for part in (queries, keys)
-    )
+    queries, keys = (_for_values(l2_norm(part.view(num, shape.key_heads, -1)), shape) for part in (queries, keys))
     values = values.view(num, heads, -1)
     state = x.new_zeros(heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
     made = torch.zeros_like(values)

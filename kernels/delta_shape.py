@@ -22,6 +22,8 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     """A multiple of SLICE."""
+    tiled: bool = False
+    """Whether value heads that are `key_heads` apart share a key head, and not adjacent ones."""
 
     @property
     def keys(self) -> int:

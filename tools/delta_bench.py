@@ -52,7 +52,7 @@ def main() -> None:
     )
     stride = library.activation_bytes(ActivationForm.PLAIN, shape.values)
     out = pool.allocate(library.activation_rows(num) * stride)
-    sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
+    sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
     layer = native.NativeDeltaLayer(*sizes, 1.0, 1e-6, *(vector.ctypes.data for vector in vectors))
     state = native.NativeDeltaState(
         slots.ctypes.data, shape.slot, 0, inputs.state_reads.ctypes.data, inputs.state_writes.ctypes.data

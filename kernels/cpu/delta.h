@@ -39,6 +39,7 @@ struct State {
 
 struct Layer {
     int key_heads, value_heads, key_dim, value_dim;
+    int tiled;             // whether value heads that are `key_heads` apart share a key head, and not adjacent ones
     float beta;            // factor of the sigmoid
     float eps;             // of the norm
     const float* conv;     // [TAPS][channels]
@@ -49,6 +50,7 @@ struct Layer {
     int keys() const { return key_heads * key_dim; }
     int values() const { return value_heads * value_dim; }
     int channels() const { return 2 * keys() + values(); }
+    int key_head(int head) const { return tiled ? head % key_heads : head / (value_heads / key_heads); }
     int inputs() const { return channels() + values() + 2 * value_heads; }  // q, k, v, z, b, a
     size_t state() const { return size_t(values()) * key_dim; }             // floats before the convolution's inputs
 };
@@ -213,7 +215,7 @@ class DeltaRule final : public Op {
             from += place;
         else
             from = to, memset(to, 0, size * 4);
-        const int key = head / (layer_.value_heads / layer_.key_heads) * layer_.key_dim;
+        const int key = layer_.key_head(head) * layer_.key_dim;
         const int value = head * layer_.value_dim + slice * delta::SLICE;
         for (int i = 0, token = step.offsets[row]; i < step.counts[row]; i++, token++) {
             const float* inputs = conv_ + size_t(token) * layer_.channels();

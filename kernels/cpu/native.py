@@ -239,7 +239,7 @@ class NativeDeltaLayer(Structure):
     """`delta::Layer` in delta.h."""
 
     _fields_ = (
-        *((name, c_int) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, c_int) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")),
         *((name, c_float) for name in ("beta", "eps")),
         *((name, c_void_p) for name in ("conv", "rates", "dt_bias", "norm")),
     )

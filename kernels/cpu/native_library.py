@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 

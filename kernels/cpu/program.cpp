@@ -23,7 +23,7 @@
 
 extern "C" {
 
-int abi_version() { return 24; }
+int abi_version() { return 25; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {

@@ -52,6 +52,7 @@ def delta_rule(
         CHANNELS=shape.channels,
         STATE=shape.state,
         KEY_HEADS=shape.key_heads,
+        TILED=shape.tiled,
         VALUE_HEADS=shape.value_heads,
         KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim,
@@ -122,6 +123,7 @@ def _delta_rule(
     CHANNELS: tl.constexpr,
     STATE: tl.constexpr,
     KEY_HEADS: tl.constexpr,
+    TILED: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -140,7 +142,8 @@ def _delta_rule(
         before = slots + tl.where(has_state, read, 0) * slot_size + layer
         dims, columns = tl.arange(0, KEY_BLOCK), tl.arange(0, WIDTH)
         inside = dims < KEY_DIM
-        queries = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + dims
+        key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+        queries = key_head * KEY_DIM + dims
         keys = KEY_HEADS * KEY_DIM + queries
         value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + part * WIDTH + columns
         known, every = inside & has_state, (columns >= 0) & has_state

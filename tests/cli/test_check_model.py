@@ -23,6 +23,7 @@ from pipeline.stages.execute.cpu.native.attention import NativeAttention
 from pipeline.stages.prepare.check_model import gguf_reference, random_checkpoint
 from pipeline.stages.prepare.check_model.reference import Reference
 from pipeline.stages.prepare.gguf import model as gguf_model
+from pipeline.stages.prepare.gguf import ropes
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.checkpoints import config_of
 from tests.stages.prepare import checkpoints, forms, test_gguf_architectures
@@ -391,7 +392,7 @@ def test_the_frequencies_of_llama_3_are_those_of_its_gguf_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
-    divisors = gguf_model.llama3_divisors(config_of(head_dim=16, rope_theta=5000.0), rope).astype(np.float32)
+    divisors = ropes.llama3_divisors(config_of(head_dim=16, rope_theta=5000.0), rope).astype(np.float32)
     assert divisors.max() > 2
     path = gguf_file(tmp_path, extra_tensors={"rope_freqs.weight": divisors})
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]

@@ -10,7 +10,12 @@ from pipeline.kernels.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
-SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(3, 3, 96, 192), DeltaShape(2, 4, 128, 128), DeltaShape(1, 5, 48, 64)]
+SHAPES = [
+    DeltaShape(2, 4, 16, 32),
+    DeltaShape(3, 3, 96, 192),
+    DeltaShape(2, 4, 128, 128, tiled=True),
+    DeltaShape(1, 5, 48, 64),
+]
 """Key heads with several value heads and with one; OLMo hybrid's heads, Qwen3.5's, and odd ones."""
 ROWS = [37, 1, 2, 3, 4, 20]
 """Tokens of each row."""

@@ -207,9 +207,10 @@ class DeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     key_heads: int
     value_heads: int
     """A multiple of `key_heads`; adjacent value heads share a key head."""
+    tiled: bool = False
+    """Whether value heads that are `key_heads` apart do, and not adjacent ones, as in .gguf files."""
     key_dim: int
     value_dim: int
-    """Of one head, as `key_dim`."""
     beta: float = 1.0
     """Factor of the sigmoid that says how much of a state is replaced."""
     eps: float

@@ -38,7 +38,7 @@ def delta_shape(config: ModelConfig) -> DeltaShape:
     """The sizes of a recurrent layer."""
     delta = config.delta
     assert delta is not None
-    return DeltaShape(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim)
+    return DeltaShape(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.tiled)
 
 
 def slot_floats(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ import torch
 from pipeline.runtime.model.model_config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.files import shown
-from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES
+from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
 from pipeline.stages.prepare.sources.source import ModelError
 
 Array = np.ndarray[Any, Any]

@@ -19,8 +19,8 @@ import torch
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.check_model import gguf_rebuilt
 from pipeline.stages.prepare.files import shown
-from pipeline.stages.prepare.gguf.model import ROPE_FREQUENCIES
 from pipeline.stages.prepare.gguf.parts import read_parts
+from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.gguf_files import parts_of
 from pipeline.stages.prepare.sources.source import ModelError

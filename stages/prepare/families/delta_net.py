@@ -89,7 +89,7 @@ def _olmo_hybrid(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _gate_pieces(model: ModelConfig) -> dict[str, Piece]:
+def gate_pieces(model: ModelConfig) -> dict[str, Piece]:
     """Each head of q_proj is followed by its gate."""
     dim, heads = model.head_dim, model.num_heads
     return {
@@ -105,7 +105,7 @@ def _sizes(model: ModelConfig) -> tuple[DeltaNet, int, int]:
     return delta, delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
 
 
-def _conv_pieces(model: ModelConfig) -> dict[str, Piece]:
+def conv_pieces(model: ModelConfig) -> dict[str, Piece]:
     """Queries, keys and values, one below the other."""
     _, keys, values = _sizes(model)
     ends = [0, keys, 2 * keys, 2 * keys + values]
@@ -115,16 +115,20 @@ def _conv_pieces(model: ModelConfig) -> dict[str, Piece]:
     }
 
 
-def _qwen_layout(model: ModelConfig) -> Layout:
+def input_pieces(model: ModelConfig) -> dict[str, Piece]:
+    """Queries, keys and values, one below the other; z, b and a."""
     _, keys, values = _sizes(model)
     ends = [0, keys, 2 * keys, 2 * keys + values]
     inputs = {
         f"linear_attn.{name}_proj": Piece("linear_attn.in_proj_qkv", begin=ends[i], end=ends[i + 1])
         for i, name in enumerate("qkv")
     }
-    inputs |= {f"linear_attn.{name}_proj": Piece(f"linear_attn.in_proj_{name}") for name in "zba"}
+    return inputs | {f"linear_attn.{name}_proj": Piece(f"linear_attn.in_proj_{name}") for name in "zba"}
+
+
+def _qwen_layout(model: ModelConfig) -> Layout:
     router = renamed(mlp__router="mlp.gate") if model.experts is not None else {}
-    return Layout(pieces=_gate_pieces(model) | _conv_pieces(model) | inputs | router)
+    return Layout(pieces=gate_pieces(model) | conv_pieces(model) | input_pieces(model) | router)
 
 
 def _qwen3_next_layout(model: ModelConfig) -> Layout:
@@ -139,7 +143,7 @@ def _qwen3_next_layout(model: ModelConfig) -> Layout:
             piece = Piece(f"linear_attn.in_proj_{tensor}", delta.key_heads, begin, begin + width)
             inputs[f"linear_attn.{name}_proj"] = piece
             begin += width
-    pieces = _gate_pieces(model) | _conv_pieces(model) | inputs
+    pieces = gate_pieces(model) | conv_pieces(model) | inputs
     return Layout(pieces=pieces | renamed(mlp__router="mlp.gate"), experts=EACH_EXPERT)
 
 

@@ -19,18 +19,18 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_config import Layout, Llama3Rope, LongRope, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Layout, LongRope, ModelConfig, Piece
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
-from pipeline.stages.prepare.gguf import tokenizer
+from pipeline.stages.prepare.gguf import delta_net, tokenizer
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import read_parts
-from pipeline.stages.prepare.gguf.ropes import read_scaling
+from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
 from pipeline.stages.prepare.gguf.unused_keys import refuse_changes, unused
 from pipeline.stages.prepare.gguf.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
@@ -70,8 +70,9 @@ LAYER_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **delta_net.LAYER_NAMES,
 }
-SINKS, GGUF_SINKS = "self_attn.sinks", "attn_sinks.weight"
+WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", **delta_net.WHOLE_NAMES}
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
 STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
@@ -79,7 +80,6 @@ STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", 
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 FIRST_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.0\.weight")
 """Of a file with a tensor for each expert."""
-ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -136,8 +136,9 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config = _config(metadata, tensors)
     architecture = _architecture(metadata)[1]
     interleaved_rope = architecture.interleaved_rope
+    notes = [] if config.delta is None else delta_net.split_drafts(tensors, config.num_layers)
     if rope_frequencies is not None:
-        config = _with_rope_scaling(config, rope_frequencies, path)
+        config = with_rope_scaling(config, rope_frequencies, path)
     if any(factors is not None for factors in long_factors):
         config = _with_longrope(config, metadata, *long_factors)
     refuse_changes(metadata, _architecture(metadata)[0], config)
@@ -151,7 +152,8 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         tensor = tensors[names[name]]
         keeps_blocks = targets[name].format == formats[name]
         order = _row_order(name, tensor, config) if interleaved_rope else None
-        return _pieces(tensor, order, keeps_blocks, path)
+        found = _pieces(tensor, order, keeps_blocks, path)
+        return delta_net.logarithms(found, tensor.name) if tensor.name.endswith(f".{delta_net.RATES}") else found
 
     vocabulary = read_vocabulary(metadata, config.vocab_size)
     config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids, special_tokens=vocabulary.names)
@@ -163,7 +165,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     if converted := summary((tensors[names[name]].kind, target.format) for name, target in matrices.items()):
         (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
     generation_config.save(_sampling(metadata), folder)
-    if notes := unused(metadata, _architecture(metadata)[0]):
+    if notes := notes + unused(metadata, _architecture(metadata)[0]):
         (folder / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
     config.save(folder)
 
@@ -197,6 +199,10 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     if not architecture.reads_experts:
         metadata.refuse_unless(f"{name}.expert_count", 0, "a mixture of experts")
     num_layers, hidden = (metadata.need(keys[field], int) for field in ("num_layers", "hidden_size"))
+    inner = None
+    if name in delta_net.ARCHITECTURES:
+        num_layers -= metadata.get(f"{name}.{delta_net.DRAFTS}", int, 0)
+        inner = metadata.get(keys["moe_intermediate_size"], int)
     heads = metadata.of_all_layers(keys["num_heads"], num_layers)
     head_dim = metadata.get(keys["head_dim"], int)
     if head_dim is None:
@@ -230,7 +236,7 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
         architecture="mistral" if name == "llama" and sliding_window else (architecture.model_type or name),  # type: ignore[arg-type]
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers),
+        intermediate_size=metadata.of_all_layers(keys["intermediate_size"], num_layers, inner),
         num_heads=heads,
         num_kv_heads=metadata.of_all_layers(keys["num_kv_heads"], num_layers, heads),
         head_dim=head_dim,
@@ -251,6 +257,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
     if config.rotary_dim == 0:  # nothing is rotated
         config = msgspec.structs.replace(config, rope_scaling=None)
     pieces = qkv_slices(config, "self_attn.qkv_proj") if stacked else {}
+    if config.delta is not None:
+        pieces = delta_net.pieces_of(config)
     if config.gated and "blk.0.ffn_gate.weight" not in tensors:
         pieces |= gate_up_slices(config, STACKED)
     has_one_each = config.experts is None or any(FIRST_EXPERT.fullmatch(tensor) for tensor in tensors)
@@ -285,30 +293,6 @@ def _sampling(metadata: Metadata) -> dict[str, Any]:
     return {**named, "suppress_tokens": metadata.list_of(SUPPRESS_KEY, int)}
 
 
-def _with_rope_scaling(config: ModelConfig, tensor: GgufTensor, path: Path) -> ModelConfig:
-    """The config with Llama 3's rope scaling, if the file's divisors of the frequencies match it.
-
-    Raises ModelError for any other scaling: GGUF stores only the divisors.
-    """
-    shape = (config.head_dim // 2,)
-    if tensor.kind != gguf.GGMLQuantizationType.F32 or tensor.shape != shape:
-        raise ModelError(
-            f"{path}: tensor {ROPE_FREQUENCIES} is {tensor.kind.name} of shape {tensor.shape}; it must be F32 {shape}"
-        )
-    factors = tensor.data.view("<f4")
-    if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelError(f"{path}: tensor {ROPE_FREQUENCIES} has values that are not positive")
-    factor = float(factors.max())
-    if np.allclose(factors, 1.0):
-        return config
-    if config.rope_scaling is not None:
-        raise ModelError(f"{path}: {ROPE_FREQUENCIES} beside another rope scaling is not supported")
-    rope = Llama3Rope(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
-    if not np.allclose(factors, llama3_divisors(config, rope), rtol=1e-3):
-        raise ModelError(f"{path}: {ROPE_FREQUENCIES} is not Llama 3's rope scaling, the only supported one")
-    return msgspec.structs.replace(config, rope_scaling=rope)
-
-
 def _with_longrope(
     config: ModelConfig, metadata: Metadata, long: GgufTensor | None, short: GgufTensor | None
 ) -> ModelConfig:
@@ -333,22 +317,11 @@ def _with_longrope(
     return config
 
 
-def llama3_divisors(config: ModelConfig, rope: Llama3Rope) -> "np.ndarray[Any, Any]":
-    """Divisors of the rotary frequencies, [head_dim / 2]: 1 for short wavelengths, `factor` for long ones, interpolated
-    between (`_compute_llama3_parameters` in transformers, `rope_freqs` in llama.cpp's converter)."""
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    turns = rope.original_max_position * frequencies / (2 * np.pi)
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    divisors: np.ndarray[Any, Any] = 1.0 / (smooth + (1.0 - smooth) / rope.factor)
-    return divisors
-
-
 def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
     """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. `names` are those that differ from the usual
     ones."""
-    if match := re.fullmatch(r"model\.layers\.(\d+)\." + re.escape(SINKS), name):
-        return f"blk.{match[1]}.{GGUF_SINKS}"
+    if (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)) and match[2] in WHOLE_NAMES:
+        return f"blk.{match[1]}.{WHOLE_NAMES[match[2]]}"
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
@@ -359,7 +332,10 @@ def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
 
 
 _GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
-_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {STACKED: "ffn_up"}
+_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {
+    STACKED: "ffn_up",
+    delta_net.RECURRENT_QKV: "attn_qkv",
+}
 
 
 def _names(architecture: GgufArchitecture, config: ModelConfig) -> dict[str, str]:
@@ -379,12 +355,16 @@ def _checked_shapes(
         tensor = tensors.get(names[name])
         if tensor is None:
             raise ModelError(f"{path}: the tensor {names[name]} is missing")
-        if tensor.shape not in (shape, shape[1:] if shape[:1] == (1,) else shape):  # a matrix of one row is a vector
+        if _without_ones(tensor.shape) != _without_ones(shape):  # a matrix of one row is a vector
             raise ModelError(f"{path}: tensor {tensor.name} has shape {tensor.shape}, but the metadata says {shape}")
     unknown = set(tensors) - set(names.values())
     if unknown:
         raise ModelError(f"{path}: tensor {min(unknown)[:200]} is not part of the model that the metadata describes")
     return shapes
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
 
 
 def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarray[Any, Any] | None":

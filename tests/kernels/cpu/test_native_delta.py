@@ -46,7 +46,7 @@ class Layer:
         conv, gates, self.values = (r.floats(np.full((num, width), np.nan)) for width in widths)
         self.rows = r.rows(num, shape.values)
         weights = [r.floats(vector.numpy()).ctypes.data for vector in vectors]
-        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
+        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
         layer = native.NativeDeltaLayer(*sizes, options.beta, options.eps, *weights)
         inputs = r.inputs
         state = native.NativeDeltaState(

@@ -21,7 +21,7 @@ from tests.kernels.random_delta import (
 )
 from tests.kernels.triton.steps import make_step
 
-SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(1, 3, 48, 64), DeltaShape(1, 2, 128, 128)]
+SHAPES = [DeltaShape(2, 4, 16, 32), DeltaShape(2, 4, 48, 64, tiled=True), DeltaShape(1, 2, 128, 128)]
 ROWS = [9, 1, 2, 3, 6]
 LAYER = 24
 """Floats of a slot before the layer's."""

@@ -53,7 +53,7 @@ class NativeDelta:
         products = memory.products(weights.inputs, rows_of(range(shape.inputs)), partial(self._norms.rows, place=0))
         library.program_products(self._program, self._in, products, len(products), shape.inputs)
         vectors = weights.conv, weights.rates, weights.dt_bias, weights.head_norm
-        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim
+        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
         layer = native.NativeDeltaLayer(*sizes, delta.beta, delta.eps, *(memory.vector(vector) for vector in vectors))
         state = native.NativeDeltaState(
             *(self.slots, self.slot, self._num * shape.slot),
