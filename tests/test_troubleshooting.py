@@ -18,12 +18,15 @@ def _sources() -> str:
 
 
 SOURCES = _sources()
+MAX_VALUE_CHARS = 60
+"""Of an expression in braces, which stands for what differs."""
 
 
 @pytest.mark.parametrize("message", QUOTED, ids=[one[:40] for one in QUOTED])
 def test_a_quoted_message_is_one_of_the_products(message: str) -> None:
-    for part in re.split(r"…|execute\.0|\n\s*|Address already in use", message):
-        assert len(part.strip(" :;()")) < 2 or part.strip() in SOURCES, part
+    parts = [part.strip() for part in re.split(r"…|execute\.0|\n\s*|Address already in use", message)]
+    words = [re.escape(part) for part in parts if len(part.strip(" :;()")) >= 2]
+    assert re.search(f".{{,{MAX_VALUE_CHARS}}}".join(words), SOURCES), "no message has these words in this order"
 
 
 def test_there_are_messages() -> None:
