@@ -39,9 +39,9 @@ clean:
 
 # Packages come over the network, so a core has time to compile the kernels meanwhile. pip need not compile transformers'
 # thousands of modules, of which serving imports none; the others are compiled for all processes that are going to import
-# them; as in pip, a module that can't be compiled is no error. setuptools comes first, from constraints.txt: a build of
-# its own would fetch whatever version is newest. When pip is done, the kernels still compile: time to fetch and prepare
-# the model that a server without options serves.
+# them; as in pip, a module that can't be compiled is no error. compileall's own -j goes on after Ctrl-C. setuptools
+# comes first, from constraints.txt: a build of its own would fetch whatever version is newest. When pip is done, the
+# kernels still compile: time to fetch and prepare the model that a server without options serves.
 $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@for one in $(firstword $(CXX)) c++ g++ clang++; do command -v $$one >/dev/null && exit; done; \
 		echo "no C++ compiler, which computing on a CPU needs; on Debian and Ubuntu: apt install g++" >&2; exit 1
@@ -51,8 +51,8 @@ $(RUN_STAMP): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install --no-compile -c constraints.txt --no-build-isolation -e . || \
 	{ code=$$?; kill $$compiling 2>/dev/null; wait; $(WHY_NOT); exit $$code; }; \
 	$(if $(ARGS),,$(VENV)/bin/python -m pipeline.cli.cache.ahead & )\
-	$(VENV)/bin/python -m compileall -q -j 0 -x '/site-packages/(transformers|setuptools|pip|pkg_resources)/' \
-		$(VENV)/lib/python*/site-packages; \
+	ls -d $(VENV)/lib/python*/site-packages/* 2>/dev/null | grep -vE '/(transformers|setuptools|pip|pkg_resources)$$' | \
+		xargs -r -n 4 -P "$$(nproc)" $(VENV)/bin/python -m compileall -q; \
 	wait
 	@touch $@
 

@@ -1,13 +1,21 @@
 """`make serve` where something is missing: one line that says what, before anything is installed."""
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.guardian import guard
+
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("sh", "env", "touch", "rm", "df", "awk", "test", "echo", "true", "false", "kill")
+NEEDED = ("sh", "env", "touch", "rm", "df", "awk", "test", "echo", "true", "false", "kill", "ls", "grep")
+NEEDED += ("xargs", "nproc")
+NUM_PACKAGES, NUM_MODULES = 20, 100
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -131,3 +139,28 @@ def test_the_default_model_is_prepared_while_kernels_compile(
     code, lines = make(machine, *arguments)
     assert code == 0
     assert ("-m pipeline.cli.cache.ahead" in lines) == is_prepared
+
+
+def test_ctrl_c_while_modules_compile_ends_it(machine: Path) -> None:
+    packages = machine / ".venv/lib/python3/site-packages"
+    environment(machine, f'case "$*" in *compileall*) exec {sys.executable} "$@";; esac')
+    for number in range(NUM_PACKAGES):
+        (packages / f"package{number}").mkdir(parents=True)
+        for name in range(NUM_MODULES):
+            (packages / f"package{number}" / f"module{name}.py").write_text("x = [1]\n" * 200)
+    process = subprocess.Popen(
+        [shutil.which("make") or "make", "serve", "PYTHON=python"],
+        cwd=machine,
+        env={"PATH": str(machine / "bin"), "HOME": str(machine)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    guard(process)
+    end = time.monotonic() + 60
+    while not any(packages.rglob("*.pyc")):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) != 0
+    assert len(list(packages.rglob("*.pyc"))) < NUM_PACKAGES * NUM_MODULES
