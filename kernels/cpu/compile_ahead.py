@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""The parent has ended, or its terminal was closed."""
 FIRST_TO_END = b"1000"
 """For /proc/self/oom_score_adj: a compiler takes more memory than small models, and must not cost a server its own."""
 OPTIMIZED_TIMEOUT_S = 3600.0
@@ -60,7 +62,8 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def main(args: list[str]) -> None:
     """Compile, and end when the parent ends. Raises nothing that a user must see."""
     parent = os.getppid()
-    signal.signal(signal.SIGTERM, _interrupted)
+    for number in ENDS:
+        signal.signal(number, _interrupted)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent or parent == 1:
         return
@@ -86,7 +89,8 @@ def main(args: list[str]) -> None:
 
 
 def _interrupted(*_: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in ENDS:
+        signal.signal(number, lambda *_: None)  # with SIG_IGN, one that is pending would be an error
     raise KeyboardInterrupt  # which removes what is incomplete
 
 

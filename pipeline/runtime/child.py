@@ -86,7 +86,7 @@ def main(launch_fd: int) -> None:
 
 
 def _interrupted(*_: object) -> NoReturn:
-    signal.signal(INTERRUPT, signal.SIG_IGN)
+    signal.signal(INTERRUPT, lambda *_: None)  # with SIG_IGN, one that is pending would be an error
     raise KeyboardInterrupt
 
 

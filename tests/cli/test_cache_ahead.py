@@ -1,12 +1,15 @@
 """`python -m pipeline.cli.cache.ahead`, which prepares the default model while packages are installed."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.guardian import guard
 
@@ -32,7 +35,8 @@ def of_home(home: Path) -> list[int]:
     return found
 
 
-def test_it_ends_with_its_parent_and_removes_what_is_incomplete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=["the-parent-ends", "the-terminal-is-closed"])
+def test_it_ends_with_its_parent_and_removes_what_is_incomplete(tmp_path: Path, number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
         environment = os.environ | {
             "XDG_CACHE_HOME": str(tmp_path),
@@ -44,13 +48,17 @@ def test_it_ends_with_its_parent_and_removes_what_is_incomplete(tmp_path: Path) 
             ["sh", "-c", f"{sys.executable} -m pipeline.cli.cache.ahead & wait"],
             env=environment,
             stdout=subprocess.DEVNULL,
+            process_group=0,
         )
         guard(shell)
         index.settimeout(PATIENCE_S)
         index.accept()[0].close()
         cache = tmp_path / "pipeline"
         assert any(path.name.startswith(".partial-wheel-") for path in cache.iterdir())
-        shell.kill()
+        if number == signal.SIGHUP:
+            os.killpg(shell.pid, number)  # the kernel does it, to the terminal's foreground processes
+        else:
+            shell.kill()
         shell.wait(PATIENCE_S)
         until(lambda: not of_home(tmp_path))
         assert list(cache.iterdir()) == []

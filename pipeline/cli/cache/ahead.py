@@ -18,13 +18,16 @@ from pipeline.runtime import topology
 
 PROGRESS = "pipeline.stages.prepare.progress"
 PR_SET_PDEATHSIG = 1
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""The parent has ended, or its terminal was closed."""
 
 
 def main() -> None:
     """Prepare, and end when the parent ends. Raises nothing that a user must see."""
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
-    signal.signal(signal.SIGTERM, _interrupted)
+    for number in ENDS:
+        signal.signal(number, _interrupted)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent or parent == 1:
         return
@@ -33,7 +36,8 @@ def main() -> None:
 
 
 def _interrupted(*_: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in ENDS:
+        signal.signal(number, lambda *_: None)  # with SIG_IGN, one that is pending would be an error
     raise KeyboardInterrupt
 
 
