@@ -12,7 +12,7 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
 from pipeline.kernels.delta_shape import DeltaShape
-from tests.kernels.cpu.recording import Recording, assert_kept, recording
+from tests.kernels.cpu.recording import Recording, assert_groups, assert_kept, random, recording
 from tests.kernels.random_delta import (
     NUM_SLOTS,
     ROWS,
@@ -154,3 +154,20 @@ def test_instruction_sets_compute_the_same_bits() -> None:
     for others in found[1:]:
         for one, first in zip(others, found[0], strict=True):
             np.testing.assert_array_equal(one, first)
+
+
+@pytest.mark.parametrize("to", [ActivationForm.PLAIN, ActivationForm.BYTES, ActivationForm.WORDS, ActivationForm.SPLIT])
+def test_rows_are_gated_in_the_form_of_the_matmul_behind(library: ctypes.CDLL, to: ActivationForm) -> None:
+    values, gates = random(1, 5, 256, scale=2), random(2, 5, 256, scale=4)
+    gates[0, :3] = -100, 100, 0
+    expected = values.astype(np.float64) / (1 + np.exp(-gates.astype(np.float64)))
+    with recording(library, threads=2) as r:
+        rows, source, factors = r.rows(5, 256), r.floats(values), r.floats(gates)
+        library.program_gate(r.program, rows, to, source.ctypes.data, factors.ctypes.data, 256)
+        r.tokens(5)
+        assert r.run() == 0
+        error = 1e-6 * np.abs(values)
+        if to is ActivationForm.PLAIN:
+            assert_kept(r, r.read_plain(rows, 5, 256), expected, error)
+        else:
+            assert_groups(r.read_groups(rows, 5, 256, to), expected, error)
