@@ -13,8 +13,23 @@ import pytest
 from tests.guardian import guard
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("sh", "env", "touch", "rm", "df", "awk", "test", "echo", "true", "false", "kill", "ls", "grep")
-NEEDED += ("xargs", "nproc")
+NEEDED = (
+    "sh",
+    "env",
+    "touch",
+    "rm",
+    "df",
+    "awk",
+    "test",
+    "echo",
+    "true",
+    "false",
+    "kill",
+    "ls",
+    "grep",
+    "xargs",
+    "nproc",
+)
 NUM_PACKAGES, NUM_MODULES = 20, 100
 COMPILERS = ("c++", "g++", "clang++")
 
