@@ -202,8 +202,8 @@ class _Tree:
 
     def _same(self, name: str) -> str:
         """Keys of this name in other sections."""
-        places = [dotted for dotted in self._keys if dotted.rpartition(".")[2] == name]
-        return f"; did you mean {' or '.join(places)}?" if places else ""
+        matches = [dotted for dotted in self._keys if dotted.rpartition(".")[2] == name]
+        return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _with_origin(problem: str, given: Given) -> str:
@@ -252,21 +252,21 @@ def _from_text(text: str, key: Key) -> Any:
     return value
 
 
-_PLACE = re.compile(r"(?P<what>.*) - at `\$(?P<place>\[\d+\].*)`", re.DOTALL)
+_LOCATION = re.compile(r"(?P<what>.*) - at `\$(?P<location>\[\d+\].*)`", re.DOTALL)
 """msgspec's error about a field of an entry of a list of tables."""
 
 
 def _problem_inside(dotted: str, error: Exception) -> str:
     """What is wrong with an entry of a list of tables, such as `keys[0].rpm: expected `int` >= 0`; else empty."""
-    match = _PLACE.fullmatch(str(error))
+    match = _LOCATION.fullmatch(str(error))
     if match is None or dotted != "keys":
         return ""
     what = match["what"]
-    if match["place"].endswith(".digest"):  # the message would have the pattern
+    if match["location"].endswith(".digest"):  # the message would have the pattern
         what = "needs the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha256sum"
-    elif match["place"].endswith(".name"):
+    elif match["location"].endswith(".name"):
         what = "needs 1 to 64 letters, digits and . _ @ -, the first one a letter or digit"
-    return f"{dotted}{match['place']}: {what[0].lower()}{what[1:]}"
+    return f"{dotted}{match['location']}: {what[0].lower()}{what[1:]}"
 
 
 def _shown(value: Any) -> str:

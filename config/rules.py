@@ -84,11 +84,11 @@ def contradictions(settings: Settings) -> list[str]:
 def _key_problems(settings: Settings) -> list[str]:
     problems = []
     names = [one.name for one in settings.keys]
-    for place, one in enumerate(settings.keys):
-        where = f"keys: entry {place}, {one.name!r}"
+    for index, one in enumerate(settings.keys):
+        where = f"keys: entry {index}, {one.name!r}"
         if not (one.digest or one.file):
             problems.append(f"{where}: needs digest, the key's SHA-256, or file, which has the key")
-        if names.index(one.name) < place:
+        if names.index(one.name) < index:
             problems.append(f"{where}: an entry before it has the same name")
         if UNNAMED_KEY.fullmatch(one.name):
             problems.append(f"{where}: keys without a name are called so; choose another name")

@@ -98,17 +98,17 @@ def experts(
     `linear` is the matmul of the other layers."""
     parts = x.new_empty(*chosen.shape, matrices.down.shape[1])
     for expert in sorted(set(chosen.flatten().tolist())):
-        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
         inner = x.new_empty(len(tokens), matrices.gate_up.shape[1])
         bias = None if matrices.gate_up_bias is None else matrices.gate_up_bias[expert]
         linear(inner, x[tokens], matrices.gate_up[expert], bias)
         made = x.new_empty(len(tokens), matrices.down.shape[1])
         bias = None if matrices.down_bias is None else matrices.down_bias[expert]
         linear(made, activation.apply(inner).to(x.dtype), matrices.down[expert], bias)
-        parts[tokens, places] = made
+        parts[tokens, slots] = made
     total = parts[:, 0].float() * weights[:, 0, None]
-    for place in range(1, chosen.shape[1]):
-        total += parts[:, place].float() * weights[:, place, None]
+    for slot in range(1, chosen.shape[1]):
+        total += parts[:, slot].float() * weights[:, slot, None]
     out.copy_(total)
 
 

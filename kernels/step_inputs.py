@@ -72,7 +72,7 @@ class StepInputs:
         """[R]; the slot with the state that each entry continues, or -1 if it has none. Only of models with state."""
         self.state_writes: IntArray = np.zeros(max_num_rows, np.int32)
         """[R]; the slot for the state behind each entry. No other entry of the step reads or writes it."""
-        self._places: IntArray = np.arange(max_num_rows, dtype=np.int32)
+        self._arange: IntArray = np.arange(max_num_rows, dtype=np.int32)
 
     def fill_adapters(self, slots: IntArray) -> None:
         """Set the adapters of the next step: a slot or -1 for each of its entries. Call it after `fill`."""
@@ -102,7 +102,7 @@ class StepInputs:
         assert np.add.reduce(counts) == num_tokens
         entry: np.ndarray[Any, Any]
         if num_tokens == num_rows:  # one token each, in most steps
-            offsets = last = entry = self._places[:num_rows]
+            offsets = last = entry = self._arange[:num_rows]
             positions = starts
         else:
             ends = np.cumsum(counts, dtype=np.int32)
@@ -116,12 +116,12 @@ class StepInputs:
         self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
         self.ids[:num_tokens] = ids
         self.positions[:num_tokens] = positions
-        places, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
-        blocks = block_tables[entry, places]
+        block_indices, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
+        blocks = block_tables[entry, block_indices]
         self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + offset
         for group, table in enumerate(other_tables, 1):
             self.group_tables[group, :num_rows, : table.shape[1]] = table
-            self.group_slots[group, :num_tokens] = table[entry, places].astype(np.int64) * BLOCK_SIZE + offset
+            self.group_slots[group, :num_tokens] = table[entry, block_indices].astype(np.int64) * BLOCK_SIZE + offset
         sampled = last[samples.astype(bool, copy=False)]
         if samples.dtype != np.bool_ and len(samples) and samples.max() > 1:
             num_each = samples[samples > 0]

@@ -160,7 +160,7 @@ def link_at(folder: int, name: str, path: str | Path) -> str | None:
 
 
 @contextmanager
-def place_of(path: str | Path) -> Iterator[tuple[int, str]]:
+def open_parent(path: str | Path) -> Iterator[tuple[int, str]]:
     """The descriptor of the folder, and the name in it, to which a file's path leads, over links that no other user has
     planted. There may be no such file. Raises OSError."""
     target, above = os.fspath(path), None
@@ -188,7 +188,7 @@ def open_to_append(path: Path) -> int:
     """A descriptor of a file, new or not, to which this process appends. Raises OSError, NotOwn if another user may
     have planted it."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
-    with place_of(path) as (folder, name):
+    with open_parent(path) as (folder, name):
         fd = os.open(name, flags, 0o666, dir_fd=folder)
         if is_planted(os.fstat(fd), os.fstat(folder)):
             os.close(fd)

@@ -53,15 +53,15 @@ class Arena:
         if length <= INLINE_BYTES:
             return bytes(data)
         size = -(-length // UNIT) * UNIT
-        place = next((i for i, (_, room) in enumerate(self._free) if room >= size), None)
-        if place is None:
+        index = next((i for i, (_, room) in enumerate(self._free) if room >= size), None)
+        if index is None:
             self.num_full += 1
             return bytes(data)
-        offset, room = self._free[place]
+        offset, room = self._free[index]
         if room == size:
-            del self._free[place]
+            del self._free[index]
         else:
-            self._free[place] = (offset + size, room - size)
+            self._free[index] = (offset + size, room - size)
         self.num_bytes_free -= size
         self._generation += 1
         self._live[offset] = _Slab(size, self._generation, set(readers))
@@ -96,14 +96,14 @@ class Arena:
 
     def _give_back(self, offset: int, size: int) -> None:
         self.num_bytes_free += size
-        place = bisect_left(self._free, (offset, 0))
-        if place < len(self._free) and offset + size == self._free[place][0]:
-            size += self._free.pop(place)[1]
-        if place > 0 and sum(self._free[place - 1]) == offset:
-            offset, before = self._free[place - 1]
-            self._free[place - 1] = (offset, before + size)
+        index = bisect_left(self._free, (offset, 0))
+        if index < len(self._free) and offset + size == self._free[index][0]:
+            size += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == offset:
+            offset, before = self._free[index - 1]
+            self._free[index - 1] = (offset, before + size)
         else:
-            self._free.insert(place, (offset, size))
+            self._free.insert(index, (offset, size))
 
 
 class _Slab:

@@ -82,7 +82,10 @@ class _Row:
         num_top = self.options.num_prompt_logprobs
         if self.dead or num_top < 0 or self.index > 0:
             return []
-        return [record(self.ids[place + 1], num_top) for place in range(start, min(start + count, self.num_prompt - 1))]
+        return [
+            record(self.ids[position + 1], num_top)
+            for position in range(start, min(start + count, self.num_prompt - 1))
+        ]
 
 
 class FakeExecutor:
@@ -127,9 +130,9 @@ class FakeExecutor:
             window = self.groups[group].window
             first = max(0, start - window + 1) if window else 0
             positions = range(first, start + count)
-            places = np.array(table)[first // size : -(-(start + count) // size)]
-            assert NO_BLOCK not in places, f"row {row} reads a place without a block"
-            read = self.kv[places].reshape(-1)[first % size : first % size + len(positions)]
+            blocks = np.array(table)[first // size : -(-(start + count) // size)]
+            assert NO_BLOCK not in blocks, f"row {row} reads a place without a block"
+            read = self.kv[blocks].reshape(-1)[first % size : first % size + len(positions)]
             assert EMPTY not in read, f"row {row} reads KV that was never written"
             state.has_read_wrong |= read.tolist() != [state.ids[each] * MAX_GROUPS + group for each in positions]
 
@@ -142,7 +145,7 @@ class FakeExecutor:
             ids = take(add.ids, np.int32).tolist()
             if add.fork_of >= 0:
                 leader = self.rows[add.fork_of]
-                ids = [leader.ids[place] for place in range(add.num_prompt)] + ids
+                ids = [leader.ids[index] for index in range(add.num_prompt)] + ids
             tables = [take(blocks, np.int32) for blocks in (add.blocks, *add.group_blocks)]
             assert len(tables) == len(self.groups)
             self.rows[add.row] = _Row(add, ids, tables)
@@ -171,8 +174,8 @@ class FakeExecutor:
             state = self.rows[row]
             assert num_drafts == 0 or (samples and count == 1)
             proposed[row] = [] if state.dead else self._propose(state, start + count, num_drafts)
-            for place, token_id in enumerate(proposed[row]):
-                state.ids[start + count + place] = token_id
+            for index, token_id in enumerate(proposed[row]):
+                state.ids[start + count + index] = token_id
             for group, table in enumerate(state.tables):
                 for position in range(start, start + count + len(proposed[row])) if not state.dead else ():
                     slot = table[position // self.block_size], position % self.block_size
@@ -246,11 +249,11 @@ class FakeExecutor:
 
     def _propose(self, state: _Row, length: int, most: int) -> list[int]:
         """Ids that may follow the first `length` of a row. Some are wrong, so that slots get KV of wrong ids."""
-        known = [state.ids[place] for place in range(length)] if most else []
+        known = [state.ids[position] for position in range(length)] if most else []
         proposed: list[int] = []
-        for place in range(most):
+        for position in range(most):
             right = next_id(known + proposed, state.options.seed, state.index)
-            luck = random.Random(f"{length}/{place}/{right}").random()
+            luck = random.Random(f"{length}/{position}/{right}").random()
             if luck > 0.97:
                 break
             proposed.append(right if luck < self.skill else (right + 1) % VOCAB)

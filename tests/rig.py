@@ -164,9 +164,9 @@ class Rig:
         queue = self._queues[stage]
         end = time.monotonic() + timeout_s
         while True:
-            for place, message in enumerate(queue):
+            for index, message in enumerate(queue):
                 if what is None or isinstance(message, what):
-                    return queue.pop(place)
+                    return queue.pop(index)
             if self._error is not None:
                 raise self._error
             if time.monotonic() > end:

@@ -78,7 +78,7 @@ def _headings(document: Path) -> set[str]:
     for heading in re.findall(r"^#{1,6} (.+?)\s*$", text, re.MULTILINE):
         words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
         found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
-    return {f"{slug}-{before}" if (before := found[:place].count(slug)) else slug for place, slug in enumerate(found)}
+    return {f"{slug}-{before}" if (before := found[:index].count(slug)) else slug for index, slug in enumerate(found)}
 
 
 HEADINGS = {document: _headings(document) for document in DOCUMENTS}

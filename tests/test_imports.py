@@ -135,12 +135,12 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
         ),
         *(
             (
-                f"stages/execute/{place}.py",
+                f"stages/execute/{module}.py",
                 f"def f():\n    {source}",
-                f"stages/execute/{place}.py:2: stages.execute.{place.replace('/', '.')} never imports "
+                f"stages/execute/{module}.py:2: stages.execute.{module.replace('/', '.')} never imports "
                 f"pipeline.stages.execute.{banned}",
             )
-            for place, source, banned in (
+            for module, source, banned in (
                 ("cuda/a", "from pipeline.stages.execute.cpu.program import Program", "cpu"),
                 ("cuda/graphs/a", "from ...cpu import runner", "cpu"),
                 ("cpu/a", "import pipeline.stages.execute.cuda.device", "cuda"),

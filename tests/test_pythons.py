@@ -58,7 +58,7 @@ def test_nothing_is_imported_that_a_newer_python_has_removed() -> None:
         for path in SOURCES
         for found in imports_of(path.read_bytes(), "pipeline")
     }
-    assert [place for name, place in imports if name in REMOVED] == []
+    assert [index for name, index in imports if name in REMOVED] == []
 
 
 LOOK_AT = """

@@ -30,8 +30,8 @@ class Tree:
         file = self.root / path
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         self.changed.add(path)
-        (place,) = [i for i, line in enumerate(lines) if line.startswith(anchor)] if anchor else [len(lines)]
-        file.write_text("".join([*lines[:place], text, *lines[place:]]))
+        (index,) = [i for i, line in enumerate(lines) if line.startswith(anchor)] if anchor else [len(lines)]
+        file.write_text("".join([*lines[:index], text, *lines[index:]]))
 
     def replace(self, path: str, old: str, new: str) -> None:
         file = self.root / path

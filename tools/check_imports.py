@@ -123,8 +123,10 @@ def _imported_above(path: Path, root: Path) -> set[str]:
 
 def _fault_of(target: str, path: Path, root: Path) -> str | None:
     """Why a file must not import a name; None if it may."""
-    place = path.relative_to(root)
-    return _fault(target, _room(path, root)) or _floor_fault(target, place) or _back_end_fault(target, place)
+    path_in_tree = path.relative_to(root)
+    return (
+        _fault(target, _room(path, root)) or _floor_fault(target, path_in_tree) or _back_end_fault(target, path_in_tree)
+    )
 
 
 def imports_of(source: bytes, package: str, name: str = "<source>") -> Iterator[Import]:

@@ -144,7 +144,7 @@ def _files(root: Path) -> Iterator[Path]:
         for path in sorted((root / folder).rglob("*")):
             name = path.relative_to(root).as_posix()
             links = any(parent.is_symlink() for parent in (path, *path.parents) if root in parent.parents)
-            skipped = any(name.startswith(f"{place}/") for place in SKIPPED)
+            skipped = any(name.startswith(f"{skipped_folder}/") for skipped_folder in SKIPPED)
             if (
                 path.is_file()
                 and not links

@@ -34,8 +34,8 @@ def hadamard_reference(head_dim: int) -> Tensor:
     size = head_dim & -head_dim
     half, dims = head_dim // 2, torch.arange(head_dim)
     block = dims % half // (size // 2)
-    place = dims // half * (size // 2) + dims % half % (size // 2)
-    common = place[:, None] & place[None]
+    index = dims // half * (size // 2) + dims % half % (size // 2)
+    common = index[:, None] & index[None]
     parity = torch.zeros_like(common)
     for bit in range(size.bit_length()):
         parity ^= (common >> bit) & 1

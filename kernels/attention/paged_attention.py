@@ -50,7 +50,7 @@ class _Group:
 
     tokens: Tensor
     """[B] int64; their indices in the step"""
-    places: list[tuple[int, int]]
+    locations: list[tuple[int, int]]
     """[B]; of each token, its span and its first key there"""
     num_keys: int
     queries: Tensor
@@ -94,9 +94,9 @@ class AttentionPlan:
         padded = BLOCK_SIZE << np.ceil(np.log2(num_blocks)).astype(np.int64)
         entries = np.repeat(np.arange(num_rows), counts)
         bases = first_blocks[inputs.offsets[:num_rows]] * BLOCK_SIZE
-        places = first_blocks * BLOCK_SIZE - bases[entries]
+        offsets = first_blocks * BLOCK_SIZE - bases[entries]
         most = np.zeros(num_rows, np.int64)
-        np.maximum.at(most, entries, places + padded)
+        np.maximum.at(most, entries, offsets + padded)
         self.spans = []
         spans: dict[tuple[bytes, int, int], int] = {}
         span_of = []  # of each entry; those with the same keys share one
@@ -115,7 +115,7 @@ class AttentionPlan:
             self.groups.append(
                 _Group(
                     torch.from_numpy(tokens),
-                    list(zip(token_spans[tokens].tolist(), places[tokens].tolist(), strict=True)),
+                    list(zip(token_spans[tokens].tolist(), offsets[tokens].tolist(), strict=True)),
                     num_keys,
                     torch.from_numpy(positions[tokens] - begins).view(-1, 1, 1, 1),
                     torch.from_numpy(firsts[tokens] - begins).view(-1, 1, 1, 1),
@@ -146,9 +146,9 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, 
     spans: dict[int, _Gathered] = {}
     for group in plan.groups:
         at_once = max(1, MAX_SCORES // (width // head_dim * group.num_keys))
-        for begin in range(0, len(group.places), at_once):
+        for begin in range(0, len(group.locations), at_once):
             part = slice(begin, begin + at_once)
-            needed = {span for span, _ in group.places[part]}
+            needed = {span for span, _ in group.locations[part]}
             spans = {span: gathered for span, gathered in spans.items() if span in needed}
             for span in needed - spans.keys():
                 spans[span] = _gathered(kv, plan.spans[span])
@@ -171,13 +171,13 @@ def _attend(
     """The attention of a part of a group's tokens, whose queries [K, Q / K, D] are float32. Returns [B, K, Q / K, D].
 
     The matmuls are those of one token each. Everything else is exact or row by row."""
-    places, keys = group.places[part], torch.arange(group.num_keys)
+    locations, keys = group.locations[part], torch.arange(group.num_keys)
     hidden = (keys > group.queries[part]) | (keys < group.firsts[part])
     num_kv_heads, num_grouped, head_dim = queries[0].shape
     scores = torch.stack(
         [
             torch.bmm(query, spans[span].keys[:, :, first : first + group.num_keys])
-            for query, (span, first) in zip(queries, places, strict=True)
+            for query, (span, first) in zip(queries, locations, strict=True)
         ]
     )
     scores *= head_dim**-0.5 if form.scale is None else form.scale
@@ -191,7 +191,7 @@ def _attend(
         scores = torch.cat([scores, extra.expand(len(scores), -1, -1, -1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : group.num_keys].contiguous()
     attended = []
-    for token, (span, first) in enumerate(places):
+    for token, (span, first) in enumerate(locations):
         values = spans[span].values[:, first : first + group.num_keys]
         if not spans[span].are_finite:
             values = _without(values, hidden[token, 0, 0])
@@ -236,8 +236,8 @@ def paged_attention_reference(queries: Tensor, kv: LayerKV, inputs: StepInputs, 
                 (int(inputs.block_tables[entry, j // BLOCK_SIZE]), j % BLOCK_SIZE) for j in range(first, position + 1)
             ]
             for head in range(num_heads):
-                keys = torch.stack([kv.keys[block, place, head // group] for block, place in seen]).double()
-                values = torch.stack([kv.values[block, place, head // group] for block, place in seen]).double()
+                keys = torch.stack([kv.keys[block, offset, head // group] for block, offset in seen]).double()
+                values = torch.stack([kv.values[block, offset, head // group] for block, offset in seen]).double()
                 scores = keys @ queries[token, head].double() / head_dim**0.5
                 out[token, head] = torch.softmax(scores, 0) @ values
     return out

@@ -79,9 +79,9 @@ def rotary_write(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Layer
         turned = transform_heads(turned)
     heads[:, : -2 * num_kv_heads] = turned[:, :-num_kv_heads]
     if kv.key_scales is not None and kv.value_scales is not None:
-        places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-        kv.keys[places], kv.key_scales[places] = quantize_heads(turned[:, -num_kv_heads:])
-        kv.values[places], kv.value_scales[places] = quantize_heads(heads[:, -num_kv_heads:])
+        index = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        kv.keys[index], kv.key_scales[index] = quantize_heads(turned[:, -num_kv_heads:])
+        kv.values[index], kv.value_scales[index] = quantize_heads(heads[:, -num_kv_heads:])
         return
     keys = turned[:, -num_kv_heads:].to(kv.keys.dtype)
     kv.keys.view(num_blocks * BLOCK_SIZE, num_kv_heads, head_dim).index_copy_(0, slots, keys)

@@ -99,15 +99,15 @@ def build(
             if _is_usable(library):
                 return library
         with _opened(folder) as opened, _lock(opened / library.name, what, say):
-            place = opened / library.name
-            if _is_usable(place):
+            path = opened / library.name
+            if _is_usable(path):
                 return library
-            place.unlink(missing_ok=True)
-            _remove_partials(place)
+            path.unlink(missing_ok=True)
+            _remove_partials(path)
             once = "quickly, and better for the next start" if quick else "once"
             say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), {once}: about {about_s} s")
             start = time.monotonic()
-            _compile(compiler, options, source, isa, place, timeout_s, _Progress(what, say))
+            _compile(compiler, options, source, isa, path, timeout_s, _Progress(what, say))
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
             _remove_oldest(opened)
     except NotOwn as error:

@@ -62,9 +62,9 @@ class LogitsProcessors:
     """Ids that are not sampled before the output has `min_tokens` ids. No duplicates."""
     min_tokens: int = 0
 
-    def write(self, to: "np.ndarray[Any, Any]", place: int) -> None:
+    def write(self, to: "np.ndarray[Any, Any]", index: int) -> None:
         """Write it to an array of `LOGITS_PROCESSORS` for the CPU library; valid while this object lives."""
-        to[place] = (
+        to[index] = (
             *(self.repetition, self.presence, self.frequency, self.num_prompt),
             self.ids.ctypes.data,
             0 if self.allowed is None else self.allowed.ctypes.data,
@@ -94,11 +94,11 @@ def pack_runs(runs: Sequence[Sequence[int]], vocab_size: int) -> tuple[IntArray,
     whole = sorted({run for run in map(tuple, runs) if run}, key=len)
     ids = np.fromiter(itertools.chain.from_iterable(whole), np.int64)
     lengths = np.fromiter(map(len, whole), np.int64)
-    places = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths) - lengths
     wrong = (ids < 0) | (ids >= vocab_size)
-    wrong[places[lengths > 1]] &= ids[places[lengths > 1]] != BEGIN
+    wrong[starts[lengths > 1]] &= ids[starts[lengths > 1]] != BEGIN
     if wrong.any():
-        known = ~np.logical_or.reduceat(wrong, places)
+        known = ~np.logical_or.reduceat(wrong, starts)
         ids, lengths = ids[np.repeat(known, lengths)], lengths[known]
     num = len(lengths)
     if not num:

@@ -66,18 +66,18 @@ def forbidden_by(runs: IntArray, num_runs: int, output: IntArray) -> list[int]:
     said_before = np.concatenate(([BEGIN], output))
     ends = runs[1 : num_runs + 1]
     num_before = ends - runs[:num_runs] - 1
-    places = np.flatnonzero(num_before <= len(said_before))
-    found = [places[:0]]
+    candidates = np.flatnonzero(num_before <= len(said_before))
+    found = [candidates[:0]]
     for begin in itertools.count(0, RUN):
         # Those that match so far; of these, `begin` ids are compared, from the last one back.
-        found.append(places[num_before[places] <= begin])
-        places = places[num_before[places] > begin]
-        if not len(places):
+        found.append(candidates[num_before[candidates] <= begin])
+        candidates = candidates[num_before[candidates] > begin]
+        if not len(candidates):
             break
         back = begin + np.arange(RUN)
-        inside = back < num_before[places, None]
-        word = runs[np.where(inside, ends[places, None] - 2 - back, 0)]
+        inside = back < num_before[candidates, None]
+        word = runs[np.where(inside, ends[candidates, None] - 2 - back, 0)]
         said = said_before[len(output) - np.minimum(back, len(output))]
-        places = places[((word == said) | ~inside).all(axis=1)]
+        candidates = candidates[((word == said) | ~inside).all(axis=1)]
     forbidden: list[int] = runs[ends[np.concatenate(found)] - 1].tolist()
     return forbidden

@@ -70,13 +70,13 @@ class ScoreInputs:
 
     def __init__(self, max_num_rows: int) -> None:
         self.num = 0
-        self.places: LongArray = np.zeros(max_num_rows, np.int64)
+        self.token_indices: LongArray = np.zeros(max_num_rows, np.int64)
         """Tokens of the last step, whose logits score the ids."""
         self.ids: IntArray = np.zeros(max_num_rows, np.int32)
         self.logprobs = LogprobInputs(max_num_rows)
 
-    def fill(self, places: LongArray, ids: IntArray, num_top: IntArray) -> None:
-        self.num = len(places)
-        self.places[: self.num] = places
+    def fill(self, token_indices: LongArray, ids: IntArray, num_top: IntArray) -> None:
+        self.num = len(token_indices)
+        self.token_indices[: self.num] = token_indices
         self.ids[: self.num] = ids
         self.logprobs.lay_out(num_top)

@@ -40,14 +40,14 @@ def write_logprobs(logits: Tensor, ids: IntArray, logprobs: LogprobInputs) -> No
         return
     rows = logits[torch.from_numpy(asking).to(logits.device)]
     values = row_by_row(log_softmax, rows).float().cpu()
-    for place, i in enumerate(asking.tolist()):
+    for index, i in enumerate(asking.tolist()):
         logprob, top_ids, top_logprobs = logprobs.views(i)
         given = logprobs.given(i)
         if given is None:
-            top = likeliest(rows[place], min(len(top_ids), rows.shape[1])).cpu()
+            top = likeliest(rows[index], min(len(top_ids), rows.shape[1])).cpu()
         else:
             top = torch.from_numpy(given.astype(np.int64))
         num = len(top)
-        logprob[0] = values[place, ids[i]]
+        logprob[0] = values[index, ids[i]]
         top_ids[:num], top_ids[num:] = top.numpy(), -1
-        top_logprobs[:num], top_logprobs[num:] = values[place, top].numpy(), -np.inf
+        top_logprobs[:num], top_logprobs[num:] = values[index, top].numpy(), -np.inf

@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 NO_ID = -1
 """The sampled id if no token can be sampled: every id is forbidden or has no probability."""
 
-NO_PLACES: LongArray = np.zeros(0, np.int64)
+NO_INDICES: LongArray = np.zeros(0, np.int64)
 
 
 class SamplingInputs:
@@ -45,7 +45,7 @@ class SamplingInputs:
         self.mask_words: WordArray = np.zeros(shape, np.uint32) if mask_words is None else mask_words
         """[max_num_samples, ceil(V / 32)]; bit v % 32 of word v / 32 says whether id v is allowed. The owner of
         the grammars writes the rows in `masked` for each step, before the program's wait for them ends."""
-        self.masked: LongArray = NO_PLACES
+        self.masked: LongArray = NO_INDICES
         """Places of the step's sampled tokens that a grammar masks."""
         self.ids: IntArray = np.zeros(max_num_samples, np.int32)
         """The ids that a step sampled; `NO_ID` if none can be sampled."""
@@ -69,7 +69,7 @@ class SamplingInputs:
     def unmask(self, num: int) -> None:
         """Set a step of `num` sampled tokens without grammar masks."""
         self.masks[:num] = 0
-        self.masked = NO_PLACES
+        self.masked = NO_INDICES
 
     def row_processors(self, i: int) -> LogitsProcessors | None:
         """The logits processors at the address in `logits_processors`, or None."""

@@ -82,8 +82,8 @@ def _copy(
         from_block = tl.load(sources + i).to(tl.int64)
     # Strides are arguments, so that the size of the KV memory needs no kernel of its own. The compiler can't know that
     # they are multiples of 16 bytes.
-    to_place = target + to_block * _aligned(target_block) + piece * _aligned(target_piece)
-    from_place = source + from_block * _aligned(source_block) + piece * _aligned(source_piece)
+    to_pointer = target + to_block * _aligned(target_block) + piece * _aligned(target_piece)
+    from_pointer = source + from_block * _aligned(source_block) + piece * _aligned(source_piece)
     for begin in range(0, WORDS, BLOCK):
-        places = begin + tl.arange(0, BLOCK)
-        tl.store(to_place + places, tl.load(from_place + places, mask=places < WORDS), mask=places < WORDS)
+        offsets = begin + tl.arange(0, BLOCK)
+        tl.store(to_pointer + offsets, tl.load(from_pointer + offsets, mask=offsets < WORDS), mask=offsets < WORDS)

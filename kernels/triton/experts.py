@@ -42,7 +42,7 @@ _LOWEST = tl.constexpr(-3.4e38)
 class Order:
     """The choices of each expert, for `sort`."""
 
-    places: Tensor
+    choice_indices: Tensor
     """[E, at least M] int32"""
     counts: Tensor
     """[E] int32"""
@@ -83,8 +83,10 @@ def route(
 
 def sort(order: Order, chosen: Tensor) -> None:
     """Find the places of each expert's choices. chosen [M, C] int32."""
-    places, counts = order.places, order.counts
-    _sort[(len(counts),)](*(places, counts, chosen, chosen.numel()), STRIDE=places.shape[1], BLOCK=SORTED, num_warps=4)
+    choice_indices, counts = order.choice_indices, order.counts
+    _sort[(len(counts),)](
+        *(choice_indices, counts, chosen, chosen.numel()), STRIDE=choice_indices.shape[1], BLOCK=SORTED, num_warps=4
+    )
 
 
 def gate_up(
@@ -123,9 +125,9 @@ def _launch(
     assert (first.bias is None) == (other.bias is None)
     unused = order.counts
     _experts[(len(order.counts), triton.cdiv(width, BLOCK_N), triton.cdiv(most, BLOCK_M))](
-        *(out, x, order.places, order.counts, first.matrix.planes(), other.matrix.planes()),
+        *(out, x, order.choice_indices, order.counts, first.matrix.planes(), other.matrix.planes()),
         *(unused if linear.bias is None else linear.bias for linear in (first, other)),
-        STRIDE=order.places.shape[1],
+        STRIDE=order.choice_indices.shape[1],
         CHOICES=num_choices,
         NUM_ROWS=width,
         NUM_COLUMNS=x.shape[1],
@@ -198,31 +200,31 @@ def _route(
     # Each choice is another expert, also among NaN and -inf: an expert's list has room for each token once.
     ranked = tl.where(ranked > _LOWEST, ranked, _LOWEST)
     ranked = tl.where(inside, ranked, -float("inf"))
-    places = tl.arange(0, CHOICES_BLOCK)
+    slots = tl.arange(0, CHOICES_BLOCK)
     picked = tl.zeros([CHOICES_BLOCK], tl.int32)
     scores = tl.zeros([CHOICES_BLOCK], tl.float32)
-    for place in tl.static_range(CHOICES):
+    for slot in tl.static_range(CHOICES):
         best = tl.argmax(ranked, axis=0)
         score = tl.sum(tl.where(columns == best, all_scores, 0.0), axis=0)
-        picked = tl.where(places == place, best, picked)
-        scores = tl.where(places == place, score, scores)
+        picked = tl.where(slots == slot, best, picked)
+        scores = tl.where(slots == slot, score, scores)
         ranked = tl.where(columns == best, -float("inf"), ranked)
     if NORMALIZED:
         total = tl.sum(scores, axis=0)
-    at = token * CHOICES + places
-    tl.store(chosen + at, picked, mask=places < CHOICES)
-    tl.store(weights + at, scores / total * scale, mask=places < CHOICES)
+    at = token * CHOICES + slots
+    tl.store(chosen + at, picked, mask=slots < CHOICES)
+    tl.store(weights + at, scores / total * scale, mask=slots < CHOICES)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
-def _sort(places, counts, chosen, num_choices, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _sort(choice_indices, counts, chosen, num_choices, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     count = 0
     for begin in range(0, num_choices, BLOCK):
         choices = begin + tl.arange(0, BLOCK)
         found = (tl.load(chosen + choices, mask=choices < num_choices, other=-1) == expert).to(tl.int32)
         at = count + tl.cumsum(found, axis=0) - 1
-        tl.store(places + expert.to(tl.int64) * STRIDE + at, choices, mask=found == 1)
+        tl.store(choice_indices + expert.to(tl.int64) * STRIDE + at, choices, mask=found == 1)
         count += tl.sum(found, axis=0)
     tl.store(counts + expert, count)
 
@@ -238,7 +240,7 @@ def _tile(weight, rows, inside_rows, columns, inside_columns):
 def _experts(
     out,
     x,
-    places,
+    choice_indices,
     counts,
     first,
     second,
@@ -258,7 +260,7 @@ def _experts(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Row `place // CHOICES` of x times the matrix of an expert is row `place` of out; then the activation KIND, if
+    """Row `choice // CHOICES` of x times the matrix of an expert is row `choice` of out; then the activation KIND, if
     GATED with the product of a second matrix."""
     expert = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + expert)
@@ -266,13 +268,13 @@ def _experts(
     if begin < count:
         at = begin + tl.arange(0, BLOCK_M)
         inside_m = at < count
-        place = tl.load(places + expert * STRIDE + at, mask=inside_m, other=0).to(tl.int64)
+        choice = tl.load(choice_indices + expert * STRIDE + at, mask=inside_m, other=0).to(tl.int64)
         rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_n = rows < NUM_ROWS
         weight_rows = expert * NUM_ROWS + rows
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        source = x + (place // CHOICES)[:, None] * NUM_COLUMNS
+        source = x + (choice // CHOICES)[:, None] * NUM_COLUMNS
         dtype = tl.float32 if UPCAST else x.dtype.element_ty
         for depth in range(0, NUM_COLUMNS, BLOCK_K):
             columns = depth + tl.arange(0, BLOCK_K)
@@ -291,7 +293,7 @@ def _experts(
             acc = gated_activation(acc, other, KIND, ALPHA, LIMIT)
         elif KIND != "none":
             acc = activation(acc, KIND)
-        target = out + place[:, None] * NUM_ROWS + rows[None, :]
+        target = out + choice[:, None] * NUM_ROWS + rows[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside_m[:, None] & inside_n[None, :])
 
 
@@ -316,9 +318,9 @@ def _combine(
     num = num_tokens.to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
-        place = token * CHOICES + choice
-        part = tl.load(parts + place * WIDTH + columns, mask=inside, other=0.0)
-        total += part * tl.load(weights + place)
+        index = token * CHOICES + choice
+        part = tl.load(parts + index * WIDTH + columns, mask=inside, other=0.0)
+        total += part * tl.load(weights + index)
     if NUM_SHARED > 0:
         added = sum_partials(shared + token * WIDTH, columns, inside, num * WIDTH, NUM_SHARED)
         if NUM_GATES > 0:

@@ -66,11 +66,11 @@ def input_at(
 
 
 @triton.jit
-def weight_rows_of(program, places, N: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+def weight_rows_of(program, offsets, N: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
     """Rows of the weight that a program reads for its BLOCK_N rows of the result, clamped to N. With SWIGLU they are
     twice as many: a row of gate, then the row of up, N below it."""
     if SWIGLU:
-        rows = tl.minimum(program * BLOCK_N + places // 2, N - 1) + places % 2 * N
+        rows = tl.minimum(program * BLOCK_N + offsets // 2, N - 1) + offsets % 2 * N
     else:
-        rows = tl.minimum(program * BLOCK_N + places, N - 1)
+        rows = tl.minimum(program * BLOCK_N + offsets, N - 1)
     return rows

@@ -97,10 +97,10 @@ def _shrink(
         weights = a + slot.to(tl.int64) * slot_stride + target * MAX_RANK * K
         sums = tl.zeros((BLOCK_R,), tl.float32)
         for begin in range(0, K, BLOCK_K):
-            places = begin + tl.arange(0, BLOCK_K)
-            values = tl.load(x + token.to(tl.int64) * x_stride + places, mask=places < K, other=0).to(tl.float32)
-            there = (k < rank)[:, None] & (places < K)[None, :]
-            tile = tl.load(weights + k[:, None] * K + places[None, :], mask=there, other=0).to(tl.float32)
+            offsets = begin + tl.arange(0, BLOCK_K)
+            values = tl.load(x + token.to(tl.int64) * x_stride + offsets, mask=offsets < K, other=0).to(tl.float32)
+            there = (k < rank)[:, None] & (offsets < K)[None, :]
+            tile = tl.load(weights + k[:, None] * K + offsets[None, :], mask=there, other=0).to(tl.float32)
             sums += tl.sum(tile * values[None, :], 1)
         tl.store(shrunk + token * STRIDE + target * MAX_RANK + k, sums, mask=k < rank)
 
@@ -136,10 +136,10 @@ def _expand(
             k = first + tl.arange(0, BLOCK_R)
             there = k[:, None] < rank[None, :]
             small = tl.load(shrunk + token * STRIDE + target[None, :] * MAX_RANK + k[:, None], mask=there, other=0)
-            place = slot.to(tl.int64) * slot_stride + k[:, None].to(tl.int64) * N + n[None, :]
-            sums += tl.sum(tl.load(b + place, mask=there, other=0).to(tl.float32) * small, 0)
+            offset = slot.to(tl.int64) * slot_stride + k[:, None].to(tl.int64) * N + n[None, :]
+            sums += tl.sum(tl.load(b + offset, mask=there, other=0).to(tl.float32) * small, 0)
             first += BLOCK_R
-        places = out + token.to(tl.int64) * out_stride + n
+        pointers = out + token.to(tl.int64) * out_stride + n
         changed = rank > 0
-        total = tl.load(places, mask=changed, other=0).to(tl.float32) + sums
-        tl.store(places, total.to(out.dtype.element_ty), mask=changed)
+        total = tl.load(pointers, mask=changed, other=0).to(tl.float32) + sums
+        tl.store(pointers, total.to(out.dtype.element_ty), mask=changed)

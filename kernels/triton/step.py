@@ -164,9 +164,9 @@ def _apply(state, words, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
         source = tl.load(runs + 3 * run + 2)
         begin = 0
         while begin < length:
-            places = begin + tl.arange(0, BLOCK)
-            numbers = tl.load(words + source + places, mask=places < length)
-            tl.store(state + target + places, numbers, mask=places < length)
+            lanes = begin + tl.arange(0, BLOCK)
+            numbers = tl.load(words + source + lanes, mask=lanes < length)
+            tl.store(state + target + lanes, numbers, mask=lanes < length)
             begin += BLOCK
         run += NUM_PROGRAMS
 
@@ -207,57 +207,57 @@ def _prepare(
 ):
     if STAMPS and tl.program_id(0) == 0:
         tl.store(stamps.to(tl.pointer_type(tl.int64)), globaltimer())
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows, starts = words + _HEADER, words + _HEADER + MAX_ROWS
     counts, offsets = words + _HEADER + 2 * MAX_ROWS, words + _HEADER + 3 * MAX_ROWS
     sampled_tokens = words + _HEADER + 4 * MAX_ROWS
 
     # Entries. Ended rows and padding have a count of 0.
-    there = places < tl.load(words + _NUM_ENTRIES)
-    row = tl.load(rows + places, mask=there, other=PADDING_ROW)
+    there = lanes < tl.load(words + _NUM_ENTRIES)
+    row = tl.load(rows + lanes, mask=there, other=PADDING_ROW)
     lives = there & (tl.load(row_params + row.to(tl.int64) * PARAMS + _ENDED, mask=there, other=1) == 0)
-    inside = places < num_entries
-    tl.store(rows_out + places, row, mask=inside)
-    tl.store(starts_out + places, tl.load(starts + places, mask=there, other=0), mask=inside)
-    tl.store(counts_out + places, tl.where(lives, tl.load(counts + places, mask=there, other=0), 0), mask=inside)
-    tl.store(offsets_out + places, tl.load(offsets + places, mask=there, other=0), mask=inside)
+    inside = lanes < num_entries
+    tl.store(rows_out + lanes, row, mask=inside)
+    tl.store(starts_out + lanes, tl.load(starts + lanes, mask=there, other=0), mask=inside)
+    tl.store(counts_out + lanes, tl.where(lives, tl.load(counts + lanes, mask=there, other=0), 0), mask=inside)
+    tl.store(offsets_out + lanes, tl.load(offsets + lanes, mask=there, other=0), mask=inside)
 
     # Tokens.
-    there = places < tl.load(words + _NUM_TOKENS)
+    there = lanes < tl.load(words + _NUM_TOKENS)
     if ONE_EACH:
-        entry = places
+        entry = lanes
     else:
-        entry = tl.load(words + tl.load(words + _TOKENS_AT) + places, mask=there, other=0)
+        entry = tl.load(words + tl.load(words + _TOKENS_AT) + lanes, mask=there, other=0)
     row = tl.load(rows + entry, mask=there, other=PADDING_ROW).to(tl.int64)
     lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
     position = tl.load(starts + entry, mask=lives, other=0)
-    position += places - tl.load(offsets + entry, mask=lives, other=0)
+    position += lanes - tl.load(offsets + entry, mask=lives, other=0)
     position = tl.where(lives, position, 0)
-    inside = places < num_tokens
+    inside = lanes < num_tokens
     for group in tl.static_range(GROUPS):
-        place = row * BLOCKS + group * (BLOCKS // GROUPS) + position // _BLOCK_SIZE
-        block = tl.load(row_blocks + place, mask=lives, other=0).to(tl.int64)
+        index = row * BLOCKS + group * (BLOCKS // GROUPS) + position // _BLOCK_SIZE
+        block = tl.load(row_blocks + index, mask=lives, other=0).to(tl.int64)
         slot = tl.where(lives, block * _BLOCK_SIZE + position % _BLOCK_SIZE, -1)
-        tl.store(slots_out + group * APART + places, slot, mask=inside)
+        tl.store(slots_out + group * APART + lanes, slot, mask=inside)
     is_known = lives & (position + ID_SHIFT < IDS)
-    tl.store(ids_out + places, tl.load(row_ids + row * IDS + position + ID_SHIFT, mask=is_known, other=0), mask=inside)
-    tl.store(positions_out + places, position, mask=inside)
+    tl.store(ids_out + lanes, tl.load(row_ids + row * IDS + position + ID_SHIFT, mask=is_known, other=0), mask=inside)
+    tl.store(positions_out + lanes, position, mask=inside)
     if ADAPTERS:
         slot = tl.load(row_params + row * PARAMS + _ADAPTER, mask=lives, other=0) - 1
-        tl.store(adapters_out + places, slot, mask=inside)
+        tl.store(adapters_out + lanes, slot, mask=inside)
 
     # Samples.
-    there = places < tl.load(words + _NUM_SAMPLES)
-    token = tl.load(sampled_tokens + places, mask=there, other=0)
+    there = lanes < tl.load(words + _NUM_SAMPLES)
+    token = tl.load(sampled_tokens + lanes, mask=there, other=0)
     if ONE_EACH:
         entry = token
     else:
         entry = tl.load(words + tl.load(words + _TOKENS_AT) + token, mask=there, other=0)
     known = tl.load(starts + entry, mask=there, other=0) + token - tl.load(offsets + entry, mask=there, other=0) + 1
-    inside = places < num_samples
-    tl.store(sampled_out + places, token, mask=inside)
-    tl.store(sample_rows_out + places, tl.load(rows + entry, mask=there, other=PADDING_ROW), mask=inside)
-    tl.store(num_known_out + places, tl.where(there, known + ID_SHIFT, 0), mask=inside)
+    inside = lanes < num_samples
+    tl.store(sampled_out + lanes, token, mask=inside)
+    tl.store(sample_rows_out + lanes, tl.load(rows + entry, mask=there, other=PADDING_ROW), mask=inside)
+    tl.store(num_known_out + lanes, tl.where(there, known + ID_SHIFT, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -278,11 +278,11 @@ def _finish(
     STAMPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = places < tl.load(words + _NUM_SAMPLES)
-    row = tl.load(sample_rows + places, mask=there, other=0).to(tl.int64)
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = lanes < tl.load(words + _NUM_SAMPLES)
+    row = tl.load(sample_rows + lanes, mask=there, other=0).to(tl.int64)
     lives = there & (tl.load(row_params + row * PARAMS + _ENDED, mask=there, other=1) == 0)
-    token = tl.load(drawn + places, mask=lives, other=_DEAD)
+    token = tl.load(drawn + lanes, mask=lives, other=_DEAD)
     stopped = tl.zeros((BLOCK,), tl.int32)
     if APPENDS:
         grows = lives & (token >= 0)
@@ -298,9 +298,9 @@ def _finish(
         stopped = tl.where(grows, stopped, 0)
         tl.store(row_params + row * PARAMS + _ENDED, 1, mask=lives & ((stopped == 1) | (token < 0)))
     result = results + tl.load(words + _RESULT_AT)
-    inside = places < num_samples
-    tl.store(result + 4 + places, token, mask=inside)
-    tl.store(result + 4 + num_samples + places, stopped, mask=inside)
+    inside = lanes < num_samples
+    tl.store(result + 4 + lanes, token, mask=inside)
+    tl.store(result + 4 + num_samples + lanes, stopped, mask=inside)
     if STAMPS and tl.program_id(0) == 0:
         began = tl.load(stamps.to(tl.pointer_type(tl.int64)))
         tl.store(result.to(tl.pointer_type(tl.int64)), began)

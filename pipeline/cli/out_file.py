@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.config.load import ConfigError
-from pipeline.own_files import NotOwn, descriptor, is_planted, place_of
+from pipeline.own_files import NotOwn, descriptor, is_planted, open_parent
 from pipeline.runtime.files.private_files import open_output, own_descriptor
 
 PRIVATE = 0o600
@@ -33,13 +33,13 @@ def require_writable(path: Path, option: str) -> None:
     with writing(path, option):
         if own_descriptor(path) is not None:
             return
-        with _place_of(path) as place:
-            if place.info is not None and not place.is_regular:
+        with _target_of(path) as target:
+            if target.info is not None and not target.is_regular:
                 return  # opening a pipe or a device would have an effect on its reader
-            fd, partial = place.open(READABLE)  # what is there keeps its content
+            fd, partial = target.open(READABLE)  # what is there keeps its content
             os.close(fd)
             if partial is not None:
-                os.unlink(partial, dir_fd=place.folder)
+                os.unlink(partial, dir_fd=target.folder)
 
 
 @contextmanager
@@ -65,20 +65,20 @@ def output(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
         with os.fdopen(open_output(path), "wb") as file:
             yield file
         return
-    with _place_of(path) as place:
-        fd, partial = place.open(mode)
+    with _target_of(path) as target:
+        fd, partial = target.open(mode)
         try:
             with os.fdopen(fd, "wb") as file:
                 if partial is None:
-                    place.empty(fd, mode)
+                    target.empty(fd, mode)
                 yield file
             if partial is not None:
-                place.complete(partial, mode)
+                target.complete(partial, mode)
                 partial = None
         finally:
             if partial is not None:
                 with suppress(FileNotFoundError):
-                    os.unlink(partial, dir_fd=place.folder)
+                    os.unlink(partial, dir_fd=target.folder)
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
@@ -88,7 +88,7 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
         file.write(data)
 
 
-class _Place:
+class _Target:
     """A name in an open folder, and what has it. Raises NotOwn if another user may have planted that."""
 
     def __init__(self, folder: int, name: str, path: Path) -> None:
@@ -160,6 +160,6 @@ class _Place:
 
 
 @contextmanager
-def _place_of(path: Path) -> Iterator[_Place]:
-    with place_of(path) as (folder, name):
-        yield _Place(folder, name, path)
+def _target_of(path: Path) -> Iterator[_Target]:
+    with open_parent(path) as (folder, name):
+        yield _Target(folder, name, path)

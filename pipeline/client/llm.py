@@ -246,7 +246,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
             raise PromptError(f"{names.word} can't be {type(given).__name__}: give one, or a list or iterator of them")
         num_items = len(given) if isinstance(given, Sized) else None
-        read = (item(one, names.of(place)) for place, one in enumerate(given))
+        read = (item(one, names.of(index)) for index, one in enumerate(given))
         items = read if num_items is None else iter(list(read))
         bar = BatchBar()
         with bar.drawn(progress if use_tqdm is None else use_tqdm, num_items):

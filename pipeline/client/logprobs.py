@@ -42,8 +42,8 @@ def logprobs_of(
     layout = struct.Struct(f"<f{num_top}i{num_top}f")
     whole = memoryview(records)[: len(records) // layout.size * layout.size]
     read = []
-    for place, (token_id, numbers) in enumerate(zip(ids, layout.iter_unpack(whole), strict=False)):
-        first = place * (1 + num_top)
+    for index, (token_id, numbers) in enumerate(zip(ids, layout.iter_unpack(whole), strict=False)):
+        first = index * (1 + num_top)
         own, *others = [*pieces[first : first + 1 + num_top], *[b""] * (1 + num_top)][: 1 + num_top]
         top = numbers[1 : 1 + num_top]
         rank = top.index(token_id) + 1 if is_ranked and token_id in top else None

@@ -30,8 +30,8 @@ class PromptNames:
     word: str
     is_one: bool
 
-    def of(self, place: int) -> str:
-        return self.word if self.is_one else f"{self.word}[{place}]"
+    def of(self, index: int) -> str:
+        return self.word if self.is_one else f"{self.word}[{index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class PairNames(PromptNames):
 
     num_first: int
 
-    def of(self, place: int) -> str:
-        return f"data_1[{place}]" if place < self.num_first else f"data_2[{place - self.num_first}]"
+    def of(self, index: int) -> str:
+        return f"data_1[{index}]" if index < self.num_first else f"data_2[{index - self.num_first}]"
 
 
 class PoolingMethods(ABC):

@@ -178,10 +178,10 @@ def checked(check: Check, engine: Engine) -> Checked:
 def _checked_all(check: Check, engine: Engine) -> Checked:
     answer = _checked(check, engine)
     if answer.error and check.kind == "calls":
-        for place, schema in enumerate(msgspec.json.decode(check.source, type=LarkGrammar).schemas.values()):
+        for index, schema in enumerate(msgspec.json.decode(check.source, type=LarkGrammar).schemas.values()):
             alone = _checked(Check(check.number, "closed_schema", bytes(schema).decode()), engine)
             if alone.error:
-                return msgspec.structs.replace(alone, place=place)
+                return msgspec.structs.replace(alone, index=index)
     return answer
 
 

@@ -24,5 +24,5 @@ class Checked(msgspec.Struct, array_like=True, frozen=True):
     """Whether the same source always has this result. False if a busy machine may have caused a timeout."""
     took_s: float = 0.0
     """CPU time."""
-    place: int = -1
+    index: int = -1
     """Of tool calls: the index of the invalid schema; -1 if unknown."""

@@ -23,7 +23,7 @@ LARGEST = 2**63 - 1024
 
 MAX_MULTIPLE = 2**32 - 1
 MAX_SHOWN_CHARS = 40
-MAX_PLACES = 60
+MAX_EXPONENT = 60
 """Places behind the point; the library's automaton has one level for each."""
 
 LOWER = ("minimum", "exclusiveMinimum")
@@ -93,9 +93,9 @@ def _check_multiple(value: Any) -> None:
     if number <= 0:
         raise UnsupportedSchema('its keyword "multipleOf" must be greater than 0')
     digits = number.as_tuple()
-    places = int(digits.exponent)
+    exponent = int(digits.exponent)
     scaled = int("".join(map(str, digits.digits))) if len(digits.digits) <= 10 else MAX_MULTIPLE + 1
-    if scaled * 10 ** min(max(places, 0), 10) > MAX_MULTIPLE or places < -MAX_PLACES or not _is_exact(value):
+    if scaled * 10 ** min(max(exponent, 0), 10) > MAX_MULTIPLE or exponent < -MAX_EXPONENT or not _is_exact(value):
         raise _inexact("multipleOf", value, "it may have nine digits")
 
 
@@ -127,7 +127,7 @@ def _is_exact(value: Any) -> bool:
     number = _decimal(value)
     if number.is_zero():
         return True
-    if number.adjusted() < -MAX_PLACES:
+    if number.adjusted() < -MAX_EXPONENT:
         return False
     # Integers within int64 are kept as such, the others as the shortest text of the float.
     return number == (Decimal(float(value)) if MAX_SAFE <= abs(number) <= LARGEST else Decimal(repr(float(value))))

@@ -98,7 +98,7 @@ class _Simplifier:
         if not isinstance(schema, dict):
             return None if isinstance(schema, float) and abs(schema) == float("inf") else schema
         if isinstance(ref := schema.get("$ref"), str) and ref in self._old_ids:
-            return {"$ref": self._place_of(ref)}  # beside it, drafts 3 and 4 ignore all keywords
+            return {"$ref": self._path_of(ref)}  # beside it, drafts 3 and 4 ignore all keywords
         schema = with_required_names(schema)
         made = {key: self._keyword(key, value) for key, value in schema.items() if key not in VALUES}
         made = with_enforced_bounds(_counted(made))
@@ -111,14 +111,14 @@ class _Simplifier:
             made = self._without_property_names(made)
         return False if "not" in made and restricts_nothing(made["not"]) else made
 
-    def _place_of(self, ref: str) -> str:
+    def _path_of(self, ref: str) -> str:
         """What a reference to an `id` becomes. If they make the document too long, it stays, and the library refuses it
         by name."""
         if self._num_repeated > MAX_REPEATED_CHARS:
             return ref
-        place = "".join(reversed([f"/{step}" for step in _steps(self._old_ids[ref])]))
-        self._num_repeated += len(place)
-        return _escaped(f"#{place}")
+        path = "".join(reversed([f"/{step}" for step in _steps(self._old_ids[ref])]))
+        self._num_repeated += len(path)
+        return _escaped(f"#{path}")
 
     def _named(self, ref: str) -> Any:
         return None if self._has_inner_ids else resolved(ref, self._root)
@@ -208,36 +208,36 @@ def with_required_names(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Place(NamedTuple):
-    """A place in the document. Texts of all places would be as long as its longest name times their number."""
+class _Path(NamedTuple):
+    """Where a value is in the document. Texts of all paths would be as long as its longest name times their number."""
 
     step: str
-    behind: "_Place | None"
+    behind: "_Path | None"
 
 
-def _steps(place: _Place | None) -> Iterator[str]:
+def _steps(path: _Path | None) -> Iterator[str]:
     """The steps of a JSON pointer, the last one first."""
-    while place is not None:
-        yield place.step.replace("~", "~0").replace("/", "~1")
-        place = place.behind
+    while path is not None:
+        yield path.step.replace("~", "~0").replace("/", "~1")
+        path = path.behind
 
 
-def _old_ids(root: dict[str, Any]) -> dict[str, _Place | None]:
+def _old_ids(root: dict[str, Any]) -> dict[str, _Path | None]:
     """Places of the schemas with an `id`, the name of drafts 3 and 4 for `$id`; the root's is None. Jackson refers so
     to classes that the schema has shown once, as `urn:jsonschema:com:acme:Node`."""
-    found: dict[str, _Place | None] = {}
-    left: list[tuple[Any, _Place | None, bool]] = [(root, None, False)]
+    found: dict[str, _Path | None] = {}
+    left: list[tuple[Any, _Path | None, bool]] = [(root, None, False)]
     while left:
-        part, place, has_names = left.pop()
+        part, path, has_names = left.pop()
         if isinstance(part, list):
-            left += [(one, _Place(str(number), place), False) for number, one in enumerate(part)]
+            left += [(one, _Path(str(number), path), False) for number, one in enumerate(part)]
         if not isinstance(part, dict):
             continue
         if not has_names and isinstance(one := part.get("id"), str) and not one.startswith("#"):
-            found.setdefault(one, place)
+            found.setdefault(one, path)
         for key, value in part.items():
             if isinstance(value, dict | list) and (has_names or key not in VALUES):
-                left.append((value, _Place(key, place), not has_names and key in OF_NAMES))
+                left.append((value, _Path(key, path), not has_names and key in OF_NAMES))
     return found
 
 

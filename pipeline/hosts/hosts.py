@@ -112,7 +112,7 @@ class Hosts:
         """Whether the model is prepared on all of them, too."""
         return self.are_found and all(host.model_dir for host in self._hosts.values())
 
-    def is_placed(self, name: str) -> bool:
+    def has_host(self, name: str) -> bool:
         """Whether a process may start, as far as its host is concerned."""
         return self.are_ready or not topology.is_remote(self._resources.settings, name)
 
@@ -121,7 +121,7 @@ class Hosts:
 
     # ------------------------------------------------------------------------------------------------------- begin
 
-    def place(self) -> None:
+    def find(self) -> None:
         """Begin to find hosts, if any are needed."""
         if not self.num_hosts:
             return
@@ -166,7 +166,7 @@ class Hosts:
             name for name in topology.replicas_of(settings, "execute") if topology.host_of(settings, name) == number
         ]
         for name, address in zip(names, found.addresses, strict=True):
-            self._resources.place(name, address)
+            self._resources.set_address(name, address)
         self._log.info("found a host", extra={"fields": {"node": host.node, "processes": ",".join(names)}})
         name = _prepare(number)
         local = m.PeerInbox(SUPERVISOR, self._resources.addresses[SUPERVISOR], BOUND)
@@ -296,7 +296,7 @@ class Hosts:
             self.problem = reason
             return
         self._log.error(f"{reason}; finding a host again")
-        self.place()
+        self.find()
 
     def _end(self, timeout_s: float) -> None:
         """End the agents, and the process that finds hosts."""

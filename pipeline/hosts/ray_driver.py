@@ -61,7 +61,7 @@ def _run(launch: m.Launch) -> None:
     try:
         _connect(ray, launch.settings)
         _handle_signals(_exit)  # Ray may have set its own
-        actors = _place(ray, launch)
+        actors = _create_actors(ray, launch)
         _handle_signals(lambda *_: ended.set())
         runs = {actor.run.remote(): name for name, actor in actors.items()}
         while not ended.is_set():
@@ -102,7 +102,7 @@ def _connect(ray: Any, settings: Settings) -> None:
         raise UserError(f"ray.address: {what}: {str(error).strip().splitlines()[0]}") from error
 
 
-def _place(ray: Any, launch: m.Launch) -> dict[str, Any]:
+def _create_actors(ray: Any, launch: m.Launch) -> dict[str, Any]:
     """Start an agent for each of the orders, and report where. Returns the actors by the agent's name."""
     settings, orders = launch.settings, launch.host_orders
     bundle = bundle_of(settings)

@@ -200,14 +200,14 @@ class HttpConnection(web.RequestHandler):
         self._body_length = 0
         if not isinstance(message, _ErrInfo) and not message.compression and not message.chunked:
             self._body_length = int(message.headers.get("Content-Length", 0))
-        for place in range(num_before, len(self._messages)):
-            message, payload = self._messages[place]
+        for index in range(num_before, len(self._messages)):
+            message, payload = self._messages[index]
             if isinstance(message, _ErrInfo):
                 continue
             if (num_bytes := head_bytes(message)) > self._max_head:
-                self._messages[place] = self._too_large()
+                self._messages[index] = self._too_large()
             elif num_bytes > KEPT_HEAD_BYTES:
-                self._messages[place] = message._replace(should_close=True), payload
+                self._messages[index] = message._replace(should_close=True), payload
 
     def _check_arriving_head(self, num_bytes: int) -> None:
         """`num_bytes` of a head have arrived and have not completed it. If it is too large already, refuse it and read

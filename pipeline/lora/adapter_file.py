@@ -126,11 +126,11 @@ def write_each(path: Path, dtype: Dtype, shapes: Sequence[PairShape], pairs: Ite
     """As `write`, with pairs of these shapes that are made one after the other: none is kept."""
     entries, end = [], 0
     for one in shapes:
-        places = []
+        offsets = []
         for num_values in (one.rank * one.num_inputs, one.rank * one.num_outputs):
-            places.append(end)
+            offsets.append(end)
             end = _aligned(end + num_values * DTYPES[dtype].itemsize)
-        entries.append(Entry(one.layer, one.target, one.rank, one.num_inputs, one.num_outputs, *places))
+        entries.append(Entry(one.layer, one.target, one.rank, one.num_inputs, one.num_outputs, *offsets))
     header = msgspec.json.encode(Header(dtype, max((entry.rank for entry in entries), default=0), entries))
     make_folder(path.parent)
     with OpenFolder(path.parent) as folder:  # another user of the cache may put a link in its place

@@ -114,13 +114,13 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
         raise AdapterError(f"{tensors.path}: it has no tensors of a LoRA adapter")
     seen: dict[str, str] = {}
     for module, names in modules.items():
-        place = in_files(module, model)
-        if place not in parts:
+        stored_name = in_files(module, model)
+        if stored_name not in parts:
             raise AdapterError(
                 f"{tensors.path}: tensor {names['A' if 'A' in names else 'B']!r} changes {module!r}; supported are the "
                 f"projections of this model's layers: {', '.join(sorted({_last(name) for name in parts}))}"
             )
-        if (other := seen.setdefault(place, module)) != module:
+        if (other := seen.setdefault(stored_name, module)) != module:
             raise AdapterError(f"{tensors.path}: {other!r} and {module!r} are the same module of this model")
         if missing := {"A", "B"} - set(names):
             raise AdapterError(f"{tensors.path}: {module!r} has no lora_{missing.pop()}.weight")
@@ -132,7 +132,7 @@ def _modules_of_peft(config: PeftConfig, tensors: AdapterTensors, model: ModelCo
                 f"rank_pattern in {CONFIG} give it rank {config.rank(module)}"
             )
         read = partial(_read_peft, tensors, names, config.scaling(module, rank))
-        yield Module(module, parts[place], a, b, read)
+        yield Module(module, parts[stored_name], a, b, read)
 
 
 def _read_peft(tensors: AdapterTensors, names: dict[str, str], factor: float) -> tuple[FloatMatrix, FloatMatrix]:

@@ -65,8 +65,8 @@ class SmallGguf:
             self._read()
             check_keys(self.keys)
             end = self._end(file.size)
-            places = [(name, one.offset, one.offset + self._num_bytes(name)) for name, one in self._tensors.items()]
-            require_contiguous(path, places, self._alignment)
+            spans = [(name, one.offset, one.offset + self._num_bytes(name)) for name, one in self._tensors.items()]
+            require_contiguous(path, spans, self._alignment)
             check(self)
             self.data = file.read_to(end)
         except AdapterError:

@@ -46,7 +46,7 @@ class AdapterTensors:
             what = "tensors are not in the file" if end > file.size else "header does not describe all of it"
             raise AdapterError(f"{path}: its {what}: it has {file.size} bytes, and the header describes {end}")
         offsets = {name: entry.data_offsets for name, entry in self._entries.items()}
-        require_contiguous(path, ((name, *place) for name, place in offsets.items()))
+        require_contiguous(path, ((name, *span) for name, span in offsets.items()))
         check(self)
         self.data = file.read_to(end)
 
@@ -95,11 +95,11 @@ def require_contiguous(path: Path, tensors: Iterable[tuple[str, int, int]], alig
     """Each tensor (name, begin and end) must begin where the one before ends, up to the alignment, as both formats
     require: tensors that shared bytes would cost more memory than the file has, and gaps cost memory for nothing.
     Raises AdapterError."""
-    place = 0
+    offset = 0
     for name, begin, end in sorted(tensors, key=lambda tensor: tensor[1:]):
-        if begin != place or end < begin:
+        if begin != offset or end < begin:
             raise AdapterError(f"{path}: the bytes of tensor {name[:200]!r} overlap others, or leave a gap")
-        place = -(-end // alignment) * alignment
+        offset = -(-end // alignment) * alignment
 
 
 def scaled(matrix: FloatMatrix, factor: float) -> FloatMatrix:

@@ -66,9 +66,9 @@ def quantile(histogram: HistogramCounts, bounds: Sequence[float], q: float) -> f
     if num_values == 0:
         return None
     rank, below = q * num_values, 0
-    for place, count in enumerate(histogram.counts[:-1]):
+    for index, count in enumerate(histogram.counts[:-1]):
         if below + count >= rank and count:
-            low = bounds[place - 1] if place else 0.0
-            return low + (bounds[place] - low) * (rank - below) / count
+            low = bounds[index - 1] if index else 0.0
+            return low + (bounds[index] - low) * (rank - below) / count
         below += count
     return bounds[-1]

@@ -207,7 +207,7 @@ class ExecuteCounts(Part, frozen=True, tag="execute"):
     """Part of `step_s` in which this rank waited for others of its stage of the pipeline; 0 without ranks."""
     pipeline_wait_s: float = 0.0
     """Part of `step_s` in which this rank waited for other stages of the pipeline."""
-    place: str = ""
+    rank_name: str = ""
     """Of one of several ranks, as `pp0/tp1`: its stage of the pipeline, and its rank in that."""
     num_nan: int = 0
     """Sequences that failed because their logits were NaN."""

@@ -120,8 +120,8 @@ def vllm_metrics(stats: ServerStats) -> Iterator[Metric]:
     finished = CounterMetricFamily(
         "vllm:request_success", "Count of ended requests by reason.", labels=[*labels, "finished_reason"]
     )
-    for place, reason in enumerate(FINISHED_REASONS):
-        finished.add_metric([*labels.values(), reason], sum(gateway.num_finished[place] for gateway in gateways))
+    for index, reason in enumerate(FINISHED_REASONS):
+        finished.add_metric([*labels.values(), reason], sum(gateway.num_finished[index] for gateway in gateways))
     yield finished
     refused = CounterMetricFamily(
         "vllm:admission_rejections",

@@ -65,16 +65,16 @@ def _kind(sent: f.Sent) -> str:
 def _difference(ours: f.Sent | None, theirs: f.Sent | None) -> str:
     """Describe both messages from a little before their first difference."""
     one, other = _words(ours), _words(theirs)
-    place = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    offset = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     if one == other:
         return f"{_cut(one, 0)} has different arrays"
-    return f"{_cut(one, place)}, expected {_cut(other, place)}"
+    return f"{_cut(one, offset)}, expected {_cut(other, offset)}"
 
 
-def _cut(text: str, place: int) -> str:
-    """The start of a text, and the part around `place`."""
+def _cut(text: str, offset: int) -> str:
+    """The start of a text, and the part around `offset`."""
     head, _, rest = text.partition(": ")
-    begin = max(0, place - len(head) - SHOWN_BEFORE)
+    begin = max(0, offset - len(head) - SHOWN_BEFORE)
     shown = rest[begin : begin + SHOWN_CHARS]
     return head + (f": {'… ' if begin else ''}{shown}{' …' if begin + SHOWN_CHARS < len(rest) else ''}" if rest else "")
 

@@ -185,9 +185,9 @@ def raw_frame(kind: int, data: bytes) -> bytes:
     return _HEAD.pack(RAW | len(data), kind) + data
 
 
-def seconds_in(memory: memoryview, place: int) -> float:
+def seconds_in(memory: memoryview, offset: int) -> float:
     """The time in a raw frame of one."""
-    return float(_SECONDS.unpack_from(memory, place + HEAD_BYTES)[0])
+    return float(_SECONDS.unpack_from(memory, offset + HEAD_BYTES)[0])
 
 
 def sender_data(name: str, incarnation: int) -> bytes:
@@ -218,8 +218,8 @@ def raw_frames(memory: memoryview, begin: int, end: int, num: int) -> Iterator[t
         if begin >= end:
             return
         size, kind = _HEAD.unpack_from(memory, begin)
-        begin, place = begin + HEAD_BYTES + (size & ~RAW), begin
-        yield place, kind if size & RAW else 0, begin
+        begin, offset = begin + HEAD_BYTES + (size & ~RAW), begin
+        yield offset, kind if size & RAW else 0, begin
 
 
 class _RawFrames:
@@ -319,7 +319,7 @@ class RecordingReader:
 
     def _frame(self) -> bytes | None:
         """The data of the next frame; None at the end of the file, or where the file is damaged."""
-        place = self._file.tell()
+        offset = self._file.tell()
         head = self._file.read(_HEAD.size)
         if not head or head == _ZEROS:
             return None
@@ -328,15 +328,15 @@ class RecordingReader:
             self._kind = checksum if length & RAW else 0
             length &= ~RAW
             if length > MAX_FRAME_BYTES:
-                self.flaw = f"it is damaged at byte {place}; what follows is ignored"
+                self.flaw = f"it is damaged at byte {offset}; what follows is ignored"
                 return None
             data = self._file.read(length)
             if len(data) == length:
                 if self._kind or zlib.crc32(data) == checksum:
                     return data
-                self.flaw = f"it is damaged at byte {place}; what follows is ignored"
+                self.flaw = f"it is damaged at byte {offset}; what follows is ignored"
                 return None
-        self.flaw = f"it is truncated: {self._file.tell() - place} bytes at its end, from byte {place}, are ignored"
+        self.flaw = f"it is truncated: {self._file.tell() - offset} bytes at its end, from byte {offset}, are ignored"
         return None
 
     def __iter__(self) -> Iterator[Entry]:

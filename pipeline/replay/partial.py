@@ -83,13 +83,13 @@ _PER_ENTRY = (
 """The lists of `Deltas` that have a value for each entry."""
 
 
-Placed = TypeVar("Placed", m.FirstTimes, m.DraftCounts)
+Indexed = TypeVar("Indexed", m.FirstTimes, m.DraftCounts)
 
 
-def _moved(of_entries: list[Placed], places: list[int]) -> list[Placed]:
+def _moved(of_entries: list[Indexed], indices: list[int]) -> list[Indexed]:
     """What belongs to the entries that remain, with their new indices."""
-    moved = {place: i for i, place in enumerate(places)}
-    return [msgspec.structs.replace(one, place=moved[one.place]) for one in of_entries if one.place in moved]
+    moved = {index: i for i, index in enumerate(indices)}
+    return [msgspec.structs.replace(one, index=moved[one.index]) for one in of_entries if one.index in moved]
 
 
 class GatewayPartial(_Counting):
@@ -120,19 +120,19 @@ class GatewayPartial(_Counting):
         return message
 
     def _deltas(self, message: m.Deltas) -> m.Deltas | None:
-        places = [i for i, request_id in enumerate(message.request_ids) if request_id in self._requests]
-        self._left_out["answers about earlier requests"] += len(message.request_ids) - len(places)
-        if not places:
+        indices = [i for i, request_id in enumerate(message.request_ids) if request_id in self._requests]
+        self._left_out["answers about earlier requests"] += len(message.request_ids) - len(indices)
+        if not indices:
             return None
         ids = np.frombuffer(message.ids, "<i4")
         ends = np.cumsum(message.num_ids)
-        parts = [ids[ends[i] - message.num_ids[i] : ends[i]] for i in places]
+        parts = [ids[ends[i] - message.num_ids[i] : ends[i]] for i in indices]
         changes: dict[str, Any] = {"ids": np.concatenate(parts).tobytes()}
         for name in _PER_ENTRY:
             values = getattr(message, name)
-            changes[name] = [values[i] for i in places]
-        changes["firsts"] = _moved(message.firsts, places)
-        changes["drafts"] = _moved(message.drafts, places)
+            changes[name] = [values[i] for i in indices]
+        changes["firsts"] = _moved(message.firsts, indices)
+        changes["drafts"] = _moved(message.drafts, indices)
         return msgspec.structs.replace(message, **changes)
 
 

@@ -296,8 +296,8 @@ def _generation(launch: m.Launch) -> tuple[GenerationDefaults | None, ExcludedTo
     """The sampling parameters in the folder that the settings name; None if they name none, or it is gone by now."""
     if not generation_config.names_folder(launch.settings):
         return None, ExcludedTokens()
-    place = launch.settings, launch.model_dir
+    source = launch.settings, launch.model_dir
     try:
-        return generation_config.load(*place), generation_config.excluded(*place)
+        return generation_config.load(*source), generation_config.excluded(*source)
     except UserError:
         return None, ExcludedTokens()

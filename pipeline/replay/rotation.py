@@ -22,9 +22,9 @@ _start = msgspec.msgpack.Decoder(m.Start)
 
 def facts_in(memory: memoryview, num_bytes: int) -> m.ExecuteFacts | None:
     """The facts in the `Start` that a recording has at its beginning; None if there is none."""
-    for place, kind, end in f.raw_frames(memory, len(f.MAGIC), num_bytes, MAX_FRAMES):
+    for offset, kind, end in f.raw_frames(memory, len(f.MAGIC), num_bytes, MAX_FRAMES):
         if kind & f.KINDS == f.MESSAGE and not kind & f.HAS_ARRAYS:
-            body = bytes(memory[place + f.HEAD_BYTES : end])
+            body = bytes(memory[offset + f.HEAD_BYTES : end])
             if START in body[: len(START) + 8]:
                 return _start.decode(body).facts
     return None
@@ -33,11 +33,11 @@ def facts_in(memory: memoryview, num_bytes: int) -> m.ExecuteFacts | None:
 def wake_behind(memory: memoryview, begin: int, num_bytes: int) -> tuple[int, float] | None:
     """Where the first whole wake begins behind a frame that begins at `begin`, and its time; None if there is none."""
     has_ended, found = False, -1
-    for place, kind, _ in f.raw_frames(memory, begin, num_bytes, MAX_FRAMES):
+    for offset, kind, _ in f.raw_frames(memory, begin, num_bytes, MAX_FRAMES):
         is_wake = kind in (f.WAKE, f.WAKE_AND_CLOCK)
         if has_ended and found < 0 and (is_wake or kind & f.KINDS == f.MESSAGE):
-            found = place
+            found = offset
         if is_wake and found >= 0:
-            return found, f.seconds_in(memory, place)
+            return found, f.seconds_in(memory, offset)
         has_ended |= is_wake
     return None

@@ -41,13 +41,13 @@ class KeyCaches:
         for key in keys:
             holders = self._holders.get(key, 0) & left
             if holders != left and num:
-                yield from ((replica, num) for replica in _places(left & ~holders))
+                yield from ((replica, num) for replica in _set_bits(left & ~holders))
             left = holders
             if not left:
                 return
             num += 1
         if num:
-            yield from ((replica, num) for replica in _places(left))
+            yield from ((replica, num) for replica in _set_bits(left))
 
     def use(self, replica: int, keys: Sequence[int]) -> None:
         """A prompt with these keys goes to a replica. Its tail becomes the least recently used of it, as in the
@@ -84,7 +84,7 @@ class KeyCaches:
         assert found == self._holders, "the LRUs and the holders differ"
 
 
-def _places(bits: int) -> Iterator[int]:
+def _set_bits(bits: int) -> Iterator[int]:
     """The places of the bits that are set."""
     while bits:
         low = bits & -bits

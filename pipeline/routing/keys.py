@@ -48,8 +48,8 @@ def keys_of(data: bytes, chunk_bytes: int = CHUNK_BYTES, root: int = ROOT, max_k
     keys: list[int] = []
     digest = root.to_bytes(_KEY_BYTES, "little")
     view = memoryview(data)
-    for place in range(min(len(data) // chunk_bytes, max_keys)):
-        part = view[place * chunk_bytes : (place + 1) * chunk_bytes]
+    for index in range(min(len(data) // chunk_bytes, max_keys)):
+        part = view[index * chunk_bytes : (index + 1) * chunk_bytes]
         digest = blake2b(part, digest_size=_KEY_BYTES, key=digest).digest()
         keys.append(int.from_bytes(digest, "little"))
     return keys

@@ -52,21 +52,21 @@ class Loads:
         self.open_s: Float64s = np.zeros(0)
         """What an open sequence adds to the time to first token of a new one."""
         self.is_open = np.zeros(0, np.bool_)
-        self.places: Int64s = np.zeros(0, np.int64)
+        self.open_indices: Int64s = np.zeros(0, np.int64)
         """Where `is_open`."""
 
-    def grow(self, num_places: int) -> None:
+    def grow(self, num_replicas: int) -> None:
         """Have at least so many places."""
-        more = num_places - len(self.queued)
+        more = num_replicas - len(self.queued)
         if more > 0:
             for name in ("queued", "num_open", "tokens_per_s", "open_s", "is_open"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate((old, np.zeros(more, old.dtype))))
 
-    def set_open(self, place: int, is_open: bool) -> None:
+    def set_open(self, index: int, is_open: bool) -> None:
         """A replica takes requests from now on, or no longer."""
-        self.is_open[place] = is_open
-        self.places = np.flatnonzero(self.is_open)
+        self.is_open[index] = is_open
+        self.open_indices = np.flatnonzero(self.is_open)
 
 
 class Policy(Protocol):
@@ -100,12 +100,12 @@ class PredictedTTFT:
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
         weight = self._weight
         tokens = loads.queued + weight * prompt.num_tokens
-        for place, num_tokens in cached.items():
-            tokens[place] -= weight * num_tokens
-        seconds = tokens[loads.places] / loads.tokens_per_s[loads.places]
-        seconds += loads.num_open[loads.places] * loads.open_s[loads.places]
+        for index, num_tokens in cached.items():
+            tokens[index] -= weight * num_tokens
+        seconds = tokens[loads.open_indices] / loads.tokens_per_s[loads.open_indices]
+        seconds += loads.num_open[loads.open_indices] * loads.open_s[loads.open_indices]
         least = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-9))
-        return int(loads.places[least[0] if len(least) == 1 else least[self._random.randrange(len(least))]])
+        return int(loads.open_indices[least[0] if len(least) == 1 else least[self._random.randrange(len(least))]])
 
 
 class ConsistentHash:
@@ -122,19 +122,19 @@ class ConsistentHash:
         self._of: bytes = b""
 
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
-        if (places := loads.places.tobytes()) != self._of:
-            self._of = places
+        if (open_bytes := loads.open_indices.tobytes()) != self._of:
+            self._of = open_bytes
             self._points = sorted(
-                (_hash(place, point), place) for place in loads.places.tolist() for point in range(NUM_POINTS)
+                (_hash(index, point), index) for index in loads.open_indices.tolist() for point in range(NUM_POINTS)
             )
         name = prompt.session if prompt.session is not None else next(iter(prompt.keys), None)
         point = self._random.getrandbits(64) if name is None else _hash(name, -1)
         first = bisect_left(self._points, (point, -1))
         if self._bound == float("inf"):
             return self._points[first % len(self._points)][1]
-        most = ceil(self._bound * (int(loads.num_open[loads.places].sum()) + 1) / len(loads.places))
+        most = ceil(self._bound * (int(loads.num_open[loads.open_indices].sum()) + 1) / len(loads.open_indices))
         ring = (self._points[(first + step) % len(self._points)][1] for step in range(len(self._points)))
-        return next(place for place in ring if loads.num_open[place] < most)
+        return next(index for index in ring if loads.num_open[index] < most)
 
 
 class PowerOfTwo:
@@ -146,10 +146,10 @@ class PowerOfTwo:
         self._random = random.Random(seed)
 
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
-        num = len(loads.places)
+        num = len(loads.open_indices)
         one = self._random.randrange(num)
         other = (one + 1 + self._random.randrange(num - 1)) % num if num > 1 else one
-        first, second = int(loads.places[one]), int(loads.places[other])
+        first, second = int(loads.open_indices[one]), int(loads.open_indices[other])
         return first if loads.num_open[first] <= loads.num_open[second] else second
 
 
@@ -162,9 +162,9 @@ class LeastOpen:
         self._random = random.Random(seed)
 
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
-        num_open = loads.num_open[loads.places]
+        num_open = loads.num_open[loads.open_indices]
         least = np.flatnonzero(num_open == num_open.min())
-        return int(loads.places[least[self._random.randrange(len(least))]])
+        return int(loads.open_indices[least[self._random.randrange(len(least))]])
 
 
 class RoundRobin:
@@ -177,7 +177,7 @@ class RoundRobin:
 
     def choose(self, prompt: Prompt, loads: Loads, cached: dict[int, int]) -> int:
         self._next += 1
-        return int(loads.places[self._next % len(loads.places)])
+        return int(loads.open_indices[self._next % len(loads.open_indices)])
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {

@@ -39,7 +39,7 @@ class Lease(msgspec.Struct, eq=False):
     """A request that was routed and is open."""
 
     replica: str
-    place: int
+    index: int
     num_sequences: int
     num_cached: int
     """Tokens of the prompt that were expected in the replica's cache."""
@@ -83,59 +83,59 @@ class Router:
         self._key_tokens = key_tokens
         self._learns = learns
         self._names: list[str] = []
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._free: list[int] = []
         self._observed: list[tuple[float, float]] = []
         """Tokens and seconds, by place, with older ones weighing less."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     def add(self, name: str, spec: ReplicaSpec) -> None:
         """A replica begins. Raises ValueError if its name is in use."""
-        if name in self._places:
+        if name in self._indices:
             raise ValueError(f"replica {name!r} is there already")
-        place = self._free.pop() if self._free else len(self._names)
-        if place == len(self._names):
+        index = self._free.pop() if self._free else len(self._names)
+        if index == len(self._names):
             self._names.append(name)
             self._observed.append((0.0, 0.0))
-            self.loads.grow(place + 1)
-        self._names[place] = name
-        self._places[name] = place
-        self._observed[place] = spec.tokens_per_s, 1.0
+            self.loads.grow(index + 1)
+        self._names[index] = name
+        self._indices[name] = index
+        self._observed[index] = spec.tokens_per_s, 1.0
         loads = self.loads
-        loads.queued[place] = loads.num_open[place] = 0
-        loads.tokens_per_s[place], loads.open_s[place] = spec.tokens_per_s, spec.open_s
-        loads.set_open(place, True)
+        loads.queued[index] = loads.num_open[index] = 0
+        loads.tokens_per_s[index], loads.open_s[index] = spec.tokens_per_s, spec.open_s
+        loads.set_open(index, True)
         if self.policy.uses_keys:
-            self.caches.add(place, max(1, spec.kv_tokens // self._key_tokens))
+            self.caches.add(index, max(1, spec.kv_tokens // self._key_tokens))
 
     def remove(self, name: str) -> None:
         """A replica is gone. Its leases may still end. Raises KeyError if it is not there."""
-        place = self._places.pop(name)
-        self.loads.set_open(place, False)
+        index = self._indices.pop(name)
+        self.loads.set_open(index, False)
         if self.policy.uses_keys:
-            self.caches.remove(place)
-        self._names[place] = ""
-        if not self.loads.num_open[place]:
-            self._free.append(place)
+            self.caches.remove(index)
+        self._names[index] = ""
+        if not self.loads.num_open[index]:
+            self._free.append(index)
 
     def drain(self, name: str) -> None:
         """A replica gets no more requests."""
-        self.loads.set_open(self._places[name], False)
+        self.loads.set_open(self._indices[name], False)
 
     @contextlib.contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
         """Within it, these replicas get no requests: they have just refused one, or lost it."""
-        places = [place for name in names if (place := self._places.get(name)) is not None]
-        places = [place for place in places if self.loads.is_open[place]]
-        for place in places:
-            self.loads.set_open(place, False)
+        indices = [index for name in names if (index := self._indices.get(name)) is not None]
+        indices = [index for index in indices if self.loads.is_open[index]]
+        for index in indices:
+            self.loads.set_open(index, False)
         try:
             yield
         finally:
-            for place in places:
-                self.loads.set_open(place, True)
+            for index in indices:
+                self.loads.set_open(index, True)
 
     def set_speed(self, tokens_per_s: float, open_tokens: float) -> None:
         """The speed of all replicas, if they are equal. An open sequence counts as `open_tokens`."""
@@ -145,22 +145,22 @@ class Router:
     def route(self, prompt: Prompt, now_s: float) -> Lease:
         """Choose a replica. Raises LookupError if there is none."""
         loads, policy = self.loads, self.policy
-        if not len(loads.places):
+        if not len(loads.open_indices):
             raise LookupError("there is no replica to route to")
         cached: dict[int, int] = {}
         if policy.uses_keys:
             most = max(0, prompt.num_tokens - 1)  # at least one token is computed
             matches = self.caches.matches(prompt.keys)
-            cached = {place: min(most, num * self._key_tokens) for place, num in matches}
-        place = policy.choose(prompt, loads, cached)
-        num_cached = cached.get(place, 0)
+            cached = {index: min(most, num * self._key_tokens) for index, num in matches}
+        index = policy.choose(prompt, loads, cached)
+        num_cached = cached.get(index, 0)
         num_uncached = prompt.num_tokens - num_cached
-        num_ahead, num_open = float(loads.queued[place]) + num_uncached, int(loads.num_open[place])
-        predicted_s = num_ahead / float(loads.tokens_per_s[place]) + num_open * float(loads.open_s[place])
-        loads.queued[place] += num_uncached
-        loads.num_open[place] += prompt.num_sequences
+        num_ahead, num_open = float(loads.queued[index]) + num_uncached, int(loads.num_open[index])
+        predicted_s = num_ahead / float(loads.tokens_per_s[index]) + num_open * float(loads.open_s[index])
+        loads.queued[index] += num_uncached
+        loads.num_open[index] += prompt.num_sequences
         if policy.uses_keys:
-            self.caches.use(place, prompt.keys)
+            self.caches.use(index, prompt.keys)
         counts = self.counts
         counts.num_requests += 1
         counts.num_hits += num_cached > 0
@@ -168,7 +168,7 @@ class Router:
         counts.num_cached_tokens += num_cached
         counts.predicted_s += predicted_s
         return Lease(
-            self._names[place], place, prompt.num_sequences, num_cached, num_uncached, num_ahead, num_open, now_s,
+            self._names[index], index, prompt.num_sequences, num_cached, num_uncached, num_ahead, num_open, now_s,
             predicted_s,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class Router:
         if lease.has_first_token or lease.has_ended:
             return
         lease.has_first_token = True
-        self.loads.queued[lease.place] -= lease.num_uncached
+        self.loads.queued[lease.index] -= lease.num_uncached
         seconds = now_s - lease.routed_s
         self.counts.measured_s += seconds
         if self._learns and self._is_current(lease) and lease.num_ahead >= MIN_TOKENS and seconds > 0:
@@ -188,30 +188,30 @@ class Router:
         if lease.has_ended:
             return
         lease.has_ended = True
-        loads, place = self.loads, lease.place
+        loads, index = self.loads, lease.index
         if not lease.has_first_token:
-            loads.queued[place] -= lease.num_uncached
-        loads.num_open[place] -= lease.num_sequences
-        if not loads.num_open[place]:
-            loads.queued[place] = 0.0  # without what rounding left
-            if not self._names[place] and place not in self._free:
-                self._free.append(place)
+            loads.queued[index] -= lease.num_uncached
+        loads.num_open[index] -= lease.num_sequences
+        if not loads.num_open[index]:
+            loads.queued[index] = 0.0  # without what rounding left
+            if not self._names[index] and index not in self._free:
+                self._free.append(index)
 
     def _is_current(self, lease: Lease) -> bool:
-        return self._names[lease.place] == lease.replica
+        return self._names[lease.index] == lease.replica
 
     def _learn(self, lease: Lease, seconds: float) -> None:
-        place = lease.place
-        prefill_s = max(seconds - lease.num_open * float(self.loads.open_s[place]), MIN_SHARE * seconds)
-        tokens, total_s = self._observed[place]
+        index = lease.index
+        prefill_s = max(seconds - lease.num_open * float(self.loads.open_s[index]), MIN_SHARE * seconds)
+        tokens, total_s = self._observed[index]
         tokens, total_s = MEMORY * tokens + lease.num_ahead, MEMORY * total_s + prefill_s
-        self._observed[place] = tokens, total_s
-        self.loads.tokens_per_s[place] = tokens / total_s
+        self._observed[index] = tokens, total_s
+        self.loads.tokens_per_s[index] = tokens / total_s
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
         assert (self.loads.queued > -1e-6).all() and (self.loads.num_open >= 0).all()
-        assert {self._names[place] for place in self._places.values()} == set(self._places)
-        assert not any(self._names[place] for place in self._free)
+        assert {self._names[index] for index in self._indices.values()} == set(self._indices)
+        assert not any(self._names[index] for index in self._free)
         if self.policy.uses_keys:
             self.caches.check()

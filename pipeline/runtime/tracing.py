@@ -75,9 +75,9 @@ class Tracer:
     def take(self, *, goes_on: bool = False) -> tuple[list[TraceEvent], int]:
         """Returns the events since the last call, oldest first, and the number of lost ones. Unless it `goes_on`, the
         window ends."""
-        place = self._num_records % CAPACITY
+        index = self._num_records % CAPACITY
         self.on = self.on and goes_on
         ring, self._ring = self._ring, [None] * CAPACITY if self.on else []
         num_lost = max(0, self._num_records - CAPACITY)
         self._num_records = 0
-        return [record for record in (*ring[place:], *ring[:place]) if record is not None], num_lost
+        return [record for record in (*ring[index:], *ring[:index]) if record is not None], num_lost

@@ -80,8 +80,8 @@ class SupervisorLoop:
         self.table = ChildTable(settings, run_mode, self._context, self.poller, self.hosts)
         self._resources = resources
         self._restarts = Restarts(run_mode, resources, self.table, self._inbox, log)
-        self._restarts.is_placed = self.hosts.is_placed
-        self.hosts.on_ready = self._restarts.placed
+        self._restarts.has_host = self.hosts.has_host
+        self.hosts.on_ready = self._restarts.hosts_found
         self.crash_reports = CrashReports(settings, resources.black_boxes, log, is_on=not run_mode.inline)
         self._heartbeats = Heartbeats(self.table.ping, 0.0, self.table.tell_gateways, log)
         self._health_checks = HealthChecks(

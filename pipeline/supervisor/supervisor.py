@@ -140,7 +140,7 @@ class Supervisor:
         prepare = self._spawn(self._resources.launch("prepare", topology.PREPARE, peers))
         self._resources.create_arenas()
         self._resources.create_rings()
-        self._loop.hosts.place()
+        self._loop.hosts.find()
         may_repeat = self._resources.settings.supervisor.max_restarts and not self._run_mode.is_debugged
         for num_left in reversed(range(MAX_FAILED_STARTS if may_repeat else 1)):
             try:

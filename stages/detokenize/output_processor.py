@@ -158,14 +158,14 @@ class OutputProcessor:
         string."""
         aborts: list[m.Abort] = []
         self._settled_s = self._settled_s if settled_s is None else settled_s
-        first_of = {first.place: first for first in firsts} if firsts else {}
+        first_of = {first.index: first for first in firsts} if firsts else {}
         names = bool(self._names_until_s) and time.monotonic() < self._names_until_s
         end = recorded = 0
-        drafts_of = {counts.place: counts for counts in drafts} if drafts else {}
+        drafts_of = {counts.index: counts for counts in drafts} if drafts else {}
         reasons = iter(errors)
         sequence: OutputSequence | None = None
         try:
-            for place, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
+            for index, (seq, start, count, finish) in enumerate(zip(seqs, starts, counts, finishes, strict=True)):
                 begin, end = end, end + count
                 if self._resuming and seq in self._resuming:
                     sequence = self._resuming[seq]
@@ -173,19 +173,19 @@ class OutputProcessor:
                     later = functools.partial(
                         self.settle,
                         *([seq], [start], [count], ids[begin:end], [finish]),
-                        [msgspec.structs.replace(first_of[place], place=0)] if place in first_of else (),
+                        [msgspec.structs.replace(first_of[index], index=0)] if index in first_of else (),
                         records=records[recorded - size : recorded],
                         errors=[next(reasons, "")] if finish == ERROR else (),
-                        drafts=[msgspec.structs.replace(drafts_of[place], place=0)] if place in drafts_of else (),
+                        drafts=[msgspec.structs.replace(drafts_of[index], index=0)] if index in drafts_of else (),
                     )
                     sequence.later.append(later)
                     continue
                 sequence = self._live.pop(seq, None) if finish else self._live.get(seq)
                 assert sequence is not None, f"sequence {seq} is not open"
                 if first_of:
-                    sequence.first = first_of.get(place, sequence.first)
+                    sequence.first = first_of.get(index, sequence.first)
                 if drafts_of:
-                    sequence.drafts = drafts_of.get(place, sequence.drafts)
+                    sequence.drafts = drafts_of.get(index, sequence.drafts)
                 if finish == ERROR:
                     sequence.error = next(reasons, "")
                 if width := sequence.record_bytes:
@@ -238,11 +238,11 @@ class OutputProcessor:
         sequences = self._unsent[gateway].values()
         request_ids, attempts, indexes, texts, text_offsets = [], [], [], [], []
         ids, id_offsets, num_ids, finishes, stop_reasons = array("i"), [], [], [], []
-        firsts, errors, drafts, special_places, spans = [], [], [], [], []
+        firsts, errors, drafts, special_indices, spans = [], [], [], [], []
         has_records = False
         # One loop instead of a comprehension for each list: beside a running step, the caches are cold, and each piece
         # of code costs more to load than to run.
-        for place, sequence in enumerate(sequences):
+        for index, sequence in enumerate(sequences):
             request_ids.append(sequence.request_id)
             attempts.append(sequence.attempt)
             indexes.append(sequence.index)
@@ -254,17 +254,17 @@ class OutputProcessor:
             finishes.append(int(sequence.finish))
             stop_reasons.append(sequence.stop_reason)
             if sequence.first is not None:
-                firsts.append(msgspec.structs.replace(sequence.first, place=place))
+                firsts.append(msgspec.structs.replace(sequence.first, index=index))
             if sequence.drafts is not None:
-                drafts.append(msgspec.structs.replace(sequence.drafts, place=place))
+                drafts.append(msgspec.structs.replace(sequence.drafts, index=index))
             if sequence.finish == ERROR:
                 errors.append(sequence.error)
             if sequence.special_spans:
-                special_places.append(place)
+                special_indices.append(index)
                 spans.append(bytes(sequence.special_spans))
             if sequence.records or sequence.prompt_records:  # seldom
                 has_records = True
-        prompts = [(place, one) for place, one in enumerate(sequences) if one.prompt_records] if has_records else []
+        prompts = [(index, one) for index, one in enumerate(sequences) if one.prompt_records] if has_records else []
         return m.Deltas(
             request_ids=request_ids,
             attempts=attempts,
@@ -281,13 +281,13 @@ class OutputProcessor:
             sent_s=now_s,
             records=_or_none([bytes(sequence.records) for sequence in sequences]) if has_records else [],
             pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if has_records else [],
-            prompt_places=[place for place, _ in prompts] if prompts else [],
+            prompt_indices=[index for index, _ in prompts] if prompts else [],
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts] if prompts else [],
             prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts] if prompts else [],
             prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts] if prompts else [],
             errors=errors,
             drafts=drafts,
-            special_places=special_places,
+            special_indices=special_indices,
             special_spans=spans,
         )
 

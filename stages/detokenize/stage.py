@@ -142,8 +142,8 @@ class DetokenizeStage:
         self._settle_s += end_s - begin_s
         if (trace := self._stage.trace).on:
             # A trace shows a request where its text begins and where it ends.
-            begun = {first.place for first in message.firsts}
-            marked = [one for place, one in enumerate(request_ids) if place in begun or finishes[place]]
+            begun = {first.index for first in message.firsts}
+            marked = [one for index, one in enumerate(request_ids) if index in begun or finishes[index]]
             trace.span("text", begin_s, end_s, {"sequences": len(seqs), "tokens": len(ids)}, marked)
         if aborts:
             self._abort(aborts)

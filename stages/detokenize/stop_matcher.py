@@ -54,9 +54,9 @@ class StopStrings:
 
     def _grow(self) -> None:
         """Add the children of the deepest nodes."""
-        leaves, place = self._leaves, self._first_leaf
+        leaves, index = self._leaves, self._first_leaf
         self._leaves, self._first_leaf = [], len(self.depth)
-        for node, strings in enumerate(leaves, place):
+        for node, strings in enumerate(leaves, index):
             depth = self.depth[node]
             for stop in strings:
                 if (child := self._children[node].get(stop[depth])) is None:
@@ -103,11 +103,11 @@ class StopMatcher:
         node, stops = self._node, self._stops
         if node == ROOT and stops.firsts.isdisjoint(text):
             return text
-        for place, character in enumerate(text, 1):
+        for index, character in enumerate(text, 1):
             node = stops.next(node, character)
             if counts and (stop := stops.ends[node]) is not None:
                 self.found = stop
-                shown = self._held + text[:place]
+                shown = self._held + text[:index]
                 return shown if self._include_stop else shown[: -len(stop)]
         self._node = node
         if self._include_stop:

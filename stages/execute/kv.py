@@ -12,7 +12,7 @@ from pipeline.config.settings import Settings
 from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
-from pipeline.runtime.model.kv_groups import NO_PLACE, KVLayout, kv_layout, longest_sequence, most_blocks
+from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 
@@ -142,10 +142,10 @@ def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
     layout = kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
     if config.delta is None:
         return layout
-    places = iter(layout.places)
+    layer_locations = iter(layout.layer_locations)
     # Recurrent layers have states in place of keys and values.
-    every = tuple(NO_PLACE if config.is_recurrent(i) else next(places) for i in range(config.num_layers))
-    return replace(layout, places=every)
+    every = tuple(NO_LOCATION if config.is_recurrent(i) else next(layer_locations) for i in range(config.num_layers))
+    return replace(layout, layer_locations=every)
 
 
 def _wanted(settings: Settings, config: ModelConfig) -> int:
@@ -199,5 +199,5 @@ def kv_dtype(execute: ExecuteSettings) -> str:
 
 def kv_block_bytes(execute: ExecuteSettings, config: ModelConfig, layout: KVLayout | None = None) -> int:
     """Bytes of a KV block: with the layers of a group, or without a layout with all layers."""
-    num_layers = config.num_layers if layout is None else layout.num_places
+    num_layers = config.num_layers if layout is None else layout.layers_per_group
     return block_bytes(num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[kv_dtype(execute)])

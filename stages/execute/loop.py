@@ -19,7 +19,7 @@ from pipeline.runtime.stage import Stage
 from pipeline.stages.execute.adapters.reports import AdapterReports
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.publishing import Publisher
-from pipeline.stages.execute.ranks.place import StepAbandonedError
+from pipeline.stages.execute.ranks.context import StepAbandonedError
 from pipeline.stages.execute.runner import Runner
 
 IDLE_S = 1.0
@@ -72,7 +72,7 @@ class Loop:
 
     def __init__(self, stage: "Stage[m.ExecuteInbox]", runner: Runner, make_steps: MakeSteps) -> None:
         self._stage, self._runner = stage, runner
-        self._metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, runner.place)
+        self._metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, runner.rank_name)
         stage.control_requests.own_counts = lambda: self._metrics.counts(runner.rows.num_live)
         self._reports = AdapterReports(stage, runner.adapters)
         self._steps = make_steps(stage, Publisher(stage, self._metrics, answers=runner.answers))

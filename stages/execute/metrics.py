@@ -11,10 +11,10 @@ class ExecuteMetrics:
         self,
         barrier_wait_s: Callable[[], float] = lambda: 0.0,
         pipeline_wait_s: Callable[[], float] = lambda: 0.0,
-        place: str = "",
+        rank_name: str = "",
     ) -> None:
         """How long this rank has waited for others of its stage of the pipeline, and for other stages; its place."""
-        self._place = place
+        self._rank_name = rank_name
         self._barrier_wait_s, self._pipeline_wait_s = barrier_wait_s, pipeline_wait_s
         self._num_steps = 0
         self._num_tokens = 0
@@ -43,6 +43,6 @@ class ExecuteMetrics:
             *(num_rows, self._num_steps, self._num_tokens, self._step_s, self._wait_s),
             barrier_s=self._barrier_wait_s(),
             pipeline_wait_s=self._pipeline_wait_s(),
-            place=self._place,
+            rank_name=self._rank_name,
             num_nan=self._num_nan,
         )

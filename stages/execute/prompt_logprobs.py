@@ -13,23 +13,23 @@ from pipeline.stages.execute.rows import RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature
 
 NO_BYTES: ByteArray = np.zeros(0, np.uint8)
-NO_PLACES: LongArray = np.zeros(0, np.int64)
+NO_INDICES: LongArray = np.zeros(0, np.int64)
 NO_IDS: IntArray = np.zeros(0, np.int32)
 
 
-def prompt_places(
+def prompt_token_indices(
     table: RowTable, rows: IntArray, starts: IntArray, counts: IntArray, offsets: IntArray
 ) -> tuple[LongArray, IntArray, IntArray]:
     """For the entries that request prompt logprobs, parallel arrays: the index of each token in the batch, the prompt
     id that follows it, and the number of top logprobs."""
-    places: list[LongArray] = [NO_PLACES]
+    indices: list[LongArray] = [NO_INDICES]
     ids: list[IntArray] = [NO_IDS]
     num_top: list[IntArray] = [NO_IDS]
     for i in np.flatnonzero(table.features[rows] & SamplingFeature.PROMPT_LOGPROBS).tolist():
         row, start = int(rows[i]), int(starts[i])
         num = min(int(counts[i]), int(table.num_prompt[row]) - 1 - start)
         if num > 0:
-            places.append(int(offsets[i]) + np.arange(num))
+            indices.append(int(offsets[i]) + np.arange(num))
             ids.append(table.ids[row, start + 1 : start + 1 + num])
             num_top.append(np.full(num, table.num_prompt_logprobs[row], np.int32))
-    return np.concatenate(places), np.concatenate(ids), np.concatenate(num_top)
+    return np.concatenate(indices), np.concatenate(ids), np.concatenate(num_top)

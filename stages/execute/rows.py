@@ -91,11 +91,11 @@ class RowTable:
         """Those of the last row that was added, by its options, which the sequences of a request share: lists of ten
         thousands of ids are converted once."""
         self._native_logits_processors = np.zeros(max_num_seqs, LOGITS_PROCESSORS)
-        places = (
+        bases = (
             self._native_logits_processors.ctypes.data
             + np.arange(max_num_seqs, dtype=np.uint64) * LOGITS_PROCESSORS.itemsize
         )
-        self._logits_processor_addresses: np.ndarray[Any, np.dtype[np.uint64]] = places.astype(np.uint64)
+        self._logits_processor_addresses: np.ndarray[Any, np.dtype[np.uint64]] = bases.astype(np.uint64)
 
     @property
     def num_live(self) -> int:
@@ -220,15 +220,15 @@ class RowTable:
             return []
         assert self.taken[rows].all(), "blocks for a row that is not taken"
         assert blocks.min() >= 0 and blocks.max() < self._pool_size, "blocks outside the KV memory"
-        places = []
+        indices = []
         groups = groups if len(groups) else np.zeros(len(rows), np.uint8)
         for row, block, group in zip(rows.tolist(), blocks.tolist(), groups.tolist(), strict=True):
-            places.append(place := int(self.block_ends[group, row]))
-            self.group_blocks[group, row, place] = block
-            self.block_ends[group, row] = place + 1
+            indices.append(index := int(self.block_ends[group, row]))
+            self.group_blocks[group, row, index] = block
+            self.block_ends[group, row] = index + 1
         if len(self.block_ends) > 1:
             self.num_blocks[rows] = self.block_ends[:, rows].min(axis=0)
-        return places
+        return indices
 
     def begin(self, rows: IntArray, starts: IntArray, counts: IntArray, samples: BoolArray) -> None:
         """Check the entries of a step against their rows, and mark their tokens as computed. No row may have ended."""

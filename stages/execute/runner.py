@@ -18,7 +18,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.adapters.slots import AdapterPlace, AdapterSlots, LoraPlan
+from pipeline.stages.execute.adapters.slots import AdapterMemory, AdapterSlots, LoraPlan
 from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
@@ -43,7 +43,7 @@ class Runner(ABC):
     code: str
     answers: bool
     """Whether it samples, and sends the results: of several ranks, one does."""
-    place = ""
+    rank_name = ""
     """Its place among ranks, for `pipeline ps`; empty if it has none to show."""
     layers: str
     """The first and the last layer that it computes, for logs."""
@@ -66,10 +66,10 @@ class Runner(ABC):
     def drop_all(self, incarnation: int = 0) -> None:
         """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
 
-    def _make_adapters(self, plan: LoraPlan | None, place: AdapterPlace) -> None:
+    def _make_adapters(self, plan: LoraPlan | None, memory: AdapterMemory) -> None:
         """Make the slots of LoRA adapters, which are computed at this place."""
         if plan is not None:
-            self.adapters = AdapterSlots(self._model_dir, plan.num_slots, place)
+            self.adapters = AdapterSlots(self._model_dir, plan.num_slots, memory)
 
     def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int) -> None:
         """Make the facts, the row table and the masks. The back end replaces facts that differ."""

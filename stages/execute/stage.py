@@ -23,7 +23,7 @@ from pipeline.stages.execute.cores import threads_of, use_cores
 
 if TYPE_CHECKING:
     from pipeline.stages.execute.loop import MakeSteps
-    from pipeline.stages.execute.ranks.place import RankPlace
+    from pipeline.stages.execute.ranks.context import RankContext
     from pipeline.stages.execute.runner import Runner
 
 Serve = Callable[[Stage[m.ExecuteInbox]], None]
@@ -115,13 +115,13 @@ def _refuse_alone(launch: m.Launch) -> None:
         raise UserError(f"execute.{key} is {getattr(execute, key)}: ranks need processes of their own")
 
 
-def _place(launch: m.Launch) -> "RankPlace":
+def _rank_context(launch: m.Launch) -> "RankContext":
     """The place of this process among the ranks."""
-    from pipeline.stages.execute.ranks.place import RankPlace
+    from pipeline.stages.execute.ranks.context import RankContext
 
     execute = launch.settings.execute
     stage, rank = divmod(launch.rank, execute.tensor_parallel)
-    return RankPlace(
+    return RankContext(
         *(rank, execute.tensor_parallel, launch.ranks_fd, execute.barrier_timeout_s),
         *(stage, execute.pipeline_parallel, launch.stages_fd),
     )
@@ -129,10 +129,10 @@ def _place(launch: m.Launch) -> "RankPlace":
 
 def _rank_fields(launch: m.Launch, runner: "Runner") -> dict[str, object]:
     """Of the log line of one of several ranks."""
-    if not runner.place:
+    if not runner.rank_name:
         return {}
     rank = f"{launch.rank} of {launch.settings.execute.num_ranks}"
-    return {"rank": rank, "place": runner.place, "layers": runner.layers}
+    return {"rank": rank, "rank_name": runner.rank_name, "layers": runner.layers}
 
 
 def _own_swap(launch: m.Launch, swap: memoryview | None) -> memoryview | None:
@@ -195,12 +195,12 @@ def _load_cuda(num_threads: int, launch: m.Launch, swap: memoryview | None) -> "
     from pipeline.stages.execute.cuda.runner import CudaRunner
     from pipeline.stages.execute.cuda.steps import CudaSteps
 
-    place = _place(launch)
+    context = _rank_context(launch)
     try:
         runner = CudaRunner(
             *(settings, model_dir, swap),
             device=make_device(launch.rank),
-            join=join_by(place) if place.num_ranks > 1 else None,
+            join=join_by(context) if context.num_ranks > 1 else None,
         )
         runner.capture_graphs()
     except torch.OutOfMemoryError as error:
@@ -221,5 +221,7 @@ def _load_cpu(
 
     before = launch.facts if launch.replay is None else None
     kept = KeptLibrary(launch.library_fd, None if before is None else before.backend)
-    runner = CpuRunner(launch.settings, Path(launch.model_dir), swap, _place(launch), kept=kept, compiling=compiling)
+    runner = CpuRunner(
+        launch.settings, Path(launch.model_dir), swap, _rank_context(launch), kept=kept, compiling=compiling
+    )
     return runner, partial(CpuSteps, runner=runner)

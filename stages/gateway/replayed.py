@@ -81,10 +81,10 @@ class ReplayedClients:
         """Its client got 503 or 400, and no stage heard of it."""
         self._requests.num_opened = number
 
-    def _move(self, move: Callable[[PromptRequest], None], number: int, place: bytes) -> None:
+    def _move(self, move: Callable[[PromptRequest], None], number: int, index: bytes) -> None:
         """Preempt or resume one of the prompts of a request."""
         if number in self._open_requests:
-            move(self._open_requests[number][0].prompt_requests[int(place)])
+            move(self._open_requests[number][0].prompt_requests[int(index)])
 
     def _fail(self, preemption: Preemption, number: int, message: bytes) -> None:
         if number in self._open_requests:

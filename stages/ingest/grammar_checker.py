@@ -58,7 +58,7 @@ class CheckOutcome:
 
     grammar: str
     error: str
-    place: int = -1
+    index: int = -1
     """As in `Checked`."""
 
 
@@ -97,7 +97,7 @@ class GrammarChecker:
             return None
         self._known.move_to_end(_key(grammar))
         if outcome.error:
-            raise rejection(grammar, outcome.error, outcome.place)
+            raise rejection(grammar, outcome.error, outcome.index)
         return outcome.grammar
 
     async def check(self, grammar: Grammar, scope: str = "") -> str:
@@ -121,9 +121,9 @@ class GrammarChecker:
             await self._take_turn(grammar, checked.took_s, scope)
         if not checked.is_final:
             raise _busy(grammar)
-        self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.place))
+        self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.index))
         if checked.error:
-            raise rejection(grammar, checked.error, checked.place)
+            raise rejection(grammar, checked.error, checked.index)
         return checked.grammar
 
     async def _query_twice(self, grammar: Grammar, scope: str) -> Checked:
@@ -252,11 +252,11 @@ class GrammarChecker:
             raise rejection(grammar, f"it has at least {num_bytes} bytes, the limit is {limit}")
 
 
-def rejection(grammar: Grammar, why: str, place: int = -1) -> RequestRejected:
-    """A RequestRejected for the client. `place` is the index of the tool whose schema failed."""
+def rejection(grammar: Grammar, why: str, index: int = -1) -> RequestRejected:
+    """A RequestRejected for the client. `index` is the index of the tool whose schema failed."""
     what, param = NAMES.get(grammar.kind.removeprefix("compact_"), "the grammar"), grammar.param
-    if place >= 0 and param == "tools":
-        param = f"tools[{place}].function.parameters"
+    if index >= 0 and param == "tools":
+        param = f"tools[{index}].function.parameters"
     if param.startswith("tools["):
         what = f"the schema of {param.partition('.')[0]}"
     return RequestRejected(Failure(400, f"{what} can't be used: {why}", param or None, "invalid_grammar"))

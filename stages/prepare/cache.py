@@ -191,16 +191,16 @@ def _remove_entry(folder: Path, partial: Path) -> bool:
 @contextmanager
 def _names(opened: OpenFolder, name: Path) -> Iterator[None]:
     """Errors raised inside have an open folder's own name in them."""
-    places = re.compile("|".join(rf"{re.escape(str(one))}(?!\d)" for one in (opened.path, opened.path_of_children)))
+    paths = re.compile("|".join(rf"{re.escape(str(one))}(?!\d)" for one in (opened.path, opened.path_of_children)))
     try:
         yield
     except ModelError as error:
-        if (words := places.sub(lambda _: str(name), str(error))) != str(error):
+        if (words := paths.sub(lambda _: str(name), str(error))) != str(error):
             raise type(error)(words) from error
         raise
     except OSError as error:
         if isinstance(error.filename, str):
-            error.filename = places.sub(lambda _: str(name), error.filename)
+            error.filename = paths.sub(lambda _: str(name), error.filename)
         raise
 
 

@@ -42,8 +42,8 @@ def content_of(paths: Sequence[Path], made_as: str, report: Report) -> str:
     return whole.hexdigest()
 
 
-def _chunk_digest(place: tuple[Path, int]) -> bytes:
-    path, begin = place
+def _chunk_digest(location: tuple[Path, int]) -> bytes:
+    path, begin = location
     with open_regular(path) as file:
         file.seek(begin)
         return hashlib.blake2b(file.read(CHUNK_BYTES), digest_size=32).digest()

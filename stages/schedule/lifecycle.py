@@ -355,7 +355,7 @@ class SequenceLifecycle:
         """Assert every invariant; for tests."""
         for request in requests:
             for sequence in request.open_sequences.values():
-                places = (
+                containers = (
                     sequence.row >= 0,
                     sequence in self.swapped,
                     sequence in self.waiting,
@@ -363,10 +363,10 @@ class SequenceLifecycle:
                     sequence in self.held,
                     sequence in self.adapters,
                 )
-                assert sum(places) == 1, "a sequence is in two places, or in none"
-                assert places[0] or not self.is_steady, "a sequence waits, and steps are planned as if none did"
-                assert (sequence.swapped is not None) == places[1], "swapped blocks have no sequence in swap space"
-                assert self.parallel_samples.is_parked(sequence) == places[3]
+                assert sum(containers) == 1, "a sequence is in two places, or in none"
+                assert containers[0] or not self.is_steady, "a sequence waits, and steps are planned as if none did"
+                assert (sequence.swapped is not None) == containers[1], "swapped blocks have no sequence in swap space"
+                assert self.parallel_samples.is_parked(sequence) == containers[3]
         self.adapters.check()
         kept = [sequence.swapped for sequence in self.swapped]
         self._kv_cache_manager.check([swapped for swapped in kept if swapped is not None])

@@ -132,8 +132,8 @@ class Planner:
         granted = self._speculation.grant(order, ends, budget)
         if not granted.any():
             return None
-        for place in np.flatnonzero(ends + granted > rows.num_blocks[order] * self._block_size).tolist():
-            row, end = int(order[place]), int(ends[place] + granted[place])
+        for index in np.flatnonzero(ends + granted > rows.num_blocks[order] * self._block_size).tolist():
+            row, end = int(order[index]), int(ends[index] + granted[index])
             # As for sequences that start, each row is left its next blocks.
             if manager.may_start(manager.pool.num_available, manager.windows.num_lacking(row, end), len(rows)):
                 manager.windows.append(row, end, appended)
@@ -164,12 +164,12 @@ class Planner:
         counts = self._grants.chunks(budget, prompts, num_tokens - num_computed, num_computed)
         if self._has_windows:
             windows = self._kv_cache_manager.windows
-            for place, (row, start, count) in enumerate(
+            for index, (row, start, count) in enumerate(
                 zip(*(each.tolist() for each in (prompts, num_computed, counts)), strict=True)
             ):
                 end = windows.fitting(row, start + count)
                 windows.append(row, end, appended)
-                counts[place] = end - start
+                counts[index] = end - start
         some = counts > 0
         return self._advance(prompts[some], num_computed[some], counts[some], num_tokens[some])
 
@@ -200,10 +200,10 @@ class Planner:
         preempted = waits = False
         victims: Victims | None = None
         ending = NO_ROWS
-        for place in full.nonzero()[0].tolist():
-            row, end = int(order[place]), int(wanted[place])
-            if counts[place] > 1 and (fitting := windows.fitting(row, end)) > num_computed[place]:
-                end, counts[place] = fitting, fitting - num_computed[place]
+        for index in full.nonzero()[0].tolist():
+            row, end = int(order[index]), int(wanted[index])
+            if counts[index] > 1 and (fitting := windows.fitting(row, end)) > num_computed[index]:
+                end, counts[index] = fitting, fitting - num_computed[index]
             num_lacking = windows.num_lacking(row, end)
             if pool.num_available < num_lacking and victims is None:
                 # Rows with all their ids finish when the step in flight is settled, and release their blocks.
@@ -212,7 +212,7 @@ class Planner:
                 victims.drop(np.concatenate((ending, (~rows.active[order]).nonzero()[0])))
             while rows.active[row] and not (pool.num_available + pool.num_retired >= num_lacking or len(ending)):
                 assert victims is not None
-                victim = victims.take(after=place)
+                victim = victims.take(after=index)
                 self._lifecycle.preempt(row if victim is None else victim)
                 preempted = True
             if not rows.active[row]:
@@ -220,7 +220,7 @@ class Planner:
             if pool.num_available >= num_lacking and not waits:
                 windows.append(row, end, appended)
             else:
-                runs[place], waits = False, True  # blocks are released when the step in flight is settled
+                runs[index], waits = False, True  # blocks are released when the step in flight is settled
         if preempted:
             runs &= rows.active[order]
         return order if runs.all() else order[runs], appended, preempted

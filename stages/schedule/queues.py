@@ -40,9 +40,9 @@ class SequenceQueue:
         insort(self._entries, (sequence.order, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        place = bisect_left(self._entries, (sequence.order, sequence))
-        assert self._entries[place][1] is sequence, f"sequence {sequence.seq} is not in this queue"
-        del self._entries[place]
+        index = bisect_left(self._entries, (sequence.order, sequence))
+        assert self._entries[index][1] is sequence, f"sequence {sequence.seq} is not in this queue"
+        del self._entries[index]
 
 
 class WaitingQueue:

@@ -147,12 +147,12 @@ class Sequence(msgspec.Struct, eq=False):
 
     @property
     def draft_counts(self) -> DraftCounts | None:
-        """`place` is set when they are sent. None if nothing was counted."""
+        """`index` is set when they are sent. None if nothing was counted."""
         if not (self.num_accepted_drafts or self.num_rejected_drafts):
             return None
         return DraftCounts(0, self.num_accepted_drafts, self.num_rejected_drafts)
 
     @property
     def first_times(self) -> FirstTimes:
-        """`place` is set when they are sent."""
+        """`index` is set when they are sent."""
         return FirstTimes(0, self.request.queued_s, self.started_s, self.first_s, self.num_cached)

@@ -297,8 +297,8 @@ class RequestStates:
                     opening = self._opening_of(sequence, self._resumed_outputs(sequence))
                     openings.append((sequence.detokenize, opening))
                     self._output_buffer.resend(sequence)
-        for request_id, (place, rejection) in list(self._rejections.items()):
-            if place == replica:
+        for request_id, (owner, rejection) in list(self._rejections.items()):
+            if owner == replica:
                 to = self.replica_of(rejection) if is_removed else replica
                 self._rejections[request_id] = to, rejection
                 openings.append((to, rejection))

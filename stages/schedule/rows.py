@@ -181,6 +181,6 @@ class RowTracker:
 
     def append_block(self, group: int, row: int, block: int) -> None:
         """Append a block to the table of a KV group. The caller sets `num_blocks` if there are several groups."""
-        place = self.block_ends[group, row]
-        self.tables[group, row, place] = block
-        self.block_ends[group, row] = place + 1
+        index = self.block_ends[group, row]
+        self.tables[group, row, index] = block
+        self.block_ends[group, row] = index + 1

@@ -85,10 +85,10 @@ class Settlement:
             num_ids, num_drafts = num_ids[~is_beam[: len(num_ids)]], num_drafts[~is_beam[: len(num_drafts)]]
         if len(num_ids):
             self._speculation.observe(sampled, num_drafts, num_ids - 1, finishes == Finish.STOP)
-            for place in np.flatnonzero(rows.have(RowFlag.PREDICTION, sampled)).tolist():
-                sequence, accepted = self._sequence(int(sampled[place])), int(num_ids[place]) - 1
+            for index in np.flatnonzero(rows.have(RowFlag.PREDICTION, sampled)).tolist():
+                sequence, accepted = self._sequence(int(sampled[index])), int(num_ids[index]) - 1
                 sequence.num_accepted_drafts += accepted
-                sequence.num_rejected_drafts += int(num_drafts[place]) - accepted
+                sequence.num_rejected_drafts += int(num_drafts[index]) - accepted
         self._store(sampled, ids, finishes, num_ids)
         if self.is_behind:
             self._kv_cache_manager.register(rows.order)
@@ -133,8 +133,8 @@ class Settlement:
             # Accepted proposals were computed with the rest of the row.
             following = num_tokens + num_ids
             rows.num_computed_tokens[sampled] += num_ids - 1
-            place = np.arange(len(ids)) - np.repeat(num_ids.cumsum() - num_ids, num_ids)
-            rows.ids[np.repeat(sampled, num_ids), np.repeat(num_tokens, num_ids) + place] = ids
+            offset = np.arange(len(ids)) - np.repeat(num_ids.cumsum() - num_ids, num_ids)
+            rows.ids[np.repeat(sampled, num_ids), np.repeat(num_tokens, num_ids) + offset] = ids
         else:
             following = num_tokens + 1
             rows.ids[sampled, num_tokens] = ids

@@ -205,8 +205,8 @@ def test_a_file_name_may_contain_an_equals_sign(tmp_path: Path) -> None:
 @given(st.lists(st.floats(1e-3, 1e7), min_size=1, max_size=8))
 def test_axes_contain_all_values_and_few_ticks(values: list[float]) -> None:
     for scale in (scales.from_zero(values), scales.logarithmic(values)):
-        places = [scale.position(value) for value in values]
-        assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
+        positions = [scale.position(value) for value in values]
+        assert all(-1e-9 <= position <= 1 + 1e-9 for position in positions)
         assert 2 <= len(scale.ticks) <= 12
         assert list(scale.ticks) == sorted(set(scale.ticks))
 
@@ -244,7 +244,7 @@ def test_the_legend_wraps_and_the_panels_follow_below() -> None:
     names = tuple(f"a server with a long name, number {i}" for i in range(9))
     panel = LinePanel("t", "x", "u", tuple(Line(i, name, ((1, 1.0), (2, 2.0))) for i, name in enumerate(names)))
     root = ElementTree.fromstring(Chart("t", "s", names, (Row((panel,)),), note="a note").as_svg())
-    places = {one.text: (float(one.get("x", "")), float(one.get("y", ""))) for one in root.iter(f"{SVG}text")}
-    assert all(places[name][0] < 1040 for name in names)
-    assert places[names[0]][1] < places[names[-1]][1] <= places["a note"][1] < places["x"][1]
-    assert float(root.get("height", "")) > places["x"][1]
+    positions = {one.text: (float(one.get("x", "")), float(one.get("y", ""))) for one in root.iter(f"{SVG}text")}
+    assert all(positions[name][0] < 1040 for name in names)
+    assert positions[names[0]][1] < positions[names[-1]][1] <= positions["a note"][1] < positions["x"][1]
+    assert float(root.get("height", "")) > positions["x"][1]

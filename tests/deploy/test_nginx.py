@@ -29,7 +29,7 @@ def started(folder: Path, replicas: list[FakeReplica]) -> "tuple[subprocess.Pope
         port = free.getsockname()[1]
     text = CONF.read_text()
     for old, new in [("listen 127.0.0.1:8000", f"listen 127.0.0.1:{port}")] + [
-        (f"server 127.0.0.1:{8000 + place} ", f"server {replica.name} ") for place, replica in enumerate(replicas, 1)
+        (f"server 127.0.0.1:{8000 + index} ", f"server {replica.name} ") for index, replica in enumerate(replicas, 1)
     ]:
         assert old in text
         text = text.replace(old, new)
@@ -88,7 +88,7 @@ async def test_a_session_stays_at_one_server_until_that_dies(tmp_path: Path, rep
                 before = len(replicas[0].seen)
                 assert tokens_of(await in_session(client, session)) == list(range(20))
                 servers[-1].add(0 if len(replicas[0].seen) > before else 1)
-        assert all(len(places) == 1 for places in servers), "each session stays at its server"
+        assert all(len(names) == 1 for names in servers), "each session stays at its server"
         counts = [len(replica.seen) for replica in replicas]
         assert sum(counts) == 3 * SESSIONS and all(counts), "both servers have sessions"
         await replicas[0].stop()

@@ -75,7 +75,7 @@ def test_choices_are_different_and_the_best_comes_first(server: Server) -> None:
 
 
 def test_a_stream_has_the_same_choices(server: Server) -> None:
-    expected = {place: choice["text"] for place, choice in enumerate(complete(server)["choices"])}
+    expected = {index: choice["text"] for index, choice in enumerate(complete(server)["choices"])}
     with urllib.request.urlopen(request_of(server, stream=True), timeout=60) as reply:
         events = events_of(reply.read().decode())
     found: dict[int, str] = {}

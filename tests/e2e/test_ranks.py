@@ -105,8 +105,8 @@ def test_stages_are_listed_with_their_places_and_report_how_long_they_wait(stage
     waits = [metrics.get("pipeline_execute_pipeline_wait_seconds_total", stage=name) for name in names]
     assert waits[-1] > 0  # for the first stage, in the first step if not in others
     listed = pipeline("ps", "--port", stages.url.rpartition(":")[2])
-    places = ["pp0/tp0", "pp0/tp1", "pp1/tp0", "pp1/tp1"] if ALL else ["pp0/tp0", "pp1/tp0"]
-    assert re.findall(r"pp\d/tp\d", listed.stdout) == places, listed.stdout + listed.stderr
+    rank_names = ["pp0/tp0", "pp0/tp1", "pp1/tp0", "pp1/tp1"] if ALL else ["pp0/tp0", "pp1/tp0"]
+    assert re.findall(r"pp\d/tp\d", listed.stdout) == rank_names, listed.stdout + listed.stderr
     assert "layers=0-" in stages.wait_for_line("execute.0 loaded", 0.0)
 
 

@@ -76,7 +76,7 @@ def test_a_server_that_swaps_returns_the_texts_of_each_request_alone(tiny_model:
     """256 blocks, for requests that need 16 blocks each at their end. And so it does if a stage dies while sequences
     are in swap space. By default these are two stages; PIPELINE_ALL_KILLS=1 kills the others too."""
     rules = ["execute.kv_cache_bytes=1MiB", "schedule.prefix_caching=false", "schedule.preemption=swap"]
-    prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(28)]
+    prompts = [[3 + (7 * i + 11 * position) % 500 for position in range(60)] for i in range(28)]
     rules += ["schedule.max_steps_in_flight=2", "supervisor.max_restarts=100"]
     with Server(*sets(tiny_model, "4MiB"), *rules) as server:
         with ThreadPoolExecutor(len(prompts)) as clients:
@@ -143,7 +143,7 @@ def test_swap_space_below_one_block_is_a_clear_error(tiny_model: Path) -> None:
 
 def test_after_a_death_the_blocks_of_running_sequences_are_copied_back_or_still_there(tiny_model: Path) -> None:
     """Those of swap space after a death of execute; after one of schedule, execute still has them."""
-    prompts = [[3 + (7 * i + 11 * place) % 500 for place in range(60)] for i in range(8)]
+    prompts = [[3 + (7 * i + 11 * position) % 500 for position in range(60)] for i in range(8)]
     with Server(*sets(tiny_model, "8MiB"), "schedule.kv_offload=true", "execute.kv_cache_bytes=8MiB") as server:
         alone = [complete(server, prompt, 190)["choices"] for prompt in prompts]
         for stage in ("execute", "schedule", "execute"):

@@ -28,8 +28,8 @@ MAX_ORDERS = 150
 def more(many: Any) -> bool:
     """An attribute that hypothesis removed and hypothesis-jsonschema needs."""
     if not hasattr(many, "places"):
-        many.places = iter(many.__enter__())
-    if next(many.places, many) is many:
+        many.levels = iter(many.__enter__())
+    if next(many.levels, many) is many:
         many.__exit__(None)
         return False
     return True

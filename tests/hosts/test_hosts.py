@@ -123,7 +123,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     one = World(monkeypatch)
-    one.hosts.place()
+    one.hosts.find()
     yield one
     one.close()
 
@@ -131,7 +131,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def test_processes_start_on_a_host_with_the_model_that_was_prepared_there(world: World) -> None:
     (orders,) = world.drivers[0].launch.host_orders
     assert orders.processes == ["execute.0", "execute.1"] and orders.supervisor.public_key
-    assert not world.hosts.are_found and not world.hosts.is_placed("execute.0") and world.hosts.is_placed("schedule.0")
+    assert not world.hosts.are_found and not world.hosts.has_host("execute.0") and world.hosts.has_host("schedule.0")
     world.find()
     assert world.hosts.are_ready and world.num_ready == 1
     assert world.resources.addresses["execute.1"] == "tcp://10.0.0.1:3"
@@ -184,7 +184,7 @@ def test_a_silent_host_is_lost_and_another_one_is_found(world: World, caplog: py
     assert "node 1 has not answered for 4 s (transport.host_timeout_s); finding a host again" in caplog.text
     assert not any(child.is_alive for child in children) and children[0].is_lost
     assert children[0].describe_end() == "node 1 has not answered for 4 s (transport.host_timeout_s)"
-    assert world.drivers[0].was_closed and len(world.drivers) == 2 and not world.hosts.is_placed("execute.0")
+    assert world.drivers[0].was_closed and len(world.drivers) == 2 and not world.hosts.has_host("execute.0")
     assert world.inbox.incarnations["host.0"] == world.drivers[1].launch.incarnation == 2
     world.find()
     assert world.num_ready == 2 and world.resources.addresses["execute.0"] == "tcp://10.0.0.2:2"

@@ -77,11 +77,11 @@ def test_a_row_is_the_same_at_each_place_of_a_matmul(op: Any, num_outputs: int, 
     for dtype in DTYPES if op is linear else [torch.bfloat16]:
         weight = random(num_outputs, num_inputs, dtype=dtype, seed=1)
         row, found = random(num_inputs, dtype=dtype), []
-        for place in range(ROWS):
-            x = random(ROWS, num_inputs, dtype=dtype, seed=2 + place)
-            x[(place + 3) % ROWS] = (torch.nan, torch.inf, 3.3e38)[place % 3]
-            x[place] = row
-            found.append(into(op, num_outputs, dtype, weight, None)(x)[place])
+        for index in range(ROWS):
+            x = random(ROWS, num_inputs, dtype=dtype, seed=2 + index)
+            x[(index + 3) % ROWS] = (torch.nan, torch.inf, 3.3e38)[index % 3]
+            x[index] = row
+            found.append(into(op, num_outputs, dtype, weight, None)(x)[index])
         assert found[0].isfinite().all() and all(torch.equal(one, found[0]) for one in found)
 
 

@@ -42,17 +42,17 @@ def outcome_of(
 ) -> Outcome:
     """Decode the expected ids one by one."""
     ids, natural = fakes.expected(prompt, options, index, max_tokens)
-    fails = [place for place, token_id in enumerate(ids) if token_id in options.bias_ids]
+    fails = [position for position, token_id in enumerate(ids) if token_id in options.bias_ids]
     if fails:
         ids, natural = ids[: fails[0]], Finish.ERROR
     processor = OutputProcessor(vocabulary)
     tail = np.array(prompt[-PROMPT_TAIL:], np.int32).tobytes()
     processor.open(m.Open(1, 1, 1, index, 0, tail, raw(msgspec.structs.replace(options, num_logprobs=-1))))
     outcome = Outcome([], "", Finish.NONE, None)
-    for place in range(len(ids) + 1):
-        token_ids = ids[place : place + 1]
-        is_last = place == len(ids) if fails else place == len(ids) - 1
-        processor.settle([1], [place], [len(token_ids)], token_ids, [natural if is_last else Finish.NONE])
+    for position in range(len(ids) + 1):
+        token_ids = ids[position : position + 1]
+        is_last = position == len(ids) if fails else position == len(ids) - 1
+        processor.settle([1], [position], [len(token_ids)], token_ids, [natural if is_last else Finish.NONE])
         if processor.unsent():
             deltas = processor.deltas(0)
             processor.mark_sent(0)
@@ -152,31 +152,31 @@ class Ledger:
     def check(self, message: m.Deltas, sender: str) -> None:
         """Assert that nothing in a message contradicts what its sequences must be."""
         begin = 0
-        for place, request_id in enumerate(message.request_ids):
-            end = begin + message.num_ids[place] * ID_BYTES
+        for entry, request_id in enumerate(message.request_ids):
+            end = begin + message.num_ids[entry] * ID_BYTES
             ids, begin = np.frombuffer(message.ids[begin:end], np.int32).tolist(), end
             case = self._by_id.get(request_id)
             if case is None:
                 continue  # of the gateway before
-            index, finish = message.indexes[place], message.finishes[place]
-            outcome, offset = case.outcomes[index], message.id_offsets[place]
-            text, text_offset = message.texts[place], message.text_offsets[place]
-            where = f"request {case.number}, sequence {index}, attempt {message.attempts[place]}"
+            index, finish = message.indexes[entry], message.finishes[entry]
+            outcome, offset = case.outcomes[index], message.id_offsets[entry]
+            text, text_offset = message.texts[entry], message.text_offsets[entry]
+            where = f"request {case.number}, sequence {index}, attempt {message.attempts[entry]}"
             assert outcome.ids[offset : offset + len(ids)] == ids, f"{where}: other ids at {offset}"
             if finish in (Finish.NONE, outcome.finish):  # else it may end within a character, or within a stop string
                 assert outcome.text[text_offset:].startswith(text), f"{where}: another text at {text_offset}: {text!r}"
             case.text_begins.setdefault(index, text_offset)
             if finish in (Finish.STOP, Finish.LENGTH):
-                found = offset + len(ids), text_offset + len(text), finish, message.stop_reasons[place]
+                found = offset + len(ids), text_offset + len(text), finish, message.stop_reasons[entry]
                 expected = len(outcome.ids), len(outcome.text), outcome.finish, outcome.stop_reason
                 assert found == expected, f"{where}: it ended with {found} and not with {expected}"
             if case.is_closed:
                 continue  # the sequences of a request that was submitted twice are computed again, and aborted
             if finish == Finish.ABORT:
-                is_old = message.attempts[place] < case.attempt
+                is_old = message.attempts[entry] < case.attempt
                 assert is_old or case.is_aborted or case.is_over, f"{where}: it was not aborted"
             if finish:
-                key = sender, request_id, message.attempts[place], index
+                key = sender, request_id, message.attempts[entry], index
                 assert key not in self._closings, f"{where}: it has two closings"
                 self._closings.add(key)
 

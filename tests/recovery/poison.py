@@ -19,7 +19,7 @@ MAX_DEATHS = 5
 (stages/schedule/policies/quarantine.py) if a request gets enough ids to be cleared before it kills again."""
 KILL_WEIGHTS = {"execute": 1.0, "ingest": 1.0, "gateway": 0.3}
 """Of random kills in a run with such a request."""
-MIXED_PLACES = ("execute", "ingest", "detokenize", "queue")
+MIXED_POINTS = ("execute", "ingest", "detokenize", "queue")
 """Places of poisons of different kinds, in one run."""
 MIXED_KILL_WEIGHTS = {"gateway": 1.0}
 """Of random kills in such a run: none that may be taken for the fault of a request."""
@@ -40,7 +40,7 @@ class Poison(NamedTuple):
 
     num_ids: int
     """Output ids that its first sequence has then."""
-    place: str
+    point: str
     """Where schedule dies: at the next `plan`, `settle` or `report`, or at a `plan` while the request waits in the
     `queue`; or the stage that dies, `execute`, `ingest` or `detokenize`."""
 
@@ -49,9 +49,9 @@ def poison(loop: ScheduleStage, poisons: dict[int, Poison]) -> None:
     """Let the loop raise Poisoned when it runs one of these requests, by id."""
     scheduler = loop._scheduler
 
-    def deadly(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def deadly(point: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
-            due = [number for number, one in poisons.items() if one.place == place and _is_due(scheduler, number, one)]
+            due = [number for number, one in poisons.items() if one.point == point and _is_due(scheduler, number, one)]
             if due:
                 raise Poisoned(due)
             return call(*args)
@@ -79,7 +79,7 @@ def poison_detokenize(
             sequence = processor._live[seq]
             one = poisons.get(sequence.request_id)
             is_first = sequence.index == 0
-            if one is not None and one.place == "detokenize" and is_first and start + num_ids > one.num_ids:
+            if one is not None and one.point == "detokenize" and is_first and start + num_ids > one.num_ids:
                 stage.breadcrumb.at(sequence.request_id, sequence.attempt)
                 raise Poisoned([sequence.request_id])
         return really(seqs, starts, counts, *rest)
@@ -93,7 +93,7 @@ def _is_due(scheduler: Scheduler, request_id: int, poison: Poison) -> bool:
     first = None if request is None else request.open_sequences.get(0)
     if request is None or first is None:
         return False
-    if poison.place == "queue":
+    if poison.point == "queue":
         return first in scheduler.lifecycle.waiting
     if first.row < 0:
         return False
@@ -111,7 +111,7 @@ def let_end(server: "Server", poisons: dict[int, Poison]) -> None:
     """Schedule hands over: requests that kill it when it plans may get their last ids without a plan."""
     for ledger in server.ledgers:
         for case in ledger.cases:
-            case.may_end |= case.request_id in poisons and poisons[case.request_id].place == "plan"
+            case.may_end |= case.request_id in poisons and poisons[case.request_id].point == "plan"
 
 
 def deliver_output(server: "Server", name: str) -> None:

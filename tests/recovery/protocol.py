@@ -232,7 +232,7 @@ class Server:
     def _most_deaths(self, stage: str) -> int:
         """Those that the requests may cost that kill this stage."""
         num_of = Counter(
-            one.place if one.place in poison.MAX_DEATHS_OF else "schedule" for one in self._poisons.values()
+            one.point if one.point in poison.MAX_DEATHS_OF else "schedule" for one in self._poisons.values()
         )
         match stage:
             case "schedule":
@@ -356,14 +356,14 @@ class Server:
             return  # an edge is full
         gateway.ledger.add(case)
         if len(self._poisons) < self._num_poisons:
-            places = poison.MIXED_PLACES if self._is_mixed else ("plan", "settle", "report")
+            points = poison.MIXED_POINTS if self._is_mixed else ("plan", "settle", "report")
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
-            self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(places))
+            self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(points))
             num_in_one_wake = self.settings.schedule.max_steps_in_flight
             assert isinstance(num_in_one_wake, int)
             num_left = len(case.outcomes[0].ids) - max(num_ids, case.nums_given[0] if case.nums_given else 0)
             # A stream that a client resumes at its end needs no step.
-            case.may_end = num_left <= (num_in_one_wake if one.place in ("plan", "report") else 0)
+            case.may_end = num_left <= (num_in_one_wake if one.point in ("plan", "report") else 0)
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)

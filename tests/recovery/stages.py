@@ -162,7 +162,7 @@ class ExecuteProcess:
             return
         rows = self._stage.arrays.take(step.rows, np.int32).tolist()
         deadly = [one for one in {self._requests[row] for row in rows} if one in self._poisons]
-        if due := [one for one in deadly if self._poisons[one].place == "execute"]:
+        if due := [one for one in deadly if self._poisons[one].point == "execute"]:
             raise Poisoned(due)
 
     @property
@@ -213,7 +213,7 @@ class IngestProcess:
         for key in list(self._encoding):
             if self._stage.replay_context.randbits(1):
                 poison = self._poisons.get(key[0])
-                if poison is not None and poison.place == "ingest":
+                if poison is not None and poison.point == "ingest":
                     raise Poisoned([key[0]])
                 submit = self._end(key)
                 assert submit is not None

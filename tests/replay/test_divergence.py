@@ -44,8 +44,8 @@ def edited(path: Path, edit: Callable[[list[f.Entry]], None], folder: Path, *, f
     return copy
 
 
-def place_of(entries: list[f.Entry], kind: type, number: int = 2) -> int:
-    return [place for place, one in enumerate(entries) if isinstance(one, kind)][number]
+def index_of(entries: list[f.Entry], kind: type, number: int = 2) -> int:
+    return [index for index, one in enumerate(entries) if isinstance(one, kind)][number]
 
 
 def unchanged(entries: list[f.Entry]) -> None:
@@ -53,16 +53,16 @@ def unchanged(entries: list[f.Entry]) -> None:
 
 
 def without_a_value(entries: list[f.Entry]) -> None:
-    del entries[place_of(entries, f.Value)]
+    del entries[index_of(entries, f.Value)]
 
 
 def with_an_extra_value(entries: list[f.Entry]) -> None:
-    entries.insert(place_of(entries, f.Wake), f.Value("random", 7))
+    entries.insert(index_of(entries, f.Wake), f.Value("random", 7))
 
 
 def with_a_message_refused(entries: list[f.Entry]) -> None:
     """The recorded stage sent to a neighbor to which this one sends nothing."""
-    entries.insert(place_of(entries, f.Wake), f.SendRefused("gateway.0"))
+    entries.insert(index_of(entries, f.Wake), f.SendRefused("gateway.0"))
 
 
 CASES = [

@@ -13,8 +13,8 @@ def chat(*texts: str) -> bytes:
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(1, 40))
 def test_equal_keys_mean_equal_bytes_from_the_first_on(one: bytes, other: bytes, size: int) -> None:
-    for place, (left, right) in enumerate(zip(keys.keys_of(one, size), keys.keys_of(other, size), strict=False)):
-        assert (left == right) == (one[: (place + 1) * size] == other[: (place + 1) * size])
+    for index, (left, right) in enumerate(zip(keys.keys_of(one, size), keys.keys_of(other, size), strict=False)):
+        assert (left == right) == (one[: (index + 1) * size] == other[: (index + 1) * size])
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(1, 40))

@@ -13,7 +13,7 @@ from pipeline.routing.router import Lease, ReplicaSpec, Router
 
 SPEC = ReplicaSpec(kv_tokens=6400, tokens_per_s=1000.0, open_s=0.001)
 KEY_TOKENS = 64
-CHAINS = [[10 * group + place for place in range(6)] for group in range(8)]
+CHAINS = [[10 * group + index for index in range(6)] for group in range(8)]
 
 
 def router(policy: str = "predicted-ttft", num_replicas: int = 4, **options: bool) -> Router:
@@ -114,49 +114,49 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
 def test_a_busy_replica_does_not_keep_its_prefix() -> None:
     """It has the prefix, but more tokens in its queue than the prefix has."""
     one = router()
-    places = [one.route(prompt(), 0.0).replica for _ in range(200)]
-    counts = [places.count(name) for name in set(places)]
+    names = [one.route(prompt(), 0.0).replica for _ in range(200)]
+    counts = [names.count(name) for name in set(names)]
     assert len(counts) == 4 and max(counts) < 2 * min(counts)
 
 
 def test_a_larger_weight_keeps_prompts_at_their_prefix_for_longer() -> None:
-    def num_places(weight: float) -> int:
+    def num_replicas(weight: float) -> int:
         one = Router(PredictedTTFT(0, weight), KEY_TOKENS)
         for number in range(16):
             one.add(f"replica {number}", SPEC)
         return len({one.route(prompt(), 0.0).replica for _ in range(60)})
 
-    assert num_places(4.0) < num_places(1.0)
+    assert num_replicas(4.0) < num_replicas(1.0)
 
 
 def test_prompts_without_a_known_prefix_are_spread() -> None:
     one = router()
-    places = [one.route(Prompt(100, [1000 + number]), 0.0).replica for number in range(40)]
-    assert {places.count(name) for name in set(places)} == {10}
+    names = [one.route(Prompt(100, [1000 + number]), 0.0).replica for number in range(40)]
+    assert {names.count(name) for name in set(names)} == {10}
 
 
 def test_an_idle_router_has_no_favourite() -> None:
     one = router()
-    places = []
+    names = []
     for number in range(100):
         lease = one.route(Prompt(100, [1000 + number]), 0.0)
-        places.append(lease.replica)
+        names.append(lease.replica)
         one.end(lease)
-    assert len(set(places)) == 4
+    assert len(set(names)) == 4
 
 
 def test_a_short_common_prefix_does_not_attract_every_request() -> None:
     one = router()
-    places = [one.route(Prompt(1000, [1, 1000 + number]), 0.0).replica for number in range(40)]
-    counts = [places.count(name) for name in set(places)]
+    names = [one.route(Prompt(1000, [1, 1000 + number]), 0.0).replica for number in range(40)]
+    counts = [names.count(name) for name in set(names)]
     assert len(counts) == 4 and max(counts) <= 12
 
 
 def test_memory_is_bounded_by_the_replicas_kv_caches() -> None:
     one = router()
     for number in range(3000):
-        one.end(one.route(Prompt(700, [10 * number + place for place in range(10)]), 0.0))
-    assert sum(one.caches.num_keys(place) for place in range(4)) == 4 * 6400 // KEY_TOKENS
+        one.end(one.route(Prompt(700, [10 * number + index for index in range(10)]), 0.0))
+    assert sum(one.caches.num_keys(index) for index in range(4)) == 4 * 6400 // KEY_TOKENS
 
 
 def test_the_speed_of_each_replica_is_learnt() -> None:
@@ -183,13 +183,13 @@ def test_without_replicas_there_is_an_error() -> None:
 def test_consistent_hashing_moves_few_sessions_when_a_replica_leaves() -> None:
     one = router("consistent-hash", 8)
 
-    def places() -> list[str]:
+    def names() -> list[str]:
         return [one.route(Prompt(10, session=session), 0.0).replica for session in range(1000)]
 
-    before = places()
-    assert places() == before
+    before = names()
+    assert names() == before
     one.remove("replica 3")
-    after = places()
+    after = names()
     assert all(old == new for old, new in zip(before, after, strict=True) if old != "replica 3")
     assert max(after.count(name) for name in set(after)) < 2.5 * 1000 / 7
 
@@ -198,8 +198,8 @@ def test_bounded_consistent_hashing_skips_full_replicas() -> None:
     one = Router(ConsistentHash(0, 1.25), KEY_TOKENS)
     for number in range(4):
         one.add(f"replica {number}", SPEC)
-    places = [one.route(Prompt(10, session=1), 0.0).replica for _ in range(100)]
-    assert max(places.count(name) for name in set(places)) <= 32
+    names = [one.route(Prompt(10, session=1), 0.0).replica for _ in range(100)]
+    assert max(names.count(name) for name in set(names)) <= 32
 
 
 def test_two_random_choices_balance_open_requests() -> None:

@@ -411,8 +411,8 @@ def test_a_replay_repeats_refused_sends(text_dir: Path, tmp_path: Path) -> None:
         rig.receive("gateway", m.Deltas)
     with f.RecordingReader(recording) as reader:
         header, all_entries = reader.header, list(reader)
-    place = next(i for i, one in enumerate(all_entries) if isinstance(one, f.Sent))
-    all_entries[place] = f.SendRefused("gateway.0")
+    index = next(i for i, one in enumerate(all_entries) if isinstance(one, f.Sent))
+    all_entries[index] = f.SendRefused("gateway.0")
     changed.write_bytes(f.MAGIC + b"".join(map(f.frame, [header, *all_entries, f.End("changed")])))
     replay("detokenize", changed, tmp_path / "out", paced=False, inline=True)
     (deltas,) = [

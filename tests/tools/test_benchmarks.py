@@ -170,9 +170,9 @@ def test_the_bound_of_ttft_is_a_full_queue() -> None:
 
 def test_growing_memory_is_not_flat_and_warming_up_is_no_growth() -> None:
     megabyte = 10**6
-    grown = [float(megabyte * min(100 + place, 130)) for place in range(160)]
+    grown = [float(megabyte * min(100 + index, 130)) for index in range(160)]
     assert watch.flatness("x", grown, watch.SLACK_BYTES).is_flat
-    leaking = [float(megabyte * (100 + place / 4)) for place in range(160)]
+    leaking = [float(megabyte * (100 + index / 4)) for index in range(160)]
     found = watch.flatness("x", leaking, watch.SLACK_BYTES)
     assert not found.is_flat and found.most == leaking[-1]
     spike = [100.0 * megabyte] * 159 + [900.0 * megabyte]

@@ -49,16 +49,16 @@ def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
 
 
 def test_shared_leaves_out_only_what_is_for_the_other_groups(check: ModuleType) -> None:
-    place, ignored = check.PLACES["shared"]
-    assert place == "tests" and f"{ignored.removeprefix('--ignore=')}/" in SERVERS
+    index, ignored = check.TEST_PATHS["shared"]
+    assert index == "tests" and f"{ignored.removeprefix('--ignore=')}/" in SERVERS
 
 
 @pytest.mark.parametrize(("step", "beginnings"), [("servers", SERVERS), ("alone", ALONE)])
 def test_each_part_collects_the_files_of_its_tests(check: ModuleType, step: str, beginnings: tuple[str, ...]) -> None:
-    places = [Path(place) for place in check.PLACES[step]]
+    indices = [Path(index) for index in check.TEST_PATHS[step]]
     for beginning in beginnings:
         path = Path(beginning.partition("::")[0])
-        assert any(path.is_relative_to(place) for place in places), beginning
+        assert any(path.is_relative_to(index) for index in indices), beginning
 
 
 class Run:
@@ -78,7 +78,7 @@ class Run:
             self.isas.append(env.get(MAX_ISA))
             step = next(name for name, own in check.STEPS.items() if command[1 : 1 + len(own)] == own)
             more = command[1 + len(check.STEPS[step]) :]
-            self.commands.append(" ".join([step, *(more if more != check.PLACES.get(step) else [])]))
+            self.commands.append(" ".join([step, *(more if more != check.TEST_PATHS.get(step) else [])]))
             return SimpleNamespace(returncode=codes.get(step, 0))
 
         def start_compiling() -> SimpleNamespace:

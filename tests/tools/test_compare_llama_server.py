@@ -41,9 +41,9 @@ def test_each_form_has_what_it_says() -> None:
 def test_two_words_are_before_each_special_token() -> None:
     variant = FORMS["bpe, ends, control"]
     order = small_file.cycle(variant.keys["tokens"], variant.types, 1)
-    special = [place for place, token_id in enumerate(order) if variant.types[token_id] == CONTROL]
+    special = [index for index, token_id in enumerate(order) if variant.types[token_id] == CONTROL]
     assert len(special) > 10
-    assert all(variant.types[order[place - step]] == NORMAL for place in special for step in (1, 2))
+    assert all(variant.types[order[index - step]] == NORMAL for index in special for step in (1, 2))
     with pytest.raises(ValueError, match="need 3 words, not 2"):
         small_file.cycle(["a", "b", "<s>"], [NORMAL, NORMAL, CONTROL], 1)
 

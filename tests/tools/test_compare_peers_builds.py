@@ -113,9 +113,9 @@ def test_a_package_without_llama_cpp_is_an_error(tmp_path: Path, cmake_log: Path
 
 def test_the_tile_configuration_is_kept_from_the_compiler(tmp_path: Path, cmake_log: Path) -> None:
     """Without the patch, a build by GCC 12 crashes on a CPU with AMX."""
-    place = "x-9.8/vendor/llama.cpp/"
+    index = "x-9.8/vendor/llama.cpp/"
     source = "void init() {\n    tile_config_t tc = {};\n    _tile_loadconfig(&tc);\n}\n"
-    members = {f"{place}CMakeLists.txt": b"", f"{place}{llama_cpp.PATCHED}": source.encode()}
+    members = {f"{index}CMakeLists.txt": b"", f"{index}{llama_cpp.PATCHED}": source.encode()}
     built = Packaged(tmp_path, members)
     built.make(tmp_path / "logs", print)
     patched = (tmp_path / "llama.cpp-9.8" / "source" / llama_cpp.PATCHED).read_text()

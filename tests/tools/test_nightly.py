@@ -42,11 +42,11 @@ def test_each_command_exists(one: Any) -> None:
         if program == "pytest":
             source = "-q"
         else:
-            place = ROOT / program.replace(".", "/")
-            path = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+            target = ROOT / program.replace(".", "/")
+            path = target / "__main__.py" if target.is_dir() else target.with_suffix(".py")
             source = (
                 "".join(one.read_text("utf-8") for one in path.parent.glob("*.py"))
-                if place.is_dir()
+                if target.is_dir()
                 else path.read_text("utf-8")
             )
     else:

@@ -181,7 +181,7 @@ async def test_wrong_streams_are_reported(events: list[bytes], words: str) -> No
 
 
 async def test_whole_answers_are_checked() -> None:
-    both = [{"index": place, "finish_reason": "stop"} for place in range(2)]
+    both = [{"index": index, "finish_reason": "stop"} for index in range(2)]
     two = random_request(streams=False, params={"n": 2})
     assert await outcome_of(web.json_response({"choices": both}), two) == Outcome("ended")
     assert (await outcome_of(web.json_response({"choices": both[:1]}), two)).kind == "wrong"
@@ -249,9 +249,9 @@ def test_an_extra_goes_where_the_zmq_client_accepts_it() -> None:
     params, beside = clients._for_zmq(
         random_request(door="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0})
     )
-    places = {*SamplingParams.__struct_fields__, *inspect.signature(AsyncClient.generate).parameters}
+    indices = {*SamplingParams.__struct_fields__, *inspect.signature(AsyncClient.generate).parameters}
     taken = {*beside, *(name for name in EXTRAS if getattr(params, name, None) is not None)}
-    assert taken == ALL & places
+    assert taken == ALL & indices
 
 
 # ----------------------------------------------------------------------------------------------------------- after

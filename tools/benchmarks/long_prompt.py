@@ -108,10 +108,10 @@ async def _drive(url: str, args: argparse.Namespace, seed: str) -> Run:
         tasks = [
             asyncio.create_task(
                 client.generate(
-                    words.text(f"{seed}/{place}", num_short), greedy | {"max_tokens": args.output_tokens}, tally
+                    words.text(f"{seed}/{index}", num_short), greedy | {"max_tokens": args.output_tokens}, tally
                 )
             )
-            for place, tally in enumerate(tallies)
+            for index, tally in enumerate(tallies)
         ]
         try:
             await _until_begun(tasks, tallies)

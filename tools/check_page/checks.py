@@ -238,11 +238,11 @@ async def a_chat_can_be_renamed_with_the_keyboard(tab: Tab) -> None:
 
 async def a_deleted_chat_can_be_brought_back(tab: Tab) -> None:
     before: list[str] = await tab.run(CHOICES)
-    for place in (0, 1):
+    for index in (0, 1):
         shown = await tab.run("document.querySelectorAll('.message').length")
-        await tab.run(f"document.querySelectorAll('.chats li')[{place}].lastChild.click()")
+        await tab.run(f"document.querySelectorAll('.chats li')[{index}].lastChild.click()")
         await tab.until(f"document.querySelectorAll('.chats .choice').length === {len(before) - 1}")
-        expect(await tab.run("!!document.querySelector('.welcome')") == (place == 0), "the wrong chat is shown")
+        expect(await tab.run("!!document.querySelector('.welcome')") == (index == 0), "the wrong chat is shown")
         await tab.click(".undo button")
         expect(await tab.run(CHOICES) == before, f"the list is {await tab.run(CHOICES)}")
         expect(await tab.run("document.querySelectorAll('.message').length") == shown, "messages are missing")

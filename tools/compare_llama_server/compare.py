@@ -80,9 +80,9 @@ def compare(variant: FileVariant, order: Sequence[int], ours: Server, theirs: Se
         yield plain
     for ids in _runs(order, special):
         yield case("detokenize", ids, "detokenize", ids)
-    places = {token_id: place for place, token_id in enumerate(order)}
+    indices = {token_id: index for index, token_id in enumerate(order)}
     for token_id in special:
-        before = [order[(places[token_id] + step) % len(order)] for step in (-2, -1)]
+        before = [order[(indices[token_id] + step) % len(order)] for step in (-2, -1)]
         yield case(f"reply with {tokens[token_id]}", before, "complete", before, BESIDE)
     for start in range(STARTS):
         at = start * len(order) // STARTS

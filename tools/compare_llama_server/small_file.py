@@ -62,8 +62,8 @@ def cycle(tokens: Sequence[str], types: Sequence[int], seed: int) -> list[int]:
     others = [i for i in shuffled if i not in {*special, *words}]
     if 3 * len(special) > len(words):
         raise ValueError(f"{len(special)} special tokens need {3 * len(special)} words, not {len(words)}")
-    for place, token_id in enumerate(special):
-        words.insert(4 * place + 2, token_id)
+    for index, token_id in enumerate(special):
+        words.insert(4 * index + 2, token_id)
     return words + others
 
 

@@ -18,11 +18,11 @@ def schema() -> dict[str, Any]:
         (p.Hello | _Generate | p.Abort | p.Credit | p.Ping | p.Bye, p.ServerMessage), ref_template=f"{REF}{{name}}"
     )
     for name, part in parts.items():
-        fields, places = getattr(p, name.strip("_")).__struct_fields__, part["prefixItems"]
-        for place, field in zip(places[len(places) - len(fields) :], fields, strict=True):
-            place.setdefault("title", field)
-        if len(places) > len(fields):
-            places[0]["title"] = "kind"
+        fields, items = getattr(p, name.strip("_")).__struct_fields__, part["prefixItems"]
+        for item, field in zip(items[len(items) - len(fields) :], fields, strict=True):
+            item.setdefault("title", field)
+        if len(items) > len(fields):
+            items[0]["title"] = "kind"
     maps = Schemas(REF, {})
     parts["_Generate"]["prefixItems"][2] = {"title": "request"} | maps.of(p.Request)
     parts["_Generate"] |= {"title": "Generate", "description": p.Generate.__doc__}

@@ -39,8 +39,8 @@ def messages(seed: int, number: int) -> list[list[bytes]]:
             value = _spoiled(value, rng)
         data = msgspec.msgpack.encode(value)
         if rng.random() < 0.1:
-            place = rng.randrange(len(data) + 1)
-            data = rng.choice((data[:place], data[:place] + rng.randbytes(3) + data[place:], rng.randbytes(50)))
+            index = rng.randrange(len(data) + 1)
+            data = rng.choice((data[:index], data[:index] + rng.randbytes(3) + data[index:], rng.randbytes(50)))
         frames = [data]
         if rng.random() < 0.03:
             frames = rng.choice(([b"", data], [data, data], [b"\x00" * 100_000], [b""]))
@@ -142,7 +142,7 @@ def _spoiled(value: Any, rng: random.Random) -> Any:
         name = rng.choice(list(value))
         return {**value, name: _spoiled(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.85:
-        place = rng.randrange(len(value))
-        return [*value[:place], _spoiled(value[place], rng), *value[place + 1 :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], _spoiled(value[index], rng), *value[index + 1 :]]
     numbers = [one for one in NUMBERS if not isinstance(one, int) or -(2**63) <= one < 2**64]
     return rng.choice((*numbers, *TEXTS, *OTHERS, b"\xff" * 9))

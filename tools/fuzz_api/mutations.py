@@ -83,19 +83,19 @@ def _replaced(value: Any, new: Any, rng: random.Random) -> Any:
         name = rng.choice(list(value))
         return value | {name: _replaced(value[name], new, rng)}
     if isinstance(value, list) and value and rng.random() < 0.7:
-        place = rng.randrange(len(value))
-        return [*value[:place], _replaced(value[place], new, rng), *value[place + 1 :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], _replaced(value[index], new, rng), *value[index + 1 :]]
     return new
 
 
 def _torn(data: bytes, rng: random.Random) -> bytes:
     """Bytes cut, changed, doubled or put in front."""
-    place = rng.randrange(len(data) + 1)
+    index = rng.randrange(len(data) + 1)
     match rng.randrange(6):
         case 0:
-            return data[:place]
+            return data[:index]
         case 1:
-            return data[:place] + bytes([rng.randrange(256)]) + data[place + 1 :]
+            return data[:index] + bytes([rng.randrange(256)]) + data[index + 1 :]
         case 2:
             return data + data
         case 3:

@@ -109,10 +109,12 @@ def _folder(folder: Path, config: dict[str, Any], shards: int) -> Path:
     if shards == 1:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
-    places = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(weights)}
-    for shard in set(places.values()):
-        save_file({name: weights[name].astype(np.float16) for name in weights if places[name] == shard}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weight_map = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(weights)}
+    for shard in set(weight_map.values()):
+        save_file(
+            {name: weights[name].astype(np.float16) for name in weights if weight_map[name] == shard}, folder / shard
+        )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 

@@ -33,7 +33,7 @@ def widen(source: Path, target: Path) -> None:
         sys.exit(f"{source}: {wide} numbers are no whole number of heads of {dim} for each of {groups} heads of keys")
     ratio, each = hidden / wide, heads // groups
     # Where the numbers of the old heads are among those of the new ones.
-    places = (np.arange(groups)[:, None] * (wide // groups) + np.arange(each * dim)).reshape(-1)
+    indices = (np.arange(groups)[:, None] * (wide // groups) + np.arange(each * dim)).reshape(-1)
     changed = {"embedding_length": wide, "attention.head_count": wide // dim}
     changed["attention.layer_norm_rms_epsilon"] = value("attention.layer_norm_rms_epsilon") * ratio
     writer = gguf.GGUFWriter(target, "llama")
@@ -47,29 +47,29 @@ def widen(source: Path, target: Path) -> None:
     for tensor in reader.tensors:
         if tensor.tensor_type != gguf.GGMLQuantizationType.F32:
             sys.exit(f"{source}: {tensor.name} is {tensor.tensor_type.name}: convert it with llama-quantize … F32")
-        writer.add_tensor(tensor.name, _widened(tensor.name, np.array(tensor.data), wide, ratio, places))
+        writer.add_tensor(tensor.name, _widened(tensor.name, np.array(tensor.data), wide, ratio, indices))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _widened(name: str, numbers: Array, wide: int, ratio: float, places: Array) -> Array:
+def _widened(name: str, numbers: Array, wide: int, ratio: float, indices: Array) -> Array:
     if name.endswith("norm.weight"):
-        return _placed(numbers, (wide,), np.arange(len(numbers))) * np.float32(np.sqrt(ratio))
-    old = np.arange(len(places))
+        return _scattered(numbers, (wide,), np.arange(len(numbers))) * np.float32(np.sqrt(ratio))
+    old = np.arange(len(indices))
     if name.endswith("attn_q.weight"):
-        return _placed(numbers, (wide, wide), places, old)
+        return _scattered(numbers, (wide, wide), indices, old)
     if name.endswith("attn_output.weight"):
-        return _placed(numbers, (wide, wide), old, places)
+        return _scattered(numbers, (wide, wide), old, indices)
     if name.endswith("ffn_down.weight"):
-        return _placed(numbers, (wide, numbers.shape[1]), old, np.arange(numbers.shape[1]))
-    return _placed(numbers, (len(numbers), wide), np.arange(len(numbers)), old)
+        return _scattered(numbers, (wide, numbers.shape[1]), old, np.arange(numbers.shape[1]))
+    return _scattered(numbers, (len(numbers), wide), np.arange(len(numbers)), old)
 
 
-def _placed(numbers: Array, shape: tuple[int, ...], *places: Array) -> Array:
+def _scattered(numbers: Array, shape: tuple[int, ...], *indices: Array) -> Array:
     out = np.zeros(shape, np.float32)
-    out[np.ix_(*places)] = numbers
+    out[np.ix_(*indices)] = numbers
     return out
 
 

@@ -133,8 +133,8 @@ class _TimedPair(Pair):
 
     def turns(self, requests: list[Request]) -> Iterator[float]:
         """Admit the requests, and compute a step at a time. Yields seconds of decode steps."""
-        for place, request in enumerate(requests):
-            self._admit(place + 1, request)
+        for index, request in enumerate(requests):
+            self._admit(index + 1, request)
         while (step := self.scheduler.plan()) is not None:
             assert isinstance(step.counts, bytes)
             counts = np.frombuffer(step.counts, np.int32)

@@ -36,13 +36,13 @@ def serve(pipe: Connection, settings: Settings, folder: str, number: int, fds: t
     from pipeline.stages.execute.cores import use_cores
     from pipeline.stages.execute.cpu.runner import CpuRunner
     from pipeline.stages.execute.measuring.planned import row_add, step, take
-    from pipeline.stages.execute.ranks.place import RankPlace
+    from pipeline.stages.execute.ranks.context import RankContext
 
     use_cores(settings, number)
     execute = settings.execute
     stage, rank = divmod(number, execute.tensor_parallel)
-    place = RankPlace(rank, execute.tensor_parallel, fds[0], 30.0, stage, execute.pipeline_parallel, fds[1])
-    runner = CpuRunner(settings, Path(folder), None, place)
+    context = RankContext(rank, execute.tensor_parallel, fds[0], 30.0, stage, execute.pipeline_parallel, fds[1])
+    runner = CpuRunner(settings, Path(folder), None, context)
     runner.masks.start()
     blocks_each = MOST_TOKENS // BLOCK_SIZE
     pipe.send("ready")

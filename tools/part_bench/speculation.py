@@ -53,11 +53,11 @@ class Bench:
         runner.drop_all()
         scheduler.executor_lost(ExecutorLoss(2, keeps_swap=False))  # it has no rows to drop
         texts: dict[int, list[int]] = {}
-        for place, prompt in enumerate(prompts):
-            options = m.GenerationOptions(max_tokens=num_tokens, temperature=temperature, seed=place)
+        for index, prompt in enumerate(prompts):
+            options = m.GenerationOptions(max_tokens=num_tokens, temperature=temperature, seed=index)
             ids = np.array(prompt, np.int32).tobytes()
             raw = msgspec.Raw(msgspec.msgpack.encode(options))
-            for opening in scheduler.admit(m.Admit(self._next_id, 1, 0, float(place), ids, raw)):
+            for opening in scheduler.admit(m.Admit(self._next_id, 1, 0, float(index), ids, raw)):
                 assert isinstance(opening, m.Open)
                 texts[opening.seq] = []
             self._next_id += 1
@@ -118,7 +118,7 @@ def main() -> None:
     plain, speculating = (Bench(runner, settings, speculates=speculates) for speculates in (False, True))
     ratios = []
     for number in range(-1, args.rounds):  # round -1 warms up
-        texts = [prompt_of(args.task, number * args.streams + place) for place in range(args.streams)]
+        texts = [prompt_of(args.task, number * args.streams + index) for index in range(args.streams)]
         chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in texts]
         prompts = [tokenizer.encode(chat, add_special_tokens=False).ids for chat in chats]
         benches = [plain, speculating] if number % 2 else [speculating, plain]

@@ -75,8 +75,8 @@ def cases() -> Iterator[Case]:
     for name, data in ZMQ.items():
         yield Case("ZeroMQ message", name, functools.partial(_zmq, data), MAX_BODY, 2 * THREAD_MS)
     for name, value in MALFORMED.items():
-        for place, head in (("behind", msgspec.msgpack.encode(_generate())), ("instead", b"")):
-            yield Case("ZeroMQ message", f"{name} {place}", functools.partial(_malformed, head, value), MAX_BODY)
+        for kind, head in (("behind", msgspec.msgpack.encode(_generate())), ("instead", b"")):
+            yield Case("ZeroMQ message", f"{name} {kind}", functools.partial(_malformed, head, value), MAX_BODY)
 
 
 def _of_text(group: str, name: str, work: Work, grow: Grow, max_n: int, bound_ms: float = 50.0) -> Case:
@@ -186,7 +186,7 @@ def _offsets(grow: Grow, n: int) -> Callable[[], object]:
             if is_first:
                 offsets.feed(text)
             for piece in pieces:
-                offsets.place(piece)
+                offsets.offset_of(piece)
             offsets.feed(text)
 
     return work

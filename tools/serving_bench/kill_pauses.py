@@ -95,8 +95,8 @@ async def _round(server: Served, args: argparse.Namespace, number: int) -> list[
             seed = f"{number}/{turn}"
             streams = [Stream() for _ in range(args.streams)]
             running = [
-                asyncio.create_task(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), MAX_TOKENS))
-                for place, one in enumerate(streams)
+                asyncio.create_task(one.run(session, words.text(f"{seed}/{index}", PROMPT_WORDS), MAX_TOKENS))
+                for index, one in enumerate(streams)
             ]
             try:
                 await _until(lambda streams=streams: min(len(one.at_s) for one in streams) >= args.tokens, running)
@@ -160,8 +160,8 @@ async def _prefill(session: aiohttp.ClientSession, nums: list[int], seed: str) -
     begun_s = time.perf_counter()
     await asyncio.gather(
         *(
-            one.run(session, words.text(f"{seed}/prefill/{place}", PROMPT_WORDS + nums[place]), 1)
-            for place, one in enumerate(new)
+            one.run(session, words.text(f"{seed}/prefill/{index}", PROMPT_WORDS + nums[index]), 1)
+            for index, one in enumerate(new)
         )
     )
     return max(one.at_s[-1] for one in new) - begun_s
@@ -172,7 +172,7 @@ async def _first_tokens(session: aiohttp.ClientSession, seed: str) -> float:
     new = [Stream() for _ in range(NUM_NEW)]
     begun_s = time.perf_counter()
     await asyncio.gather(
-        *(one.run(session, words.text(f"{seed}/{place}", PROMPT_WORDS), 2) for place, one in enumerate(new))
+        *(one.run(session, words.text(f"{seed}/{index}", PROMPT_WORDS), 2) for index, one in enumerate(new))
     )
     return median(one.at_s[0] - begun_s for one in new)
 

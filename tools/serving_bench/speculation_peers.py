@@ -100,8 +100,8 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         servers = {}
-        for place, (name, command) in enumerate(commands(args, args.llama_server).items()):
-            log = Path(logs) / f"{place}.log"
+        for index, (name, command) in enumerate(commands(args, args.llama_server).items()):
+            log = Path(logs) / f"{index}.log"
             servers[name] = stack.enter_context(serving(name, command, log, START_S, print))
         for number in range(-1, args.rounds):  # round -1 warms up
             prompt = prompt_of(args.task, number)

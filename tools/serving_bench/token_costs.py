@@ -152,8 +152,8 @@ async def _streams(url: str, num: int, seed: int, num_tokens: int) -> AsyncItera
         options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
         tallies = [_Begun() for _ in range(num)]
         tasks = [
-            asyncio.create_task(client.generate(PROMPT.format(seed + place), options, tally))
-            for place, tally in enumerate(tallies)
+            asyncio.create_task(client.generate(PROMPT.format(seed + index), options, tally))
+            for index, tally in enumerate(tallies)
         ]
         try:
             async with asyncio.timeout(BEGIN_S):

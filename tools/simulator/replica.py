@@ -47,9 +47,9 @@ class BlockCache:
     def num_hits(self, keys: tuple[int, ...]) -> int:
         """How many blocks, from the first on, are there."""
         refs, lru = self.refs, self.lru
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             if key not in refs and key not in lru:
-                return place
+                return index
         return len(keys)
 
     def hold(self, keys: tuple[int, ...]) -> None:
@@ -354,12 +354,12 @@ class FastReplica:
     def _register(self, row: Row, num_computed: int) -> None:
         """Let the blocks of a row's first positions be found. One that another sequence has there stays private."""
         keys, block = self._keys(row), self._block_tokens
-        for place in range(row.registered, min(len(keys), num_computed // block)):
-            if row.private >= block and self.cache.add(keys[place]):
-                row.held.append(keys[place])
+        for index in range(row.registered, min(len(keys), num_computed // block)):
+            if row.private >= block and self.cache.add(keys[index]):
+                row.held.append(keys[index])
                 row.private -= block
                 self._private -= block
-            row.registered = place + 1
+            row.registered = index + 1
 
     def _release(self, row: Row) -> None:
         self._private -= row.private

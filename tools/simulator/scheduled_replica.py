@@ -28,8 +28,8 @@ def ids_of(request: SimRequest, block_tokens: int) -> Ids:
     this request alone."""
     num_ids = request.num_prompt + request.outputs[0]
     ids = np.full(num_ids, FIRST_OWN + request.index, np.int32)
-    for place, key in enumerate(request.keys + request.output_keys):
-        begin = place * block_tokens
+    for position, key in enumerate(request.keys + request.output_keys):
+        begin = position * block_tokens
         if begin + block_tokens > num_ids:
             break
         ids[begin : begin + block_tokens] = FILLER
@@ -136,18 +136,18 @@ class ScheduledReplica:
         ids = np.full(len(sampled), FILLER, np.int32)
         finishes = np.zeros(len(sampled), np.uint8)
         first: list[int] = []
-        for place, (row, known) in enumerate(zip(sampled.tolist(), rows.num_tokens[sampled].tolist(), strict=True)):
+        for position, (row, known) in enumerate(zip(sampled.tolist(), rows.num_tokens[sampled].tolist(), strict=True)):
             sequence = rows.sequences[row]
             assert sequence is not None
             request_id, index = sequence.request.request_id, sequence.index
             request, own = self._requests[request_id]
             if index == 0:
-                ids[place] = own[known]
+                ids[position] = own[known]
                 if request_id not in self._started:
                     self._started.add(request_id)
                     first.append(request_id)
             if known + 1 == request.num_prompt + request.outputs[index]:
-                finishes[place] = Finish.STOP
+                finishes[position] = Finish.STOP
         result = m.StepResult(
             incarnation=step.incarnation,
             step_id=step.step_id,

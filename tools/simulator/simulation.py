@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct):
     first_s: Float64s
     end_s: Float64s
     num_cached: Int64s
-    place: Int64s
+    replica_index: Int64s
     """The replica; -1 if it was refused."""
     busy_s: Float64s
     """By replica."""
@@ -108,11 +108,11 @@ class Simulation:
         kind: Callable[[ReplicaProfile, int, ReplicaListener], Replica] = (
             ScheduledReplica if setup.is_real else FastReplica
         )
-        for place in range(setup.num_replicas):
+        for replica_index in range(setup.num_replicas):
             self._replicas.append(kind(setup.profile, trace.block_tokens, self))
-            first = place % setup.num_cells * setup.num_routers
+            first = replica_index % setup.num_cells * setup.num_routers
             for router in self._routers[first : first + setup.num_routers]:
-                router.add(str(place), spec)
+                router.add(str(replica_index), spec)
         self._admissions = [
             Admission(setup.profile.max_open_sequences, setup.profile.max_open_tokens) for _ in self._replicas
         ]
@@ -120,7 +120,7 @@ class Simulation:
         self._leases: list[tuple[tuple[Router, Lease], ...]] = [()] * num
         """Of each request: at the router that chose the replica, and at the first tier."""
         self._first_s, self._end_s = np.full(num, np.nan), np.full(num, np.nan)
-        self._num_cached, self._place = np.full(num, -1, np.int64), np.full(num, -1, np.int64)
+        self._num_cached, self._replica_indices = np.full(num, -1, np.int64), np.full(num, -1, np.int64)
         self._events: list[tuple[float, int]] = []
         self._route_ns = 0
 
@@ -134,19 +134,19 @@ class Simulation:
         while next_request < len(requests) or events:
             arrival_s = requests[next_request].arrival_s if next_request < len(requests) else NEVER
             if events and events[0][0] <= arrival_s:
-                at_s, place = heappop(events)
-                if pushed[place] != at_s:
+                at_s, replica_index = heappop(events)
+                if pushed[replica_index] != at_s:
                     continue  # it was moved
-                replicas[place].advance()
+                replicas[replica_index].advance()
             else:
-                place = self._arrive(requests[next_request])
+                replica_index = self._arrive(requests[next_request])
                 next_request += 1
-                if place < 0:
+                if replica_index < 0:
                     continue
-            if (due_s := replicas[place].next_s) != pushed[place] or due_s == NEVER:
-                pushed[place] = due_s
+            if (due_s := replicas[replica_index].next_s) != pushed[replica_index] or due_s == NEVER:
+                pushed[replica_index] = due_s
                 if due_s < NEVER:
-                    heappush(events, (due_s, place))
+                    heappush(events, (due_s, replica_index))
         assert all(lease.has_ended for leases in self._leases for _, lease in leases)
         counts = [router.counts for router in self._routers]
         num_routed = sum(one.num_requests for one in counts)
@@ -155,7 +155,7 @@ class Simulation:
             self._first_s,
             self._end_s,
             self._num_cached,
-            self._place,
+            self._replica_indices,
             np.array([replica.busy_s for replica in replicas]),
             sum(replica.num_preemptions for replica in replicas),
             sum(one.predicted_s for one in counts) / max(1, num_routed),
@@ -170,8 +170,8 @@ class Simulation:
         prompt = Prompt(request.num_prompt, request.keys, request.session, len(request.outputs))
         leases = self._route(request.index % self._setup.num_routers, prompt, now_s)
         self._route_ns += time.perf_counter_ns() - begun_ns
-        place = int(leases[0][1].replica)
-        admission = self._admissions[place]
+        replica_index = int(leases[0][1].replica)
+        admission = self._admissions[replica_index]
         try:
             admission.admit(len(request.outputs), request.num_prompt, now_s)
         except ApiError:
@@ -180,9 +180,9 @@ class Simulation:
             return -1
         admission.take(len(request.outputs), request.num_prompt, now_s)
         self._leases[request.index] = leases
-        self._place[request.index] = place
-        self._replicas[place].submit(request, now_s)
-        return place
+        self._replica_indices[request.index] = replica_index
+        self._replicas[replica_index].submit(request, now_s)
+        return replica_index
 
     def _route(self, number: int, prompt: Prompt, now_s: float) -> tuple[tuple[Router, Lease], ...]:
         """Route a request that came to one of the `num_routers` ways in."""
@@ -210,8 +210,8 @@ class Simulation:
         self._end_s[request.index] = now_s + self._setup.overhead_s
         for router, lease in self._leases[request.index]:
             router.end(lease)
-        place = int(self._place[request.index])
-        self._admissions[place].give(len(request.outputs), request.num_prompt, now_s)
+        replica_index = int(self._replica_indices[request.index])
+        self._admissions[replica_index].give(len(request.outputs), request.num_prompt, now_s)
 
 
 def _policy(setup: Setup, seed: int) -> Policy:

@@ -45,7 +45,7 @@ def summarize(trace: Trace, outcome: Outcome) -> Summary:
     """The figures of a run."""
     requests = trace.requests
     arrivals = np.array([one.arrival_s for one in requests])
-    was_taken = outcome.place >= 0
+    was_taken = outcome.replica_index >= 0
     ttfts = np.where(was_taken, outcome.first_s - arrivals, REFUSED_S)
     p50, p95, p99 = (float(np.percentile(ttfts, each, method="higher")) for each in (50, 95, 99))
     longest = np.array([max(one.outputs) for one in requests])
@@ -124,7 +124,7 @@ def describe(trace: Trace) -> str:
     num_common = 0
     for one in requests:
         num_common += trace.block_tokens * next(
-            (place for place, key in enumerate(one.keys) if key not in seen), len(one.keys)
+            (index for index, key in enumerate(one.keys) if key not in seen), len(one.keys)
         )
         seen.update(one.keys, one.output_keys)
     rate = f"{num / trace.span_s:.3g}/s" if trace.span_s else "at once"

@@ -82,7 +82,7 @@ def _bursts(shape: Shape, rng: random.Random) -> Iterator[SimRequest]:
 def _of_groups(shape: Shape, rng: random.Random, arrivals: Iterator[float]) -> Iterator[SimRequest]:
     mean = SHARED_PART * shape.prompt_tokens
     groups = [_keys(rng, _length(rng, mean) // shape.block_tokens) for _ in range(shape.num_groups)]
-    weights = [1 / (place + 1) ** shape.zipf for place in range(shape.num_groups)]
+    weights = [1 / (index + 1) ** shape.zipf for index in range(shape.num_groups)]
     own = shape.prompt_tokens - mean
     for at_s, group in zip(arrivals, rng.choices(groups, weights, k=shape.num_requests), strict=True):
         num_prompt = len(group) * shape.block_tokens + _length(rng, own)

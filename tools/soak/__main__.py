@@ -115,21 +115,21 @@ class Soak:
                 await self._adapters.start(session)
             names: list[str | None] = [None] if self._adapters is None else [None, KEPT]
             expected = [
-                (place, name, await probes.answer(client, place, adapter=name))
-                for place in range(len(probes.PROMPTS))
+                (index, name, await probes.answer(client, index, adapter=name))
+                for index in range(len(probes.PROMPTS))
                 for name in names
             ]
             end = time.monotonic() + self._seconds
             async with asyncio.TaskGroup() as group:
-                for place, name, answer in expected:
-                    group.create_task(self._probe(client, place, name, answer, end))
+                for index, name, answer in expected:
+                    group.create_task(self._probe(client, index, name, answer, end))
                 group.create_task(self._load(session, client, end))
                 if self._killer is not None:
                     group.create_task(self._killer.run(end))
                 if self._adapters is not None:
                     group.create_task(self._adapters.run(session, end))
-            for place, name, answer in expected:  # once more, without other load
-                self._compare(place, name, answer, await self._accepted_answer(client, place, name))
+            for index, name, answer in expected:  # once more, without other load
+                self._compare(index, name, answer, await self._accepted_answer(client, index, name))
 
     def _found(self, fault: str) -> None:
         """Count a fault. The first of its kind is printed at once: a run that is stopped prints no summary."""
@@ -178,39 +178,39 @@ class Soak:
             self._found(outcome.words)
 
     async def _probe(
-        self, client: AsyncClient, place: int, name: str | None, expected: probes.Answer, end: float
+        self, client: AsyncClient, index: int, name: str | None, expected: probes.Answer, end: float
     ) -> None:
         """Repeat one probe with varying priorities, so that it is sometimes first and sometimes preempted."""
-        rng = random.Random(place)
+        rng = random.Random(index)
         while time.monotonic() < end:
             priority = rng.randint(-3, 3) if "priority" in self._known else 0
             pause_s = PROBE_EVERY_S
             try:
                 async with patience(PATIENCE_S):
-                    self._compare(place, name, expected, await probes.answer(client, place, priority, name))
+                    self._compare(index, name, expected, await probes.answer(client, index, priority, name))
             except RequestError as error:
                 pause_s = AFTER_REFUSAL_S
                 if error.status != OVERLOADED:
-                    self._found(f"probe {place}: {error.status}: {error.message}")
+                    self._found(f"probe {index}: {error.status}: {error.message}")
             except (TimeoutError, ConnectionLost) as error:
-                self._found(f"probe {place}: {str(error) or 'no end in time'}")
+                self._found(f"probe {index}: {str(error) or 'no end in time'}")
             await asyncio.sleep(pause_s)
 
-    async def _accepted_answer(self, client: AsyncClient, place: int, name: str | None) -> probes.Answer:
+    async def _accepted_answer(self, client: AsyncClient, index: int, name: str | None) -> probes.Answer:
         """The output for a probe, which is sent again while the server refuses it: the last kill may be too recent."""
         async with patience(PATIENCE_S):
             while True:
                 try:
-                    return await probes.answer(client, place, adapter=name)
+                    return await probes.answer(client, index, adapter=name)
                 except RequestError as error:
                     if error.status != OVERLOADED:
                         raise
                 await asyncio.sleep(AFTER_REFUSAL_S)
 
-    def _compare(self, place: int, name: str | None, expected: probes.Answer, found: probes.Answer) -> None:
+    def _compare(self, index: int, name: str | None, expected: probes.Answer, found: probes.Answer) -> None:
         self.num_probes += 1
         if words := probes.difference(expected, found):
-            self._found(f"probe {place}{f' of {name}' if name else ''}: {words}")
+            self._found(f"probe {index}{f' of {name}' if name else ''}: {words}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,11 +18,11 @@ PROMPTS = (
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-async def answer(client: AsyncClient, place: int, priority: int = 0, adapter: str | None = None) -> Answer:
+async def answer(client: AsyncClient, index: int, priority: int = 0, adapter: str | None = None) -> Answer:
     """The server's current output for a probe, with an adapter if one is named. Raises RequestError, ConnectionLost."""
     ids: list[int] = []
     text = ""
-    async for output in client.generate(PROMPTS[place], PARAMS, priority=priority, adapter=adapter):
+    async for output in client.generate(PROMPTS[index], PARAMS, priority=priority, adapter=adapter):
         ids += output.token_ids
         text += output.text
     return tuple(ids), text
@@ -35,8 +35,8 @@ def difference(expected: Answer, found: Answer) -> str:
     (ids, text), (other_ids, other_text) = expected, found
     if ids == other_ids:
         return f"the same ids, but the text {other_text!r} instead of {text!r}"
-    place = next(
-        (place for place, (one, other) in enumerate(zip(ids, other_ids, strict=False)) if one != other),
+    index = next(
+        (index for index, (one, other) in enumerate(zip(ids, other_ids, strict=False)) if one != other),
         min(len(ids), len(other_ids)),
     )
-    return f"{len(other_ids)} ids instead of {len(ids)}, the first other one at {place}"
+    return f"{len(other_ids)} ids instead of {len(ids)}, the first other one at {index}"

@@ -57,31 +57,33 @@ def tiles_of_unit(first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOC
 @triton.jit
 def load_blocks(table, tile, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Block ids of a tile's keys, [BLOCK_N]."""
-    places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(table + places // BLOCK_SIZE, mask=(places >= first_key) & (places < end_key), other=0)
+    key_positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(
+        table + key_positions // BLOCK_SIZE, mask=(key_positions >= first_key) & (key_positions < end_key), other=0
+    )
 
 
 @triton.jit
-def _load_heads(places, readable, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+def _load_heads(pointers, readable, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
     """A tile of keys or values, [BLOCK_N, DIMS]."""
     if MASKED and DIMS > HEAD_DIM:
-        numbers = tl.load(places, mask=readable[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+        numbers = tl.load(pointers, mask=readable[:, None] & (dims < HEAD_DIM)[None, :], other=0)
     elif MASKED:
-        numbers = tl.load(places, mask=readable[:, None], other=0)
+        numbers = tl.load(pointers, mask=readable[:, None], other=0)
     elif DIMS > HEAD_DIM:
-        numbers = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0)
+        numbers = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0)
     else:
-        numbers = tl.load(places)
+        numbers = tl.load(pointers)
     return numbers
 
 
 @triton.jit
-def _load_scales(places, readable, MASKED: tl.constexpr):
+def _load_scales(pointers, readable, MASKED: tl.constexpr):
     """The scales of a tile of keys or values, [BLOCK_N] float32."""
     if MASKED:
-        scales = tl.load(places, mask=readable, other=0.0)
+        scales = tl.load(pointers, mask=readable, other=0.0)
     else:
-        scales = tl.load(places)
+        scales = tl.load(pointers)
     return scales.to(tl.float32)
 
 
@@ -141,15 +143,15 @@ def attend_tiles(
     """
     dims = tl.arange(0, DIMS)
     for tile in range(first_tile, end_tile):
-        places = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        readable = (places >= first_key) & (places < end_key)
+        key_positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        readable = (key_positions >= first_key) & (key_positions < end_key)
         block_size: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
-        at = blocks.to(tl.int64) * block_size + (places % BLOCK_SIZE) * HEAD_DIM
+        at = blocks.to(tl.int64) * block_size + (key_positions % BLOCK_SIZE) * HEAD_DIM
         at = at[:, None] + dims[None, :]
         key = _load_heads(keys + at, readable, dims, MASKED, HEAD_DIM, DIMS)
         value = _load_heads(values + at, readable, dims, MASKED, HEAD_DIM, DIMS)
         if SCALE_BYTES > 0:
-            scale_at = blocks.to(tl.int64) * (block_size // 2) + BLOCK_SIZE * HEAD_DIM // 2 + places % BLOCK_SIZE
+            scale_at = blocks.to(tl.int64) * (block_size // 2) + BLOCK_SIZE * HEAD_DIM // 2 + key_positions % BLOCK_SIZE
             key_scale = _load_scales(key_scales + scale_at, readable, MASKED)
             value_scale = _load_scales(value_scales + scale_at, readable, MASKED)
             # Codes are exact in every type of queries. The interpreter can't convert integers to bfloat16.
@@ -169,14 +171,14 @@ def attend_tiles(
         if CAP > 0:
             scores = CAP * tanh(scores / CAP)
         if ALIBI:
-            scores -= slopes[:, None] * (positions[:, None] - places[None, :]).to(tl.float32)
+            scores -= slopes[:, None] * (positions[:, None] - key_positions[None, :]).to(tl.float32)
         if UNSEEN and SCALE_BYTES == 0:
             value, wrong = _finite(value)
             scores += wrong[None, :]
         if MASKED:
-            seen = readable[None, :] & (places[None, :] <= positions[:, None])
+            seen = readable[None, :] & (key_positions[None, :] <= positions[:, None])
             if WINDOW > 0:
-                seen = seen & (places[None, :] > positions[:, None] - WINDOW)
+                seen = seen & (key_positions[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         now = tl.maximum(largest, tl.max(scores, 1) * SCALE)
         base = now
@@ -258,11 +260,11 @@ def leave(
         result = sums / tl.where(weights == 0.0, 1.0, weights)[:, None]
         tl.store(to[:, None] + dims[None, :], result.to(to.dtype.element_ty), mask=mask)
     else:
-        num_places = 2 * tl.num_programs(0) * BLOCK_M
-        place = (2 * tl.program_id(0) + (~is_begun).to(tl.int32)) * BLOCK_M + rows
-        tl.store(part_sums + place[:, None] * DIMS + dims[None, :], sums, mask=mask, cache_modifier=".cg")
-        tl.store(part_scales + place, largest, cache_modifier=".cg")
-        tl.store(part_scales + num_places + place, weights, cache_modifier=".cg")
+        num_slots = 2 * tl.num_programs(0) * BLOCK_M
+        offset = (2 * tl.program_id(0) + (~is_begun).to(tl.int32)) * BLOCK_M + rows
+        tl.store(part_sums + offset[:, None] * DIMS + dims[None, :], sums, mask=mask, cache_modifier=".cg")
+        tl.store(part_scales + offset, largest, cache_modifier=".cg")
+        tl.store(part_scales + num_slots + offset, weights, cache_modifier=".cg")
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + first_inside, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
@@ -279,15 +281,15 @@ def leave(
                     part = begin + tl.arange(0, PARTS)
                     there = part <= num_inside
                     slot = 2 * (first_inside - 1 + part) + (part == 0).to(tl.int32)
-                    places = slot[:, None] * BLOCK_M + all_rows[None, :]
+                    offsets = slot[:, None] * BLOCK_M + all_rows[None, :]
                     scale = tl.load(
-                        part_scales + places, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
+                        part_scales + offsets, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
                     )
                     weight = tl.load(
-                        part_scales + num_places + places, mask=there[:, None], other=0.0, cache_modifier=".cg"
+                        part_scales + num_slots + offsets, mask=there[:, None], other=0.0, cache_modifier=".cg"
                     )
                     part_sum = tl.load(
-                        part_sums + places[:, :, None] * DIMS + some_dims[None, None, :],
+                        part_sums + offsets[:, :, None] * DIMS + some_dims[None, None, :],
                         mask=there[:, None, None] & some_mask[None, :, :],
                         other=0.0,
                         cache_modifier=".cg",

@@ -24,14 +24,14 @@ def code_number(weight, row, columns, inside):
         group = columns // GROUP
         first, second, least = group_scales(weight, row, group, inside)
         if weight.FORM == "int4":
-            place = columns % (GROUP // 2)
+            offset = columns % (GROUP // 2)
             half = columns % GROUP // (GROUP // 2)
-            byte = tl.load(weight.data + row * STRIDE + group * (GROUP // 2) + place, mask=inside, other=0)
+            byte = tl.load(weight.data + row * STRIDE + group * (GROUP // 2) + offset, mask=inside, other=0)
             code = (byte.to(tl.int32) >> (4 * half)) & 15
             if HIGH_BITS > 0:
                 at = (row * NUM_GROUPS + group) * HIGH_BITS + (half if HIGH_BITS == 2 else 0)
                 word = tl.load(weight.high + at, mask=inside, other=0)
-                bit = 8 * (place % 4) + HIGH_BITS * (place // 4) + (4 * half if HIGH_BITS == 1 else 0)
+                bit = 8 * (offset % 4) + HIGH_BITS * (offset // 4) + (4 * half if HIGH_BITS == 1 else 0)
                 code |= ((word >> bit) & (2**HIGH_BITS - 1)) << 4
             scale = tl.where(half == 0, first, second) if weight.SCALES == "two" else first
             number = (code - weight.ZERO).to(tl.float32) * scale

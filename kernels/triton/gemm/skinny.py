@@ -71,12 +71,12 @@ def skinny_gemm(
     HALF: tl.constexpr = GROUP // 2 if PACKED else BLOCK_K
     WIDTH: tl.constexpr = BLOCK_K // 2 if PACKED else BLOCK_K
     """Bytes (or floats) of a tile's row."""
-    places = tl.arange(0, WIDTH)
+    offsets = tl.arange(0, WIDTH)
     # The column of a byte's low half; that of its high half is half a group later.
-    low_columns = places // HALF * GROUP + places % HALF if PACKED else places
+    low_columns = offsets // HALF * GROUP + offsets % HALF if PACKED else offsets
     long_rows = weight_rows.to(tl.int64)[:, None]
     ROW: tl.constexpr = weight.STRIDE
-    pointers = weight.data + long_rows * ROW + places[None, :]
+    pointers = weight.data + long_rows * ROW + offsets[None, :]
 
     sums = tl.zeros([ROWS, BLOCK_M], tl.float32)
     squares = tl.zeros([WIDTH, BLOCK_M], tl.float32)
@@ -84,7 +84,7 @@ def skinny_gemm(
     for step in tl.range(0, SHARE, num_stages=NUM_STAGES):
         k = begin + step * BLOCK_K
         at = k // 2 if PACKED else k
-        there = (at + places < ROW)[None, :]
+        there = (at + offsets < ROW)[None, :]
         tile = tl.load(pointers + at) if EVEN else tl.load(pointers + at, mask=there, other=0)
         columns = (k + low_columns)[:, None]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
@@ -107,10 +107,10 @@ def skinny_gemm(
         sums = _multiply(sums, tile, factors, high_factors, weight, long_rows, k, DTYPE, UPCAST)
     if NORM:
         if SPLIT > 1:  # this program has only a part of the squares
-            all_places = tl.arange(0, BLOCK_K)
+            all_offsets = tl.arange(0, BLOCK_K)
             total = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
             for k in range(0, K, BLOCK_K):
-                columns = (k + all_places)[:, None]
+                columns = (k + all_offsets)[:, None]
                 _, hidden = input_at(
                     x, residual_out, partials, norm_weight, some_tokens[None, :], columns, columns < K, num_tokens,
                     False, K, NORM, NUM_PARTIALS,
@@ -125,9 +125,9 @@ def skinny_gemm(
     if SWIGLU:
         gate, up = tl.split(tl.permute(tl.reshape(sums, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
         sums = silu(gate) * up
-    place = (split * num_tokens + tokens).to(tl.int64)[None, :] * OUT + rows[:, None]
+    target = (split * num_tokens + tokens).to(tl.int64)[None, :] * OUT + rows[:, None]
     mask = (tokens < num_tokens)[None, :] & (rows < N)[:, None]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def _half_codes(wide, weight, rows, groups, there):
         at = (rows * weight.NUM_GROUPS + groups) * HIGH_BITS
         words = tl.load(weight.high + at, mask=there, other=0)
         second_words = tl.load(weight.high + at + 1, mask=there, other=0) if HIGH_BITS == 2 else words >> 4
-        places = tl.arange(0, W // GROUPS)
-        bits = (8 * (places % 4) + HIGH_BITS * (places // 4))[None, None, :]
+        offsets = tl.arange(0, W // GROUPS)
+        bits = (8 * (offsets % 4) + HIGH_BITS * (offsets // 4))[None, None, :]
         first |= tl.reshape(((words[:, :, None] >> bits) & MASK) << 4, [n, W])
         second |= tl.reshape(((second_words[:, :, None] >> bits) & MASK) << 4, [n, W])
     return first, second

@@ -23,13 +23,13 @@ def half_codes(words, high, HALF: tl.constexpr, HIGH_BITS: tl.constexpr):
     """
     codes = (words >> (4 * HALF)) & 0x0F0F0F0F
     if HIGH_BITS > 0:
-        places = tl.arange(0, words.shape[2])[None, None, :]
+        lanes = tl.arange(0, words.shape[2])[None, None, :]
         if HIGH_BITS == 1:
-            codes |= ((high[:, :, None] >> (places + 4 * HALF)) & 0x01010101) << 4
+            codes |= ((high[:, :, None] >> (lanes + 4 * HALF)) & 0x01010101) << 4
         else:
             first, second = tl.split(high)
             bits = second if HALF == 1 else first
-            codes |= ((bits[:, :, None] >> (2 * places)) & 0x03030303) << 4
+            codes |= ((bits[:, :, None] >> (2 * lanes)) & 0x03030303) << 4
     return codes
 
 

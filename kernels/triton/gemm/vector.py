@@ -125,18 +125,18 @@ def _floats(
 ):
     """Sums [n] over SHARE tiles of `rows` [n] from column `begin` on, and squares [BLOCK_K]."""
     ROWS: tl.constexpr = rows.shape[0]
-    places = tl.arange(0, BLOCK_K)
-    pointers = values + rows.to(tl.int64)[:, None] * K + places[None, :]
+    offsets = tl.arange(0, BLOCK_K)
+    pointers = values + rows.to(tl.int64)[:, None] * K + offsets[None, :]
     sums = tl.zeros([ROWS, BLOCK_K // LANES], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    tile = tl.load(pointers + begin, mask=(begin + places < K)[None, :], other=0.0, eviction_policy="evict_first")
+    tile = tl.load(pointers + begin, mask=(begin + offsets < K)[None, :], other=0.0, eviction_policy="evict_first")
     if PDL:  # everything but the weights may come from the previous launch
         wait_and_launch_next()
     for step in range(SHARE):
         k = begin + step * BLOCK_K
-        there = ((k + BLOCK_K + places < K) & (step + 1 < SHARE))[None, :]
+        there = ((k + BLOCK_K + offsets < K) & (step + 1 < SHARE))[None, :]
         next_tile = tl.load(pointers + (k + BLOCK_K), mask=there, other=0.0, eviction_policy="evict_first")
-        columns = k + places
+        columns = k + offsets
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
             x, residual_out, partials, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTIALS
@@ -182,7 +182,7 @@ def _codes(
     BYTES: tl.constexpr = GROUP // 2 if PACKED else GROUP
     GROUPS: tl.constexpr = BLOCK_K // GROUP
     groups = tl.arange(0, GROUPS)
-    places = tl.arange(0, BYTES)
+    offsets = tl.arange(0, BYTES)
     lines = tl.arange(0, QUARTER) * 4
     row0 = weight_rows_of(tl.program_id(0), lines, N, BLOCK_N, SWIGLU).to(tl.int64)
     row1 = weight_rows_of(tl.program_id(0), lines + 1, N, BLOCK_N, SWIGLU).to(tl.int64)
@@ -221,7 +221,7 @@ def _codes(
             next_high3 = _high_words_at(weight, row3, at + GROUPS, there)
         else:
             high0, high1, high2, high3 = tile0, tile1, tile2, tile3
-        columns = k + (groups * GROUP)[:, None] + places[None, :]
+        columns = k + (groups * GROUP)[:, None] + offsets[None, :]
         writes = tl.program_id(0) == (k // BLOCK_K) % PROGRAMS
         factors, hidden = input_at(
             x, residual_out, partials, norm_weight, 0, columns, columns < K, 1, writes, K, NORM, NUM_PARTIALS

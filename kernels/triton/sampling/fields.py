@@ -32,6 +32,6 @@ NO_CANDIDATE = tl.constexpr(NO_ID)
 
 
 @triton.jit
-def float_at(place):
+def float_at(pointer):
     """The float32 whose bits are in an int32."""
-    return tl.load(place).to(tl.float32, bitcast=True)
+    return tl.load(pointer).to(tl.float32, bitcast=True)

@@ -47,8 +47,8 @@ def sample_filtered(
     PADDED: tl.constexpr,
 ):
     """Sample the id after the row's first `num_known` from logits [VOCAB], whose softmax weights sum to `total`."""
-    places = tl.arange(0, PADDED)
-    strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
+    offsets = tl.arange(0, PADDED)
+    strip_tops = tl.load(tops + offsets, mask=offsets < STRIPS, other=-_INF)
     low = code_of(tl.full([], _LOWEST, tl.float32)).to(tl.int64)
     min_p, top_k, top_p = f.float_at(row + f.MIN_P), tl.load(row + f.TOP_K), f.float_at(row + f.TOP_P)
     num_wanted = tl.where((top_k > 0) & (top_k < VOCAB), top_k, 0).to(tl.float32)

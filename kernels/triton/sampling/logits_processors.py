@@ -108,14 +108,14 @@ def _mask(
     if HAS_MASKS:
         has_grammar = tl.load(masked + sample) == 1
     if lives & (has_grammar | (allowed_at >= 0)):
-        places = block * _MASK_WORDS + tl.arange(0, _MASK_WORDS)
+        offsets = block * _MASK_WORDS + tl.arange(0, _MASK_WORDS)
         words = tl.full((_MASK_WORDS,), -1, tl.int32)
         if has_grammar:
-            words &= tl.load(masks + sample * MASK_STRIDE + places, mask=places < WORDS, other=0)
+            words &= tl.load(masks + sample * MASK_STRIDE + offsets, mask=offsets < WORDS, other=0)
         if allowed_at >= 0:
-            words &= tl.load(list_memory + allowed_at + places, mask=places < WORDS, other=0)
+            words &= tl.load(list_memory + allowed_at + offsets, mask=offsets < WORDS, other=0)
         bits = tl.arange(0, 32)
-        ids = places[:, None] * 32 + bits[None, :]
+        ids = offsets[:, None] * 32 + bits[None, :]
         forbidden = ((words[:, None] >> bits[None, :]) & 1) == 0
         tl.store(logits + sample * STRIDE + ids, tl.full(ids.shape, -_INF, tl.float32), mask=forbidden & (ids < VOCAB))
 
@@ -194,9 +194,9 @@ def _forbid_runs(logits, runs, num_runs, ids, num_ids, num_output):
 @triton.jit
 def _forbid(logits, ids, num):
     for begin in range(0, num, _TILE):
-        places = begin + tl.arange(0, _TILE)
-        token = tl.load(ids + places, mask=places < num, other=0)
-        tl.store(logits + token, tl.full((_TILE,), -_INF, tl.float32), mask=places < num)
+        offsets = begin + tl.arange(0, _TILE)
+        token = tl.load(ids + offsets, mask=offsets < num, other=0)
+        tl.store(logits + token, tl.full((_TILE,), -_INF, tl.float32), mask=offsets < num)
 
 
 @triton.jit
@@ -204,12 +204,12 @@ def _allows_only(mask, ids, num, WORDS: tl.constexpr):
     """Whether a mask allows only ids of this list, which has no duplicates."""
     num_others = 0
     for begin in range(0, WORDS, _TILE):
-        places = begin + tl.arange(0, _TILE)
-        num_others += tl.sum(_num_bits(tl.load(mask + places, mask=places < WORDS, other=0)), 0)
+        offsets = begin + tl.arange(0, _TILE)
+        num_others += tl.sum(_num_bits(tl.load(mask + offsets, mask=offsets < WORDS, other=0)), 0)
     for begin in range(0, num, _TILE):
-        places = begin + tl.arange(0, _TILE)
-        token = tl.load(ids + places, mask=places < num, other=0)
-        word = tl.load(mask + token // 32, mask=places < num, other=0)
+        offsets = begin + tl.arange(0, _TILE)
+        token = tl.load(ids + offsets, mask=offsets < num, other=0)
+        word = tl.load(mask + token // 32, mask=offsets < num, other=0)
         num_others -= tl.sum((word >> (token % 32)) & 1, 0)
     return num_others == 0
 
@@ -229,11 +229,11 @@ def _num_bits(words):
 def _bias(logits, bias, num):
     """Add the values that follow the `num` ids, which have no duplicates."""
     for begin in range(0, num, _TILE):
-        places = begin + tl.arange(0, _TILE)
-        token = tl.load(bias + places, mask=places < num, other=0)
-        value = tl.load(bias + num + places, mask=places < num, other=0).to(tl.float32, bitcast=True)
-        logit = tl.load(logits + token, mask=places < num, other=0.0)
-        tl.store(logits + token, logit + value, mask=places < num)
+        offsets = begin + tl.arange(0, _TILE)
+        token = tl.load(bias + offsets, mask=offsets < num, other=0)
+        value = tl.load(bias + num + offsets, mask=offsets < num, other=0).to(tl.float32, bitcast=True)
+        logit = tl.load(logits + token, mask=offsets < num, other=0.0)
+        tl.store(logits + token, logit + value, mask=offsets < num)
 
 
 @triton.jit
@@ -244,17 +244,17 @@ def _penalize(logits, counts, ids, num_prompt, num_ids, row, VOCAB: tl.constexpr
     if (repetition != 1) | (presence != 0) | (frequency != 0):
         first = tl.where(repetition == 1, num_prompt, 0)
         for begin in range(first, num_ids, _TILE):
-            places = begin + tl.arange(0, _TILE)
-            token = tl.load(ids + places, mask=places < num_ids, other=-1)
+            offsets = begin + tl.arange(0, _TILE)
+            token = tl.load(ids + offsets, mask=offsets < num_ids, other=-1)
             inside = (token >= 0) & (token < VOCAB)
-            said = places >= num_prompt
+            said = offsets >= num_prompt
             tl.atomic_add(counts + token, tl.full((_TILE,), 1, tl.int32), mask=inside & said, sem="relaxed")
-            prompt = inside & (places < num_prompt)
+            prompt = inside & (offsets < num_prompt)
             tl.atomic_or(counts + token, tl.full((_TILE,), _KNOWN, tl.int32), mask=prompt, sem="relaxed")
         tl.debug_barrier()
         for begin in range(first, num_ids, _TILE):
-            places = begin + tl.arange(0, _TILE)
-            token = tl.load(ids + places, mask=places < num_ids, other=-1)
+            offsets = begin + tl.arange(0, _TILE)
+            token = tl.load(ids + offsets, mask=offsets < num_ids, other=-1)
             inside = (token >= 0) & (token < VOCAB)
             # Of several lanes with the same id, one finds the count; it leaves zero for the next call.
             found = tl.atomic_xchg(counts + token, tl.zeros((_TILE,), tl.int32), mask=inside, sem="relaxed")

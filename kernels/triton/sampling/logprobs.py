@@ -235,8 +235,8 @@ def _find(
     PADDED: tl.constexpr,
 ):
     """Write the `num` top ids, unordered, and their logits. Ties at the threshold go to the lowest ids."""
-    places = tl.arange(0, PADDED)
-    strip_tops = tl.load(tops + places, mask=places < STRIPS, other=-_INF)
+    offsets = tl.arange(0, PADDED)
+    strip_tops = tl.load(tops + offsets, mask=offsets < STRIPS, other=-_INF)
     low = code_of(tl.full([], -_INF, tl.float32)).to(tl.int64)
     low = search(logits, strip_tops, strips, collected, low, top, 1.0, False, num.to(tl.float32), VOCAB, STRIPS)
     least = value_of(low)
@@ -258,9 +258,9 @@ def _find(
 @triton.jit
 def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADDED: tl.constexpr):
     """Write `num` ids and their log probabilities, likeliest first, and fill the rest with -1 and -inf."""
-    places = tl.arange(0, PADDED)
-    values = tl.load(found + places, mask=places < num, other=-_INF)
-    ids = tl.load(found_ids + places, mask=places < num, other=-1)
+    offsets = tl.arange(0, PADDED)
+    values = tl.load(found + offsets, mask=offsets < num, other=-_INF)
+    ids = tl.load(found_ids + offsets, mask=offsets < num, other=-1)
     # An id's rank is the number of ids before it.
     rank = tl.zeros((PADDED,), tl.int32)
     for begin in range(0, num, _RANKED):
@@ -270,10 +270,10 @@ def _write_ranked(out, found, found_ids, wanted, num, top, log_total, most, PADD
         is_before = value[None, :] > values[:, None]
         is_before |= (value[None, :] == values[:, None]) & (other[None, :] < ids[:, None])
         rank += tl.sum((is_before & (others < num)[None, :]).to(tl.int32), 1)
-    rank = tl.where(places < num, rank, places)
-    logprobs = tl.where(places < num, _logprob(values, top, log_total), -_INF)
-    tl.store(out + rank, ids, mask=places < wanted)
-    tl.store(out + most + rank, logprobs.to(tl.int32, bitcast=True), mask=places < wanted)
+    rank = tl.where(offsets < num, rank, offsets)
+    logprobs = tl.where(offsets < num, _logprob(values, top, log_total), -_INF)
+    tl.store(out + rank, ids, mask=offsets < wanted)
+    tl.store(out + most + rank, logprobs.to(tl.int32, bitcast=True), mask=offsets < wanted)
 
 
 @triton.jit(do_not_specialize=["num_given", "out_stride", "most"])
@@ -289,16 +289,16 @@ def _given_logprobs(
     IDS: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * IDS + tl.arange(0, IDS)
-    ids = tl.load(given + sample * num_given + places, mask=places < num_given, other=-1)
+    offsets = tl.program_id(1) * IDS + tl.arange(0, IDS)
+    ids = tl.load(given + sample * num_given + offsets, mask=offsets < num_given, other=-1)
     is_given = ids >= 0
     logit = tl.load(logits + sample * STRIDE + ids, mask=is_given, other=-_INF)
     logit = tl.where(logit > -_INF, logit, -_INF)
     top = tl.load(normalizers + 2 * sample)
     log_total = tl.load(normalizers + 2 * sample + 1)
     record = out + sample * out_stride + 1
-    tl.store(record + places, ids, mask=is_given)
-    tl.store(record + most + places, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=is_given)
+    tl.store(record + offsets, ids, mask=is_given)
+    tl.store(record + most + offsets, _logprob(logit, top, log_total).to(tl.int32, bitcast=True), mask=is_given)
 
 
 @triton.jit(do_not_specialize=["num", "out_stride"])

@@ -111,9 +111,9 @@ def sample(
 @triton.jit
 def winner_of(largest, scores, winners, sample, temperature, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """The id of one sample, from the results of `_blocks`. PADDED is a power of two, at least BLOCKS."""
-    places = tl.arange(0, PADDED)
-    there = places < BLOCKS
-    at = sample * BLOCKS + places
+    offsets = tl.arange(0, PADDED)
+    there = offsets < BLOCKS
+    at = sample * BLOCKS + offsets
     top = tl.load(largest + at, mask=there, other=-_INF)
     score = tl.load(scores + at, mask=there, other=-_INF)
     most = tl.max(top, 0)

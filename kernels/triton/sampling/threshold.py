@@ -92,11 +92,11 @@ def _lift(tops, amounts, low, high, wanted):
 @triton.jit
 def list_strips(strips, tops, low, STRIPS: tl.constexpr):
     """Write the numbers of the strips whose largest value is at least `low`, in order. Returns their count."""
-    places = tl.arange(0, tops.shape[0])
-    kept = (tops >= value_of(low)) & (places < STRIPS)
+    offsets = tl.arange(0, tops.shape[0])
+    kept = (tops >= value_of(low)) & (offsets < STRIPS)
     # All threads must have read the last list before, and see this one after.
     tl.debug_barrier()
-    tl.store(strips + tl.cumsum(kept.to(tl.int32), 0) - 1, places, mask=kept)
+    tl.store(strips + tl.cumsum(kept.to(tl.int32), 0) - 1, offsets, mask=kept)
     tl.debug_barrier()
     return tl.sum(kept.to(tl.int32), 0)
 
@@ -105,9 +105,9 @@ def list_strips(strips, tops, low, STRIPS: tl.constexpr):
 def load_strips(logits, strips, begin, num_strips, VOCAB: tl.constexpr):
     """A tile of logits from the listed strips, from the `begin`-th on. Returns values, ids, and which are valid. NaN
     becomes -inf."""
-    places = tl.arange(0, TILE)
-    at = begin + places // _STRIP
-    ids = tl.load(strips + at, mask=at < num_strips, other=0) * _STRIP + places % _STRIP
+    offsets = tl.arange(0, TILE)
+    at = begin + offsets // _STRIP
+    ids = tl.load(strips + at, mask=at < num_strips, other=0) * _STRIP + offsets % _STRIP
     ids = tl.max_contiguous(tl.multiple_of(ids, 4), 4)
     there = (at < num_strips) & (ids < VOCAB)
     values = tl.load(logits + ids, mask=there, other=-_INF)
@@ -170,15 +170,15 @@ def _narrow(
 def _settle(collected, num, low, above, wanted, top, temperature, weighted):
     """The largest value, as a code, such that the amounts from there up, plus `above`, reach `wanted`; `low` if there
     is none."""
-    places = tl.arange(0, _MAX_COLLECTED)
-    values = tl.load(collected + places, mask=places < num, other=-_INF)
+    offsets = tl.arange(0, _MAX_COLLECTED)
+    values = tl.load(collected + offsets, mask=offsets < num, other=-_INF)
     held = tl.zeros((_MAX_COLLECTED,), tl.float32) + above
     for begin in range(0, num, _COMPARED):
         others = begin + tl.arange(0, _COMPARED)
         other = tl.load(collected + others, mask=others < num, other=-_INF)
         amounts = tl.where(others < num, amount_of(other, top, temperature, weighted), 0.0)
         held += tl.sum(tl.where(other[None, :] >= values[:, None], amounts[None, :], 0.0), 1)
-    codes = tl.where((places < num) & (held >= wanted), code_of(values).to(tl.int64), low)
+    codes = tl.where((offsets < num) & (held >= wanted), code_of(values).to(tl.int64), low)
     return tl.max(codes, 0)
 
 

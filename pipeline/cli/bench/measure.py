@@ -103,10 +103,10 @@ def summarize(level: Level, temperature: float = 0.0) -> Summary:
 
 def percentile(ordered: Sequence[float], part: float) -> float:
     """The quantile `part` (0 to 1) of an ordered sequence, interpolated linearly."""
-    place = part * (len(ordered) - 1)
-    below = int(place)
+    position = part * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _within(level: Level, time_s: float) -> bool:

@@ -69,8 +69,8 @@ def hint(words: Iterable[str], line: Sequence[str] = ()) -> str:
 def is_second_name(words: Sequence[str], line: Sequence[str]) -> bool:
     """Whether one of these words is a second name after --served-model-name, of which vLLM takes several."""
     flag = "--served-model-name"
-    places = [place + (word == flag) for place, word in enumerate(line) if word == flag or word.startswith(f"{flag}=")]
-    return any(word in words for place in places for word in line[place + 1 : place + 2])
+    indices = [index + (word == flag) for index, word in enumerate(line) if word == flag or word.startswith(f"{flag}=")]
+    return any(word in words for index in indices for word in line[index + 1 : index + 2])
 
 
 def gpu_memory_share(args: argparse.Namespace) -> float | None:

@@ -25,13 +25,13 @@ CATEGORY = "request"
 def of_window(stages: Sequence[StageTrace]) -> bytes:
     """A trace file of the events that the stages recorded in a window."""
     if len({stage.pid for stage in stages}) < len(stages):  # several stages in one process: `pipeline serve --inline`
-        stages = [msgspec.structs.replace(stage, pid=place + 1) for place, stage in enumerate(stages)]
+        stages = [msgspec.structs.replace(stage, pid=index + 1) for index, stage in enumerate(stages)]
     begin_s = min((record.begin_s for stage in stages for record in stage.records), default=0.0)
     events: list[Event] = []
     points: dict[int, list[_Point]] = defaultdict(list)
     for stage in stages:
-        place = _place(stage.stage)
-        events += _process(stage.pid, stage.stage, place)
+        index = _sort_index(stage.stage)
+        events += _process(stage.pid, stage.stage, index)
         spans = [record for record in stage.records if record.end_s]
         lanes = _lanes(spans)
         for lane in range(1, max((lane for _, lane in lanes), default=0) + 1):
@@ -40,7 +40,7 @@ def of_window(stages: Sequence[StageTrace]) -> bytes:
             begin_us = _us(record.begin_s - begin_s)
             events.append(_slice(stage.pid, lane, record.name, begin_us, _us(record.end_s - begin_s), record.args))
             for request_id in record.requests:
-                points[request_id].append((begin_us, place, stage.pid, lane))
+                points[request_id].append((begin_us, index, stage.pid, lane))
         for record in stage.records:
             if not record.end_s:
                 at_us = _us(record.begin_s - begin_s)
@@ -55,17 +55,17 @@ def of_request(times: RequestTimings) -> bytes:
     begin_s = min((one.stamps_s[0] for one in times.sequences), default=0.0)
     names = [name for name in FLOW if name in STAGE_OF.values()]
     events: list[Event] = []
-    for place, name in enumerate(names):
-        events += _process(place + 1, name, place)
-        events += [_thread(place + 1, one.index + 1, f"choice {one.index}") for one in times.sequences]
+    for index, name in enumerate(names):
+        events += _process(index + 1, name, index)
+        events += [_thread(index + 1, one.index + 1, f"choice {one.index}") for one in times.sequences]
     for one in times.sequences:
         path: list[_Point] = []
         for hop, start_s, end_s in zip(HOPS, one.stamps_s, one.stamps_s[1:], strict=False):
-            place = names.index(STAGE_OF[hop])
+            index = names.index(STAGE_OF[hop])
             start_us = _us(start_s - begin_s)
             args = _hop_args(hop, one)
-            events.append(_slice(place + 1, one.index + 1, hop, start_us, _us(end_s - begin_s), args))
-            path.append((start_us, len(path), place + 1, one.index + 1))
+            events.append(_slice(index + 1, one.index + 1, hop, start_us, _us(end_s - begin_s), args))
+            path.append((start_us, len(path), index + 1, one.index + 1))
         events += _flow(f"{one.request_id:x}/{one.index}", path)
         if one.first_text_s:
             at_us = _us(one.first_text_s - begin_s)
@@ -94,7 +94,7 @@ _Point = tuple[float, int, int, int]
 """(µs, order of points at the same time, pid, tid)"""
 
 
-def _place(stage: str) -> int:
+def _sort_index(stage: str) -> int:
     name = stage.partition(".")[0]
     return FLOW.index(name) if name in FLOW else len(FLOW)
 
@@ -103,10 +103,10 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _process(pid: int, name: str, place: int) -> list[Event]:
+def _process(pid: int, name: str, sort_index: int) -> list[Event]:
     return [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": place}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": sort_index}},
     ]
 
 
@@ -123,8 +123,8 @@ def _flow(flow_id: str, path: list[_Point]) -> Iterable[Event]:
     """Arrows along a path. A single point has no arrow."""
     if len(path) < 2:
         return
-    for place, (at_us, _, pid, tid) in enumerate(sorted(path)):
-        phase = "s" if place == 0 else "f" if place == len(path) - 1 else "t"
+    for index, (at_us, _, pid, tid) in enumerate(sorted(path)):
+        phase = "s" if index == 0 else "f" if index == len(path) - 1 else "t"
         event = {"ph": phase, "name": "request", "cat": CATEGORY, "id": flow_id, "ts": at_us, "pid": pid, "tid": tid}
         yield event if phase == "s" else event | {"bp": "e"}  # binds to the enclosing slice, not to the next one
 
@@ -133,7 +133,7 @@ def _lanes(spans: Iterable[TraceEvent]) -> list[tuple[TraceEvent, int]]:
     """Give each span a lane (from 1) on which spans either nest or don't overlap."""
     open_ends: list[list[float]] = []
     """For each lane, the ends of the spans around the last one, the innermost last."""
-    placed = []
+    with_lanes = []
     for span in sorted(spans, key=lambda span: (span.begin_s, -span.end_s)):
         for ends in open_ends:
             while ends and ends[-1] <= span.begin_s:
@@ -143,8 +143,8 @@ def _lanes(spans: Iterable[TraceEvent]) -> list[tuple[TraceEvent, int]]:
         if lane == len(open_ends):
             open_ends.append([])
         open_ends[lane].append(span.end_s)
-        placed.append((span, lane + 1))
-    return placed
+        with_lanes.append((span, lane + 1))
+    return with_lanes
 
 
 def _file(events: list[Event], other: dict[str, Any]) -> bytes:

@@ -54,10 +54,10 @@ def shortened(text: str, room: int) -> str:
 def server_line(pid: int, model: str, address: str, state: str, uptime_s: float, width: int) -> Text:
     """A server in one line. If that is too long, the address begins a second one; nothing is cut but a model name that
     does not fit there either."""
-    begin, end, place = f"{pid}  ", f"  up {duration(uptime_s)}", f"  {address}"
+    begin, end, suffix = f"{pid}  ", f"  up {duration(uptime_s)}", f"  {address}"
     room = width - len(f"pipeline {begin}  {state}{end}")
-    if len(model) + len(place) > room:
-        place = f"\n{' ' * len('pipeline ')}{address}"
+    if len(model) + len(suffix) > room:
+        suffix = f"\n{' ' * len('pipeline ')}{address}"
     line = Text.assemble(
         ("pipeline ", "bold"),
         begin,
@@ -65,7 +65,7 @@ def server_line(pid: int, model: str, address: str, state: str, uptime_s: float,
         "  ",
         (state, STATE_STYLES.get(state, "yellow")),
         end,
-        place,
+        suffix,
     )
     line.no_wrap = True
     line.overflow = "ellipsis"

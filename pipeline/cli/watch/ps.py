@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
         print(msgspec.json.encode([plain(stats) for stats in found]).decode())
     else:
         console = draw.console()
-        for place, stats in enumerate(found):
-            if place:
+        for index, stats in enumerate(found):
+            if index:
                 console.print()
             line = draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s, console.width)
             console.print(line)

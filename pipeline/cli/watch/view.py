@@ -192,7 +192,7 @@ def _work_of(stage: StageStats, num_running: int | None) -> str:
         case ExecuteCounts() as own:
             num_rows = own.num_rows if num_running is None else min(own.num_rows, num_running)
             rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
-            return f"{own.place} {rows}" if own.place else rows
+            return f"{own.rank_name} {rows}" if own.rank_name else rows
         case DetokenizeCounts() as own:
             return f"{own.num_sequences} live"
         case None:

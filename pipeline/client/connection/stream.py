@@ -162,8 +162,8 @@ class Stream:
             return
         begin, num_top, named = 1 + delta.prompt_record_offset, self._prompt_num_top, delta.prompt_record_pieces
         pieces: list[bytes] = []
-        for place, own in enumerate(self._prompt_pieces[begin:]):
-            pieces += [own, *named[place * num_top : (place + 1) * num_top]]
+        for index, own in enumerate(self._prompt_pieces[begin:]):
+            pieces += [own, *named[index * num_top : (index + 1) * num_top]]
         ids = (self.prompt_token_ids or [])[begin:]
         num_known = max(len(self.prompt_logprobs) - begin, 0)
         self.prompt_logprobs += logprobs_of(ids, delta.prompt_records, pieces, num_top)[num_known:]

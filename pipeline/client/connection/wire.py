@@ -101,8 +101,8 @@ def prompt_fields(prompt: Any) -> Mapping[str, Any]:
     return {"prompt_token_ids": packed(prompt)}
 
 
-def _message(place: int, message: Mapping[str, Any]) -> p.MessageParam:
-    at, content, calls = f"messages[{place}]", message.get("content"), message.get("tool_calls")
+def _message(index: int, message: Mapping[str, Any]) -> p.MessageParam:
+    at, content, calls = f"messages[{index}]", message.get("content"), message.get("tool_calls")
     if unknown := unknown_keys(message):
         raise TypeError(f"{at} has keys that are not supported: {', '.join(unknown)}")
     fields = {name: message.get(name) for name in ("role", "name", "tool_call_id")}

@@ -51,13 +51,13 @@ def run(thread: LoopThread, llm: AsyncLLM, items: Iterator[BatchItem[T]], window
                     outputs.append(None)
             if not names:
                 return [output for output in outputs if output is not None]
-            place, result = batch.results.get()
-            name = names.pop(place)
+            index, result = batch.results.get()
+            name = names.pop(index)
             if isinstance(result, PromptError):
-                raise PromptError(f"{name}: {result}", place=place, status=result.status, code=result.code) from result
+                raise PromptError(f"{name}: {result}", index=index, status=result.status, code=result.code) from result
             if isinstance(result, BaseException):
                 raise result
-            outputs[place] = result
+            outputs[index] = result
             bar.done()
     except BaseException:
         if not thread.is_closed:
@@ -75,8 +75,8 @@ class _Batch(Generic[T]):
         self._bar = bar
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, place: int, item: BatchItem[T]) -> None:
-        task = asyncio.get_running_loop().create_task(self._one(place, item))
+    def start(self, index: int, item: BatchItem[T]) -> None:
+        task = asyncio.get_running_loop().create_task(self._one(index, item))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -87,12 +87,12 @@ class _Batch(Generic[T]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, place: int, item: BatchItem[T]) -> None:
+    async def _one(self, index: int, item: BatchItem[T]) -> None:
         try:
             result: T | BaseException = await item.result(self._llm, self._bar.count)
         except BaseException as error:
-            self.results.put((place, error))
+            self.results.put((index, error))
             if isinstance(error, asyncio.CancelledError):
                 raise
         else:
-            self.results.put((place, result))
+            self.results.put((index, result))

@@ -73,7 +73,7 @@ def tool_calls_of(calls: Any, where: str) -> list[p.ToolCallParam]:
         return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise TypeError(f"{where} must be a list of calls, not {shown(calls)}")
-    return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> p.ToolCallParam:

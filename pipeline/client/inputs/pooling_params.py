@@ -70,8 +70,8 @@ def _each(params: Any, num_prompts: int | None) -> Iterator[PoolingParams]:
         raise PromptError(
             f"pooling_params has {len(params)} entries for {num_prompts} prompts: give one, or one for each"
         )
-    for place, each in enumerate(params):
-        yield checked_pooling_params(each, f"pooling_params[{place}]")
+    for index, each in enumerate(params):
+        yield checked_pooling_params(each, f"pooling_params[{index}]")
     raise PromptError(
         f"pooling_params has {len(params)} entries, but there are more prompts: give one, or one for each"
     )

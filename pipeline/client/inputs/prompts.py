@@ -102,12 +102,12 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
             f"{where} has {len(prompt)} token ids; the maximum is {info.max_model_len - 1}, which leaves room for one "
             "output token"
         )
-    for place, one in enumerate(prompt):
+    for index, one in enumerate(prompt):
         if not _is_integer(one):
-            raise PromptError(f"{where}[{place}] must be a token id, not {_shown(one)}")
+            raise PromptError(f"{where}[{index}] must be a token id, not {_shown(one)}")
         if not 0 <= one < info.vocab_size:
             known = f"0..{info.vocab_size - 1}"
-            raise PromptError(f"{where}[{place}]: token id {one} is out of vocabulary, the model's ids are {known}")
+            raise PromptError(f"{where}[{index}]: token id {one} is out of vocabulary, the model's ids are {known}")
     return CheckedPrompt({"prompt_token_ids": packed(prompt)}, None)
 
 
@@ -136,7 +136,7 @@ def _checked_conversation(messages: Any, where: str, info: ServerInfo) -> list[p
         raise PromptError(f"{where} must be a list of messages, not {_shown(messages)}")
     if not messages:
         raise PromptError(f"{where} is empty: give at least one message")
-    return [_checked_message(message, f"{where}[{place}]", info) for place, message in enumerate(messages)]
+    return [_checked_message(message, f"{where}[{index}]", info) for index, message in enumerate(messages)]
 
 
 def _checked_message(message: Any, where: str, info: ServerInfo) -> p.MessageParam:
@@ -152,7 +152,7 @@ def _checked_message(message: Any, where: str, info: ServerInfo) -> p.MessagePar
     except (TypeError, ValueError) as error:
         raise PromptError(str(error)) from error
     if isinstance(content, (list, tuple)):
-        content = [_part(part, f"{where}['content'][{place}]") for place, part in enumerate(content)]
+        content = [_part(part, f"{where}['content'][{index}]") for index, part in enumerate(content)]
     elif not isinstance(content, str) and (content is not None or role != "assistant"):
         raise PromptError(f"{where}['content'] must be a text, not {_shown(content)}")
     name, call_id, reasoning = message.get("name"), message.get("tool_call_id"), reasoning_of(message)
@@ -197,8 +197,8 @@ def params_for(params: Any, num_prompts: int | None, default: SamplingParams) ->
             raise PromptError(
                 f"sampling_params has {len(params)} entries for {num_prompts} prompts: give one, or one for each"
             )
-        for place, one in enumerate(params):
-            _check_params(one, place, default)
+        for index, one in enumerate(params):
+            _check_params(one, index, default)
     return _each(params, default)
 
 
@@ -209,17 +209,17 @@ def _same(params: SamplingParams) -> Iterator[SamplingParams]:
 
 def _each(params: Iterable[Any], default: SamplingParams) -> Iterator[SamplingParams]:
     num = 0
-    for place, one in enumerate(params):
-        yield _check_params(one, place, default)
-        num = place + 1
+    for index, one in enumerate(params):
+        yield _check_params(one, index, default)
+        num = index + 1
     raise PromptError(f"sampling_params has {num} entries, but there are more prompts: give one, or one for each")
 
 
-def _check_params(one: Any, place: int, default: SamplingParams) -> SamplingParams:
+def _check_params(one: Any, index: int, default: SamplingParams) -> SamplingParams:
     if one is None:
         return default
     if not isinstance(one, SamplingParams):
-        raise PromptError(f"sampling_params[{place}] must be SamplingParams, not {_shown(one)}")
+        raise PromptError(f"sampling_params[{index}] must be SamplingParams, not {_shown(one)}")
     return one
 
 

@@ -67,11 +67,11 @@ def options_for(
     if num_prompts is not None and len(priority) != num_prompts:
         raise PromptError(f"priority has {len(priority)} entries for {num_prompts} prompts: give one, or one for each")
     each = []
-    for place, one in enumerate(priority):
+    for index, one in enumerate(priority):
         try:
             each.append(checked(one, cache_salt, timeout_s, adapter))
         except (TypeError, ValueError) as error:
-            raise PromptError(f"{error} (prompt {place})") from error
+            raise PromptError(f"{error} (prompt {index})") from error
     return _each(each)
 
 

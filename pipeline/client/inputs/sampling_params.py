@@ -137,8 +137,8 @@ def _ids(name: str, ids: Any, most: int) -> list[int]:
         raise TypeError(f"{name} must be a list of integers, not {shown(ids)}")
     if len(ids) > most:
         raise ValueError(f"{name} must hold at most {most} ids, not {len(ids)}")
-    for place, one in enumerate(ids):
-        check_integer(f"{name}[{place}]", one, 0, MAX_INT32)
+    for index, one in enumerate(ids):
+        check_integer(f"{name}[{index}]", one, 0, MAX_INT32)
     return list(ids)
 
 

@@ -47,8 +47,8 @@ class ResumableStream:
             return self.rest()
         given = []
         begin = 0
-        while (place := self._next_point(begin)) is not None:
-            end, close = place
+        while (point := self._next_point(begin)) is not None:
+            end, close = point
             if self.failure is None:
                 given.append(bytes(self._buffer[begin:end]))
                 self._take(bytes(self._buffer[end : close + 1]))

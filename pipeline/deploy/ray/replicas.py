@@ -40,7 +40,7 @@ LOOK_S = 0.1
 log = logging.getLogger("pipeline.deploy")
 
 
-class Place(msgspec.Struct, array_like=True):
+class ReplicaAddress(msgspec.Struct, array_like=True):
     """Where a replica's server is."""
 
     replica: str
@@ -61,9 +61,9 @@ class ServerReplica:
 
         self._id = serve.get_replica_context().replica_id.unique_id
         self._server = EmbeddedServer(msgspec.msgpack.decode(settings, type=Settings), keys=keys)
-        self._place = self._until_ready(ray.util.get_node_ip_address(), start_timeout_s)
+        self._address = self._until_ready(ray.util.get_node_ip_address(), start_timeout_s)
 
-    def _until_ready(self, own_host: str, timeout_s: float) -> Place:
+    def _until_ready(self, own_host: str, timeout_s: float) -> ReplicaAddress:
         """`own_host` is the address of this machine, for a server that listens on all."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
@@ -80,18 +80,18 @@ class ServerReplica:
                         host = own_host if host in ("0.0.0.0", "::") else host
                         kv_tokens = stats.num_blocks * stats.block_size or DEFAULT_KV_TOKENS
                         numbers = Numbers(stats.backend, stats.is_batch_invariant)
-                        return Place(self._id, host, parts.port or 80, kv_tokens, numbers)
+                        return ReplicaAddress(self._id, host, parts.port or 80, kv_tokens, numbers)
             time.sleep(LOOK_S)
         self._server.close()
         raise RuntimeError(f"the server of replica {self._id} was not ready after {timeout_s:g} s")
 
     async def describe(self, replica: str = "") -> bytes:
-        """Where the server is, as msgpack of `Place`."""
-        return msgspec.msgpack.encode(self._place)
+        """Where the server is, as msgpack of `ReplicaAddress`."""
+        return msgspec.msgpack.encode(self._address)
 
     async def lease(self, replica: str = "") -> AsyncIterator[bytes]:
         """Yields where the server is, then waits until the caller cancels."""
-        yield msgspec.msgpack.encode(self._place)
+        yield msgspec.msgpack.encode(self._address)
         await asyncio.Event().wait()
 
     def check_health(self) -> None:
@@ -143,15 +143,17 @@ class RayReplicas:
         while name in self._members and not self.routed.has(name):
             try:
                 async with asyncio.timeout(DESCRIBE_S):
-                    place = msgspec.msgpack.decode(await self._handle.describe.remote(replica=name), type=Place)
+                    address = msgspec.msgpack.decode(
+                        await self._handle.describe.remote(replica=name), type=ReplicaAddress
+                    )
             except Exception as error:  # noqa: BLE001 - Ray raises many kinds; the replica may be gone
                 log.warning("replica not reached", extra={"fields": {"replica": name, "why": str(error)[:200]}})
                 await asyncio.sleep(LOOK_S)
                 continue
-            if place.replica != name:  # it was gone, and another one answered
+            if address.replica != name:  # it was gone, and another one answered
                 await asyncio.sleep(LOOK_S)
             elif name in self._members and not self.routed.has(name):
-                self.routed.add(name, place.host, place.port, place.kv_tokens, place.numbers)
+                self.routed.add(name, address.host, address.port, address.kv_tokens, address.numbers)
 
     def _forget_if_idle(self, name: str) -> None:
         if not any(one.name == name and one.open_requests for one in self.routed.infos()):
@@ -163,7 +165,7 @@ class RayReplicas:
         call = self._handle.lease.options(stream=True).remote(replica=routed.name)
         try:
             async with asyncio.timeout(LEASE_S):
-                place = msgspec.msgpack.decode(await anext(call), type=Place)
+                address = msgspec.msgpack.decode(await anext(call), type=ReplicaAddress)
         except BaseException as error:
             routed.end()
             call.cancel()
@@ -171,7 +173,7 @@ class RayReplicas:
                 raise
             self.lost(routed.name)
             raise NoReplica(f"replica {routed.name} did not begin a lease: {str(error)[:200]}") from error
-        if place.replica != routed.name:  # it is gone; Serve will say so in a moment
+        if address.replica != routed.name:  # it is gone; Serve will say so in a moment
             routed.end()
             call.cancel()
             self.lost(routed.name)

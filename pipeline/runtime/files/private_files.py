@@ -60,15 +60,15 @@ def _create(folder: int, name: str, flags: int, fifo_flags: int) -> int:
 
 def own_descriptor(path: str | Path) -> int | None:
     """The number of this process's descriptor to which a path leads, over links of this user and root only."""
-    place, own = os.fspath(path), Path(f"/proc/{os.getpid()}/fd")
+    target, own = os.fspath(path), Path(f"/proc/{os.getpid()}/fd")
     for _ in range(MAX_LINKS):
         try:
-            if not own_files.is_trusted(os.lstat(place)):
+            if not own_files.is_trusted(os.lstat(target)):
                 return None
-            folder, name = Path(place).parent, Path(place).name
+            folder, name = Path(target).parent, Path(target).name
             if name.isdecimal() and folder.resolve() == own:
                 return int(name)
-            place = str(folder / Path(place).readlink())
+            target = str(folder / Path(target).readlink())
         except OSError:
             return None
     return None

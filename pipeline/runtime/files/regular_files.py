@@ -65,8 +65,8 @@ class RegularFile:
         self._fd = open_regular(path)
         try:
             # The kernel's own path of the open file: no part of it is resolved again.
-            place = Path(f"/proc/self/fd/{self._fd}").readlink() if folders else None
-            if place is not None and not any(place.is_relative_to(folder) for folder in folders):
+            target = Path(f"/proc/self/fd/{self._fd}").readlink() if folders else None
+            if target is not None and not any(target.is_relative_to(folder) for folder in folders):
                 raise OutsideFolders(errno.EACCES, "the file is in none of the allowed folders")
             self.size = os.fstat(self._fd).st_size
             """In bytes, when it was opened."""
@@ -88,19 +88,19 @@ class RegularFile:
     def read_to(self, end: int) -> bytearray:
         """The bytes before `end`, or before the end of the file: fewer, if it was truncated since it was opened.
         Raises OSError, also if they are not read at the deadline."""
-        place, end = len(self._data), min(end, self.size)
-        if place >= end:
+        position, end = len(self._data), min(end, self.size)
+        if position >= end:
             return self._data
         data = bytearray(end)
-        data[:place] = self._data
+        data[:position] = self._data
         with memoryview(data) as view:
-            while place < end:
+            while position < end:
                 if time.monotonic() > self._deadline_s:
                     raise OSError(errno.ETIMEDOUT, "reading the file took too long")
-                if not (num := os.preadv(self._fd, [view[place : min(end, place + PART_BYTES)]], place)):
+                if not (num := os.preadv(self._fd, [view[position : min(end, position + PART_BYTES)]], position)):
                     break
-                place += num
-        del data[place:]
+                position += num
+        del data[position:]
         self._data = data
         return data
 

@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 class FirstTimes(msgspec.Struct, array_like=True, frozen=True):
     """When a sequence reached its first sampled id, by time.monotonic(). Sent with that id."""
 
-    place: int
+    index: int
     """Index of its entry in the lists of the message."""
     queued_s: float
     """The scheduler received the request."""
@@ -92,7 +92,7 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
 class DraftCounts(msgspec.Struct, array_like=True, frozen=True):
     """What came of the ids that were proposed for a sequence so far. Sent for requests with a predicted output."""
 
-    place: int
+    index: int
     """Index of its entry in the lists of the message."""
     num_accepted: int
     num_rejected: int

@@ -73,7 +73,7 @@ class Deltas(Message, frozen=True, tag="deltas"):
     pipeline/runtime/logprob_records.py. Empty if no entry has any; likewise the next."""
     pieces: list[list[bytes]] = []
     """By entry, if `GenerationOptions.with_pieces` is set: for each record the bytes of its id, then of its top ids."""
-    prompt_places: list[int] = []
+    prompt_indices: list[int] = []
     """Entries with records of their prompt's ids; the next three are parallel. Such an entry may have no ids."""
     prompt_offsets: list[int] = []
     """Records of the prompt before these."""
@@ -86,7 +86,7 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
     drafts: list[DraftCounts] = []
     """Of the entries whose request has a predicted output, if ids were proposed."""
-    special_places: list[int] = []
+    special_indices: list[int] = []
     """Entries whose ids have special tokens, if `GenerationOptions.with_special_spans` is set."""
     special_spans: list[bytes] = []
     """Parallel: their spans in the sequence's text; see pipeline/text/special_spans.py. A span may go beyond the text
@@ -171,7 +171,7 @@ class RequestsAborted(Message, frozen=True, tag="calls_aborted"):
     gateway: int
     """Replica that answers."""
     nonce: int
-    places: list[int]
+    indices: list[int]
     """Indexes into `AbortRequests.names` of the requests that were open here."""
 
 

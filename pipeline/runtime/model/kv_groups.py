@@ -74,7 +74,7 @@ def longest_sequence(
     return min(longest, low * block_size)
 
 
-NO_PLACE = -1, -1
+NO_LOCATION = -1, -1
 """Of a layer without keys and values."""
 
 
@@ -84,9 +84,9 @@ class KVLayout:
 
     groups: tuple[KVGroup, ...]
     """Layers that keep all positions are in the first groups."""
-    places: tuple[tuple[int, int], ...]
-    """Of each layer: its group, and its place in the group's blocks; or NO_PLACE."""
-    num_places: int
+    layer_locations: tuple[tuple[int, int], ...]
+    """Of each layer: its group, and its place in the group's blocks; or NO_LOCATION."""
+    layers_per_group: int
     """Layers in a block."""
 
     @property
@@ -100,17 +100,17 @@ def kv_layout(windows: Sequence[int | None], max_model_len: int, *, divides: boo
     kinds: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         kinds.setdefault(window if divides and window and window < max_model_len else 0, []).append(layer)
-    num_places = _num_places([len(layers) for layers in kinds.values()])
+    layers_per_group = _layers_per_group([len(layers) for layers in kinds.values()])
     groups: list[KVGroup] = []
-    places: list[tuple[int, int]] = [(0, 0)] * len(windows)
+    layer_locations: list[tuple[int, int]] = [(0, 0)] * len(windows)
     for window in sorted(kinds):
         layers = kinds[window]
-        for begin in range(0, len(layers), num_places):
-            part = layers[begin : begin + num_places]
-            for place, layer in enumerate(part):
-                places[layer] = len(groups), place
+        for begin in range(0, len(layers), layers_per_group):
+            part = layers[begin : begin + layers_per_group]
+            for index, layer in enumerate(part):
+                layer_locations[layer] = len(groups), index
             groups.append(KVGroup(window, len(part)))
-    return KVLayout(tuple(groups) or (FULL,), tuple(places), num_places)
+    return KVLayout(tuple(groups) or (FULL,), tuple(layer_locations), layers_per_group)
 
 
 def has_windows(groups: Sequence[KVGroup]) -> bool:
@@ -131,7 +131,7 @@ def undivided(num_layers: int) -> KVLayout:
     return kv_layout([None] * num_layers, 0)
 
 
-def _num_places(counts: list[int]) -> int:
+def _layers_per_group(counts: list[int]) -> int:
     """The number of layers in a block, given the number of layers of each kind: that which leaves the fewest places of
     blocks unused, of equals the one with fewest groups."""
     if len(counts) <= 1:

@@ -126,9 +126,9 @@ class LogRing:
     def _keep(self, data: bytes) -> None:
         self._position += max(0, len(data) - LOG_BYTES)
         data = data[-LOG_BYTES:]
-        place = self._position % LOG_BYTES
-        first, rest = data[: LOG_BYTES - place], data[LOG_BYTES - place :]
-        self._memory[_LOG_AT + place : _LOG_AT + place + len(first)] = first
+        offset = self._position % LOG_BYTES
+        first, rest = data[: LOG_BYTES - offset], data[LOG_BYTES - offset :]
+        self._memory[_LOG_AT + offset : _LOG_AT + offset + len(first)] = first
         self._memory[_LOG_AT : _LOG_AT + len(rest)] = rest
         self._position += len(data)
         _POSITION.pack_into(self._memory, _POSITION_AT, self._position)
@@ -158,7 +158,7 @@ def breadcrumbs_of(box: BlackBox) -> list[Suspect]:
 
 def breadcrumbs_in(memory: bytes | memoryview) -> list[Suspect]:
     """The same, from the memory of a black box."""
-    crumbs = [_CRUMB.unpack_from(memory, place * CRUMB_BYTES) for place in range(NUM_CRUMBS)]
+    crumbs = [_CRUMB.unpack_from(memory, index * CRUMB_BYTES) for index in range(NUM_CRUMBS)]
     return [Suspect(request_id, attempt) for begun_ns, request_id, attempt in sorted(crumbs, reverse=True) if begun_ns]
 
 
@@ -183,8 +183,8 @@ def last_lines(box: BlackBox) -> bytes:
     ring = data[_LOG_AT : _LOG_AT + LOG_BYTES]
     if position <= LOG_BYTES:
         return ring[:position]
-    place = position % LOG_BYTES
-    return (ring[place:] + ring[:place]).partition(b"\n")[2]
+    offset = position % LOG_BYTES
+    return (ring[offset:] + ring[:offset]).partition(b"\n")[2]
 
 
 def memory_of(box: BlackBox) -> bytes:

@@ -76,6 +76,6 @@ class StackSampler:
         key = code.co_filename, code.co_firstlineno
         if key not in self._names:
             parts = Path(code.co_filename).parts[-2:]
-            place = "/".join(parts).replace(";", ",").replace(" ", "_")
-            self._names[key] = f"{code.co_qualname} ({place}:{code.co_firstlineno})".replace(";", ",")
+            module = "/".join(parts).replace(";", ",").replace(" ", "_")
+            self._names[key] = f"{code.co_qualname} ({module}:{code.co_firstlineno})".replace(";", ",")
         return self._names[key]

@@ -11,10 +11,10 @@ from pipeline.runtime.queues.fair_queue import FairQueue
 
 
 class FairGate:
-    """Has `num_places`, of which each scope takes at most `num_per_scope`. Belongs to one loop."""
+    """Has `capacity`, of which each scope takes at most `num_per_scope`. Belongs to one loop."""
 
-    def __init__(self, num_places: int, num_per_scope: int) -> None:
-        self._num_places = num_places
+    def __init__(self, capacity: int, num_per_scope: int) -> None:
+        self._capacity = capacity
         self._num_per_scope = num_per_scope
         self._num_inside: Counter[str] = Counter()
         self._queue: FairQueue[int, asyncio.Future[None]] = FairQueue()
@@ -62,7 +62,7 @@ class FairGate:
         self._is_closed = True
 
     def _admit(self) -> None:
-        while not (self._is_closed or self._is_held) and self._num_inside.total() < self._num_places:
+        while not (self._is_closed or self._is_held) and self._num_inside.total() < self._capacity:
             full = [scope for scope, num in self._num_inside.items() if num >= self._num_per_scope]
             if (turn := self._queue.pop(without=full)) is None:
                 return

@@ -78,7 +78,7 @@ class FairQueue(Generic[K, T]):
     def __init__(self) -> None:
         self._scopes: dict[str, _Scope[K, T]] = {}
         """Also empty ones, whose last item has cost them turns that are not over."""
-        self._places: dict[K, tuple[str, int]] = {}
+        self._locations: dict[K, tuple[str, int]] = {}
         """Scope and class of each waiting item."""
         self._idle: dict[str, None] = {}
         """Those without items."""
@@ -89,22 +89,22 @@ class FairQueue(Generic[K, T]):
         self._now = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._locations
 
     def __iter__(self) -> Iterator[K]:
         """The keys, in order of arrival."""
-        return iter(self._places)
+        return iter(self._locations)
 
     def __getitem__(self, key: K) -> T:
-        scope, size = self._places[key]
+        scope, size = self._locations[key]
         return self._scopes[scope].classes[size].items[key].item
 
     def push(self, key: K, item: T, scope: str, cost: int) -> None:
         """Add an item. `cost` is about the work that it takes, in any unit that all items share; at least 1 counts."""
-        assert key not in self._places, key
+        assert key not in self._locations, key
         cost = max(cost, 1)
         size = (cost.bit_length() + 1) // CLASS_BITS
         if (flow := self._scopes.get(scope)) is None:
@@ -120,7 +120,7 @@ class FairQueue(Generic[K, T]):
         same.items[key] = _Waiting(item, cost)
         self._idle.pop(scope, None)
         flow.num_items += 1
-        self._places[key] = scope, size
+        self._locations[key] = scope, size
         self._list(scope, flow)
 
     def peek(self, without: Collection[str] = ()) -> tuple[K, T, str] | None:
@@ -139,7 +139,7 @@ class FairQueue(Generic[K, T]):
         same = flow.next_class
         key = next(iter(same.items))
         item, cost = same.items.pop(key)
-        del self._places[key]
+        del self._locations[key]
         flow.num_items -= 1
         self._now, flow.now = max(self._now, flow.start), same.start
         flow.start += cost
@@ -176,9 +176,9 @@ class FairQueue(Generic[K, T]):
 
     def remove(self, key: K) -> T | None:
         """Take an item out of the queue without a turn; None if it does not wait."""
-        if (place := self._places.pop(key, None)) is None:
+        if (location := self._locations.pop(key, None)) is None:
             return None
-        scope, size = place
+        scope, size = location
         flow = self._scopes[scope]
         flow.num_items -= 1
         item = flow.classes[size].items.pop(key).item

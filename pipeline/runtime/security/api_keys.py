@@ -84,7 +84,7 @@ class Keys:
         """Keys without names of their own."""
         secret = secrets.token_bytes(DIGEST_BYTES)
         digests = [keyed(secret, sha256(key)) for key in dict.fromkeys(keys)]
-        return cls(secret, digests, (ApiKey(unnamed(place), place) for place, _ in enumerate(digests)))
+        return cls(secret, digests, (ApiKey(unnamed(index), index) for index, _ in enumerate(digests)))
 
     def __len__(self) -> int:
         return len(self._packed.digests)
@@ -125,8 +125,8 @@ class Keys:
         The time depends only on the length of `key`: the digest is compared in constant time, and with all keys."""
         digest = keyed(self._packed.secret, sha256(key or ""))
         found = -1
-        for place, one in enumerate(self._packed.digests):
-            found += (place - found) * hmac.compare_digest(one, digest)
+        for index, one in enumerate(self._packed.digests):
+            found += (index - found) * hmac.compare_digest(one, digest)
         return self._scopes[found] if found >= 0 and key else None
 
     def of_scope(self, scope: str) -> ApiKey | None:
@@ -218,9 +218,9 @@ def scope_id(scope: str) -> str:
     return hashlib.blake2b(scope.encode(), digest_size=8, person=b"pipeline id").hexdigest()
 
 
-def unnamed(place: int) -> str:
+def unnamed(index: int) -> str:
     """The name of a key that was given none."""
-    return f"key-{place + 1}"
+    return f"key-{index + 1}"
 
 
 def sha256(key: str) -> bytes:

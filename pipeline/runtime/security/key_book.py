@@ -65,15 +65,15 @@ class KeyBook:
         found: dict[bytes, ApiKey] = {}
         sources: list[_Digests] = []
         slots = dict(self._slots)
-        for place, one in enumerate(tables):
+        for index, one in enumerate(tables):
             key = ApiKey(one.name, slots.setdefault(one.name, len(slots)), one.rpm, one.tpm, one.models)
             digests = [keyed(self._secret, bytes.fromhex(one.digest.removeprefix("sha256:")))] if one.digest else []
             if one.file:
-                sources.append(self._read_file(one.file, f"keys[{place}].file", warnings))
+                sources.append(self._read_file(one.file, f"keys[{index}].file", warnings))
                 digests += sources[-1].digests
             for digest in digests:
                 if (other := found.setdefault(digest, key)).name != one.name:
-                    raise ConfigError([f"keys[{place}]: {one.name!r} has the same key as {other.name!r}"])
+                    raise ConfigError([f"keys[{index}]: {one.name!r} has the same key as {other.name!r}"])
         plain = [self._read_file(path, FILE_KEY, warnings)] if path else []
         plain += [self._of_environment] if self._of_environment is not None else []
         sources += plain
@@ -171,7 +171,7 @@ def _all_of(fd: int, deadline_s: float) -> bytes:
     return bytes(data)
 
 
-def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:
+def _of_lines(lines: list[str], origin: str, unit: str) -> list[str]:
     keys = []
     for number, line in enumerate(lines, 1):
         if not (key := line.strip()):
@@ -179,7 +179,7 @@ def _of_lines(lines: list[str], origin: str, place: str) -> list[str]:
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 [
-                    f"{origin}, {place} {number}: a key must have 1 to {MAX_KEY_CHARS} visible ASCII characters, "
+                    f"{origin}, {unit} {number}: a key must have 1 to {MAX_KEY_CHARS} visible ASCII characters, "
                     "without spaces and commas"
                 ]
             )

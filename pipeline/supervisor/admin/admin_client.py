@@ -37,7 +37,7 @@ def find_servers() -> list[str]:
     Any user can listen at any name, also one with the pid of another process of ours, which `stop` would end. So a
     server is what listens itself."""
     named = set(_DOOR.findall(Path("/proc/net/unix").read_text()))
-    found = {name: int(pid) for place, name, pid in named if is_listening(place, int(pid))}
+    found = {name: int(pid) for address, name, pid in named if is_listening(address, int(pid))}
     return sorted(found, key=lambda name: found[name])
 
 

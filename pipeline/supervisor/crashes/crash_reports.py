@@ -202,11 +202,11 @@ def reports_in(folder: Path) -> list[Path]:
 def _remove_oldest(folder: Path) -> None:
     of_server: Counter[str] = Counter()
     num_kept = 0
-    for place, path in enumerate(reports_in(folder)):
+    for index, path in enumerate(reports_in(folder)):
         _, _, rest = path.name.removeprefix(PARTIAL).partition("-")
         server = rest.partition("-")[0]
         of_server[server] += 1
-        if place < MAX_REPORTS or (of_server[server] <= MAX_OF_SERVER and num_kept < MAX_REPORTS_WITH_THOSE):
+        if index < MAX_REPORTS or (of_server[server] <= MAX_OF_SERVER and num_kept < MAX_REPORTS_WITH_THOSE):
             num_kept += 1
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -218,9 +218,9 @@ def _copy(fd: int, path: Path) -> None:
     if not num_bytes:
         return
     with os.fdopen(create_private(path), "wb") as file:
-        place = 0
-        while place < num_bytes and (copied := os.sendfile(file.fileno(), fd, place, num_bytes - place)):
-            place += copied
+        offset = 0
+        while offset < num_bytes and (copied := os.sendfile(file.fileno(), fd, offset, num_bytes - offset)):
+            offset += copied
 
 
 def _report(

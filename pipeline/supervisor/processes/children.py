@@ -160,8 +160,8 @@ class ChildTable:
             outbox.close()
 
     def in_flow_order(self) -> list[Child]:
-        places = {name: place for place, name in enumerate(topology.FLOW)}
-        return sorted(self.children.values(), key=lambda child: (places.get(child.stage, -1), child.name))
+        order = {name: index for index, name in enumerate(topology.FLOW)}
+        return sorted(self.children.values(), key=lambda child: (order.get(child.stage, -1), child.name))
 
     def names_of_ready(self) -> list[str]:
         """Names of the stages that are ready, in flow order."""

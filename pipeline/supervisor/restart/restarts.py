@@ -49,7 +49,7 @@ class Restarts:
         """When successors start, by name. All times are by time.monotonic()."""
         self._died_s: dict[str, float] = {}
         """When the process died whose successor is not ready yet."""
-        self.is_placed: Callable[[str], bool] = lambda _: True
+        self.has_host: Callable[[str], bool] = lambda _: True
         """Whether the host of a process is ready for it."""
         self.spans = RestartLog()
         self.planned = PlannedRestarts(run_mode, resources, table, inbox, log, self._hand_over)
@@ -162,9 +162,9 @@ class Restarts:
                 child.abort()
 
     def _may_start(self, name: str) -> bool:
-        return self.recovery.may_start(name) and self.is_placed(name)
+        return self.recovery.may_start(name) and self.has_host(name)
 
-    def placed(self) -> None:
+    def hosts_found(self) -> None:
         """Another host was found for the processes of one that was lost: they have other addresses there."""
         for name in topology.lives_with(self._resources.settings, topology.EXECUTE):
             if name in self._due_s:

@@ -205,9 +205,9 @@ class SharedResources:
             raise
         return before
 
-    def place(self, name: str, address: str) -> None:
+    def set_address(self, name: str, address: str) -> None:
         """A process that runs on another host is going to listen there."""
-        self.tcp.place(name, address)
+        self.tcp.set_address(name, address)
         self.addresses[name] = address
 
     def restore(self, channels: Channels) -> None:
@@ -257,8 +257,8 @@ class SharedResources:
         rings = []
         for ring in self._rings_between(receiver, name):
             fds += (ring.data_fd, ring.position_fd, ring.event_fd)
-            places = {"data_fd": len(fds) - 3, "position_fd": len(fds) - 2, "event_fd": len(fds) - 1}
-            rings.append(msgspec.structs.replace(ring, **places))
+            fd_indices = {"data_fd": len(fds) - 3, "position_fd": len(fds) - 2, "event_fd": len(fds) - 1}
+            rings.append(msgspec.structs.replace(ring, **fd_indices))
         arena = None
         if is_reader:
             arena = msgspec.structs.replace(self.segments[name], fd=len(fds))

@@ -33,7 +33,7 @@ class TcpChannels:
         """Of the processes on other hosts."""
         self._agents: dict[str, str] = {}
         """Public keys of the agents, by name."""
-        self._places: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         """Where the processes on other hosts listen."""
         self._listeners: dict[str, socket.socket] = {}
         for name in LOCAL_RECEIVERS if self._is_on else ():
@@ -55,15 +55,15 @@ class TcpChannels:
             self._listeners[name].close()
             self._listeners[name] = listener
 
-    def place(self, name: str, address: str) -> None:
+    def set_address(self, name: str, address: str) -> None:
         """A process on another host is going to listen there."""
-        self._places[name] = address
+        self._addresses[name] = address
 
     def renew(self, name: str) -> str:
         """Make keys for the next process of this name, on another host. Returns its address; empty if no host is found
         yet."""
         self._keys[name] = curve.new_keys()
-        return self._places.get(name, "")
+        return self._addresses.get(name, "")
 
     def add_agent(self, name: str, public_key: str) -> ClientKeys:
         """An agent has this key. Returns the keys for sending to it."""
@@ -91,7 +91,7 @@ class TcpChannels:
         if topology.is_remote(self._settings, name):
             keys = self._keys.get(name) or CurveKeys(*self._new(name))
             allowed = dict.fromkeys(LOCAL_RECEIVERS, self._own.public_key)
-            return m.Tcp(keys.public_key, keys.secret_key, allowed, self._places.get(name, ""))
+            return m.Tcp(keys.public_key, keys.secret_key, allowed, self._addresses.get(name, ""))
         if name not in self._listeners:
             return None
         listener = self._listeners[name]

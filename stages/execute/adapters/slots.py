@@ -23,7 +23,7 @@ from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile, Target, path_of
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.layers.attention import places_of_heads
+from pipeline.stages.execute.layers.attention import head_indices
 from pipeline.stages.execute.layers.rope import head_order
 
 NO_ADAPTER = -1
@@ -69,10 +69,10 @@ def num_outputs(config: ModelConfig, target: Target) -> int:
 def row_order(config: ModelConfig, target: Target) -> "IntArray | None":
     """The row of B for each output of a projection, where loading moves the rows of its weight; None if it doesn't."""
     order = head_order(config) if target in ("q_proj", "k_proj") else None
-    return None if order is None else places_of_heads(order, num_outputs(config, target)).astype("int32")
+    return None if order is None else head_indices(order, num_outputs(config, target)).astype("int32")
 
 
-class AdapterPlace(Protocol):
+class AdapterMemory(Protocol):
     """Where adapters are computed: a program or a model on a device."""
 
     def pack_adapter(self, file: AdapterFile) -> Any:
@@ -144,9 +144,9 @@ class AdapterLoader:
 class AdapterSlots:
     """Owns the slots of a program, and puts adapters into them."""
 
-    def __init__(self, model_dir: Path, num_slots: int, place: AdapterPlace) -> None:
-        self._place = place
-        self.loader = AdapterLoader(model_dir, place.pack_adapter)
+    def __init__(self, model_dir: Path, num_slots: int, memory: AdapterMemory) -> None:
+        self._memory = memory
+        self.loader = AdapterLoader(model_dir, memory.pack_adapter)
         self._free = list(range(num_slots))
         self._slots: OrderedDict[str, int] = OrderedDict()
         """By adapter, the one that was used longest ago first."""
@@ -190,7 +190,7 @@ class AdapterSlots:
             packed = self.loader.take(adapter_id)
             slot = self._free.pop() if self._free else self._evict()
             try:
-                self._place.put_adapter(slot, packed)
+                self._memory.put_adapter(slot, packed)
             except BaseException:
                 self._free.append(slot)
                 raise

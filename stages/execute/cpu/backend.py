@@ -22,15 +22,15 @@ from pipeline.runtime.messages import Backend
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.native.supported import unsupported
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.ranks.group import RankGroup
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
 from pipeline.stages.execute.kv import KVPlan, SwapArray
+from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.ranks.layer_split import Part
-from pipeline.stages.execute.ranks.place import RankPlace
 from pipeline.stages.execute.ranks.share import share_of, unevenness
 
 
@@ -67,7 +67,7 @@ def make_program(
     kv: KVPlan,
     num_threads: int,
     swap: SwapArray | None = None,
-    panels: PanelPlace | None = None,
+    panels: PanelLocation | None = None,
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
     part: Part | None = None,
@@ -104,35 +104,35 @@ def make_program(
     )
 
 
-def link(library: Library | None, place: RankPlace, inputs: StepInputs, config: ModelConfig) -> PPLink | None:
+def link(library: Library | None, context: RankContext, inputs: StepInputs, config: ModelConfig) -> PPLink | None:
     """The memory that the stages of a pipeline share; None if there is one stage. Raises UserError if the model needs
     torch."""
-    if place.num_stages == 1:
+    if context.num_stages == 1:
         return None
     if library is None:
         raise UserError(
-            f"execute.pipeline_parallel: {place.num_stages} stages need the CPU library, but torch computes this "
+            f"execute.pipeline_parallel: {context.num_stages} stages need the CPU library, but torch computes this "
             "model here"
         )
-    return PPLink(library.loaded, place, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
+    return PPLink(library.loaded, context, inputs.max_num_tokens, config.hidden_size, inputs.max_num_rows)
 
 
-def join(library: Library | None, settings: Settings, config: ModelConfig, place: RankPlace) -> RankGroup:
+def join(library: Library | None, settings: Settings, config: ModelConfig, context: RankContext) -> RankGroup:
     """A rank's view of its group. Raises UserError if the model can't be cut into so many ranks, or needs torch."""
-    share = share_of(config, place.rank, place.num_ranks)
-    if settings.execute.kv_dtype == "int8" and place.num_ranks > config.num_kv_heads:
+    share = share_of(config, context.rank, context.num_ranks)
+    if settings.execute.kv_dtype == "int8" and context.num_ranks > config.num_kv_heads:
         # The factors of a key (native/key_calibration.py) come from all its queries, which several ranks would have.
         raise UserError(
             f"execute.kv_dtype: 'int8' is possible with at most as many ranks as KV heads, {config.num_kv_heads}; "
-            f"execute.tensor_parallel is {place.num_ranks}"
+            f"execute.tensor_parallel is {context.num_ranks}"
         )
-    if place.number == 0 and (warning := unevenness(config, place.num_ranks)):
+    if context.number == 0 and (warning := unevenness(config, context.num_ranks)):
         logging.getLogger("pipeline").warning("%s", warning)
     if library is None:
         raise UserError(
-            f"execute.tensor_parallel: {place.num_ranks} ranks need the CPU library, but torch computes this model here"
+            f"execute.tensor_parallel: {context.num_ranks} ranks need the CPU library, but torch computes this model here"
         )
-    return RankGroup(library.loaded, place, share)
+    return RankGroup(library.loaded, context, share)
 
 
 def choose_library(

@@ -10,7 +10,7 @@ from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
-from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_places
+from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_token_indices
 from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import BoolArray, RowTable
 from pipeline.stages.execute.sampling_features import SamplingFeature, no_token_error
@@ -156,13 +156,15 @@ def score_prompts(
     """Logprobs of the prompt tokens that follow each position of a step, for the entries that request them, in
     order."""
     num = len(rows)
-    places, ids, num_top = prompt_places(table, rows, inputs.starts[:num], inputs.counts[:num], inputs.offsets[:num])
-    if not len(places):
+    token_indices, ids, num_top = prompt_token_indices(
+        table, rows, inputs.starts[:num], inputs.counts[:num], inputs.offsets[:num]
+    )
+    if not len(token_indices):
         return NO_BYTES
     parts = []
-    for begin in range(0, len(places), inputs.max_num_rows):
+    for begin in range(0, len(token_indices), inputs.max_num_rows):
         piece = slice(begin, begin + inputs.max_num_rows)
-        scores.fill(places[piece], ids[piece], num_top[piece])
+        scores.fill(token_indices[piece], ids[piece], num_top[piece])
         program.score()
         parts.append(scores.logprobs.memory)
     return np.concatenate(parts)

@@ -29,7 +29,7 @@ from pipeline.stages.execute.cpu.backend import (
     max_num_prefill_tokens,
 )
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
@@ -41,8 +41,8 @@ from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, 
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.publishing import Sampled
-from pipeline.stages.execute.ranks.layer_split import Part, kv_layout_of, most_places, split
-from pipeline.stages.execute.ranks.place import ALONE, RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.context import ALONE, RankContext, StepAbandonedError
+from pipeline.stages.execute.ranks.layer_split import Part, kv_layout_of, split, with_most_layers
 from pipeline.stages.execute.ranks.share import most_kv_heads
 from pipeline.stages.execute.row_changes import copies_of
 from pipeline.stages.execute.rows import BoolArray, Take
@@ -55,40 +55,40 @@ Clock = Callable[[], float]
 
 class CpuRunner(Runner):
     """Owns the model, its memory and its rows; `swap` is the memory of the swap space, and `make` makes the empty
-    program. `place` is its place among ranks: all get the same steps, and rank 0 of the last stage samples. `kept` is
-    what the executor before has left; `compiling` is called before and after a library may be compiled. Raises
-    UserError if the model can't run with these settings."""
+    program. `context` is what it knows of itself as a rank: all get the same steps, and rank 0 of the last stage
+    samples. `kept` is what the executor before has left; `compiling` is called before and after a library may be
+    compiled. Raises UserError if the model can't run with these settings."""
 
     def __init__(
         self,
         settings: Settings,
         model_dir: Path,
         swap: memoryview | None = None,
-        place: RankPlace = ALONE,
+        context: RankContext = ALONE,
         make: Callable[..., Program] = make_program,
         kept: KeptLibrary = NOTHING_KEPT,
         compiling: Callable[[bool], object] = lambda _: None,
     ) -> None:
         super().__init__(settings, model_dir)
-        self.answers = place.answers
+        self.answers = context.answers
         self._config = config = ModelConfig.load(model_dir)
         library = choose_library(settings, config, kept, compiling)
         self._library, self._cache_root = library, cache_root(settings)
         self._compiling: subprocess.Popen[bytes] | None = None
-        num_ranks = place.num_ranks
-        self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, place)
+        num_ranks = context.num_ranks
+        self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, context)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         keeps = library and settings.execute.keep_packed_weights
-        panels = PanelPlace.of(model_dir, weights.files, place) if keeps else None
+        panels = PanelLocation.of(model_dir, weights.files, context) if keeps else None
         max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
         parts = [Part(range(config.num_layers))]
-        if place.num_stages > 1:
+        if context.num_stages > 1:
             parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))
-        self._part = part = parts[place.stage]
-        self.layers, self.place = str(part), str(place) if settings.execute.num_ranks > 1 else ""
+        self._part = part = parts[context.stage]
+        self.layers, self.rank_name = str(part), str(context) if settings.execute.num_ranks > 1 else ""
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
-        layout = most_places(layout_of(settings, config), parts)
+        layout = with_most_layers(layout_of(settings, config), parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
@@ -101,8 +101,8 @@ class CpuRunner(Runner):
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
-        self._link = link(library, place, self.inputs, config)
-        self._pipeline = None if self._link is None else PPStage(self._link, place, self.rows)
+        self._link = link(library, context, self.inputs, config)
+        self._pipeline = None if self._link is None else PPStage(self._link, context, self.rows)
         self.scores = ScoreInputs(max_num_seqs)
         num_threads = threads_of(settings)
         lora = LoraPlan.of(settings)
@@ -122,7 +122,7 @@ class CpuRunner(Runner):
         )
         self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
-        self.weight_formats = "+".join(weights.taken if place.num_stages == 1 else weights.formats)
+        self.weight_formats = "+".join(weights.taken if context.num_stages == 1 else weights.formats)
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 
@@ -301,8 +301,8 @@ class CpuRunner(Runner):
         assert self.speculator is not None
         num_each = 1 + num_drafts
         sampled = np.repeat(rows, num_each)
-        place = np.arange(len(sampled)) - np.repeat(num_each.cumsum() - num_each, num_each)
-        num_known = (self.rows.num_ids[sampled] + place).astype(np.int32)
+        offset = np.arange(len(sampled)) - np.repeat(num_each.cumsum() - num_each, num_each)
+        num_known = (self.rows.num_ids[sampled] + offset).astype(np.int32)
         self.rows.fill_sampling_inputs(self.sampling_inputs, sampled, num_known)
         ids = self._run(rows, num_drafts)
         logprobs = self.sampling_inputs.logprobs
@@ -344,8 +344,8 @@ class CpuRunner(Runner):
             return
         sampled = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
         logits = self.program.logits()
-        places = np.flatnonzero(ids == NO_ID).tolist()
-        self._results.nan_rows = frozenset(int(sampled[at]) for at in places if np.isnan(logits[at]).any())
+        indices = np.flatnonzero(ids == NO_ID).tolist()
+        self._results.nan_rows = frozenset(int(sampled[at]) for at in indices if np.isnan(logits[at]).any())
 
     def _sample(self, rows: IntArray, num_drafts: LongArray | None) -> IntArray:
         """The same on one rank, or on rank 0 of several."""
@@ -370,8 +370,8 @@ class CpuRunner(Runner):
         first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
         with self._busy():
             failed = masks.take_failed()
-        for place, why in failed.items():
-            self.failed[int(first[place])] = why
+        for index, why in failed.items():
+            self.failed[int(first[index])] = why
         return ids
 
     def _run_program(self) -> IntArray:

@@ -43,15 +43,15 @@ class Sampler:
     def _apply_logits_processors(self, logits: Tensor, rows: LongArray) -> None:
         """Apply the logits processors of these rows, in place."""
         sampling_inputs = self.sampling_inputs
-        for place in np.flatnonzero(
+        for index in np.flatnonzero(
             (sampling_inputs.masks[rows] != 0) | (sampling_inputs.logits_processors[rows] != 0)
         ).tolist():
-            row = int(rows[place])
+            row = int(rows[index])
             grammar = sampling_inputs.mask_words[row] if sampling_inputs.masks[row] else None
             if grammar is not None:
-                mask(logits[place], grammar)
+                mask(logits[index], grammar)
             if (processors := sampling_inputs.row_processors(row)) is not None:
-                apply_logits_processors(logits[place], processors, int(sampling_inputs.num_known[row]), grammar)
+                apply_logits_processors(logits[index], processors, int(sampling_inputs.num_known[row]), grammar)
 
     def _largest(self, logits: Tensor) -> IntArray:
         """The id of each row's largest logit. NaN counts as -inf."""

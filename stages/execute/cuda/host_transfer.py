@@ -150,8 +150,8 @@ class BlockCopier:
         with self._device.copying():
             buffer.computed.wait()
             self._begin()
-            for begin, end, place in self._ranges(slots):
-                self._device.copy(self._swap[place : place + end - begin], buffer.packed[begin:end])
+            for begin, end, first_slot in self._ranges(slots):
+                self._device.copy(self._swap[first_slot : first_slot + end - begin], buffer.packed[begin:end])
             buffer.copied.record()
 
     def _in(self, slots: list[int], blocks: list[int]) -> None:
@@ -160,8 +160,8 @@ class BlockCopier:
         with self._device.copying():
             buffer.computed.wait()
             self._begin()
-            for begin, end, place in self._ranges(slots):
-                self._device.copy(buffer.packed[begin:end], self._swap[place : place + end - begin])
+            for begin, end, first_slot in self._ranges(slots):
+                self._device.copy(buffer.packed[begin:end], self._swap[first_slot : first_slot + end - begin])
             buffer.copied.record()
         buffer.copied.wait()
         copy.scatter(self._memory, self._sent(blocks), buffer.packed)
@@ -172,7 +172,7 @@ class BlockCopier:
         first in swap space."""
         begin = 0
         for i in range(1, len(slots) + 1):
-            place = slots[i - 1] + 1 - self._num_blocks
-            if i == len(slots) or slots[i] != slots[i - 1] + 1 or place % self._locked_blocks == 0:
+            first_slot = slots[i - 1] + 1 - self._num_blocks
+            if i == len(slots) or slots[i] != slots[i - 1] + 1 or first_slot % self._locked_blocks == 0:
                 yield begin, i, slots[begin] - self._num_blocks
                 begin = i

@@ -45,7 +45,7 @@ class PooledHiddenStates:
     generation: int
     start: int
     hidden_states: Tensor
-    place: int
+    index: int
     """Index among the samples of the step; -1 if the entry samples nothing."""
 
 
@@ -131,7 +131,7 @@ def pooled_entries(
     for i in np.flatnonzero(pooled).tolist():
         row, begin = int(batch.rows[i]), int(batch.offsets[i])
         tokens = device.fetch(hidden_states.of(begin, begin + int(batch.counts[i])))
-        place = np.flatnonzero(launched_step.rows == row).tolist()
+        index = np.flatnonzero(launched_step.rows == row).tolist()
         start, generation = int(batch.starts[i]), int(generations[row])
-        entries.append(PooledHiddenStates(row, generation, start, tokens, place[0] if place else -1))
+        entries.append(PooledHiddenStates(row, generation, start, tokens, index[0] if index else -1))
     return entries

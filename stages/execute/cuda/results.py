@@ -89,7 +89,7 @@ class ResultReader:
         if self._speculator is not None or self._rows.requested_features & SamplingFeature.GRAMMAR_MASK:
             self._append(launched_step, ids, is_sampled & ~failing & ~dead)
         ids[dead] = NO_ID
-        token_outputs = _by_place(self._records(launched_step, ids) | embeddings)
+        token_outputs = _in_order(self._records(launched_step, ids) | embeddings)
         num_dead = int(np.count_nonzero(dead))
         return Sampled(
             *(rows, launched_step.generations, ids, finishes),
@@ -113,35 +113,35 @@ class ResultReader:
         sampled_ids = launched_step.slot.result_array[STAMP_WORDS : STAMP_WORDS + num_samples]
         lives = (sampled_ids[num_each.cumsum() - num_each] != DEAD) & self._is_current(launched_step)[has_logits]
         is_read = np.repeat(lives, num_each)
-        places = np.flatnonzero(has_logits)[lives]
+        indices = np.flatnonzero(has_logits)[lives]
         read_ids = sampled_ids[is_read].copy()
         split = [] if launched_step.logprobs is None else launched_step.logprobs.split()
         parts = [part if token >= 0 else part[:0] for part, token in zip(split, sampled_ids.tolist(), strict=False)]
         parts = [part for part, is_its in zip(parts, is_read.tolist(), strict=False) if is_its]
         sizes: LongArray = np.array([len(part) for part in parts], np.int64)
-        running, known = rows[places], table.num_ids[rows[places]]
+        running, known = rows[indices], table.num_ids[rows[indices]]
         verified = self._speculator.verify(
-            running, num_drafts[places], read_ids, concatenate(parts), sizes, self._failed
+            running, num_drafts[indices], read_ids, concatenate(parts), sizes, self._failed
         )
         ids, num_ids = np.zeros(num, np.int32), np.ones(num, np.int64)
         ids[has_logits] = NO_ID
-        ids[places], num_ids[places] = verified.last_ids, verified.num_ids
+        ids[indices], num_ids[indices] = verified.last_ids, verified.num_ids
         finishes = np.full(num, Finish.NONE, np.uint8)
         failing = np.zeros(num, np.bool_)
-        failing[places] = verified.last_ids == NO_ID
+        failing[indices] = verified.last_ids == NO_ID
         embeddings, not_finite = self._embeddings(launched_step)
         ids[not_finite], failing[not_finite] = NO_ID, True
         errors = tuple(self._error(launched_step, i, True) for i in np.flatnonzero(failing).tolist())
         finishes[failing] = Finish.ERROR
         table.ended[rows[failing]] = True
-        grown = places[verified.last_ids != NO_ID]
+        grown = indices[verified.last_ids != NO_ID]
         finishes[grown] = table.append_ids(rows[grown], ids[grown])
         self._device_rows.verified(running, known)
         ends = verified.record_sizes.cumsum() if len(sizes) else sizes
         begins = ends - verified.record_sizes
         records = {
-            place: verified.records[begin:end]
-            for place, begin, end in zip(places.tolist(), begins.tolist(), ends.tolist(), strict=bool(len(sizes)))
+            index: verified.records[begin:end]
+            for index, begin, end in zip(indices.tolist(), begins.tolist(), ends.tolist(), strict=bool(len(sizes)))
         }
         num_dead = int(np.count_nonzero(~lives))
         return Sampled(
@@ -153,7 +153,7 @@ class ResultReader:
             num_tokens=launched_step.num_tokens - num_dead,
             num_copies=launched_step.num_copies,
             copy_s=0.0 if launched_step.host_transfer is None else launched_step.host_transfer.seconds,
-            token_outputs=_by_place(records | embeddings),
+            token_outputs=_in_order(records | embeddings),
             prompt_logprobs=_prompt_logprobs(launched_step),
             errors=errors,
             num_ids=num_ids.astype(np.int32),
@@ -192,9 +192,9 @@ class ResultReader:
         """The logprobs of each place that has an id."""
         if launched_step.logprobs is None:
             return {}
-        places = np.arange(len(ids)) if launched_step.pooled is None else np.flatnonzero(~launched_step.pooled)
-        records = zip(places.tolist(), launched_step.logprobs.split(), strict=True)
-        return {place: record for place, record in records if ids[place] >= 0}
+        indices = np.arange(len(ids)) if launched_step.pooled is None else np.flatnonzero(~launched_step.pooled)
+        records = zip(indices.tolist(), launched_step.logprobs.split(), strict=True)
+        return {index: record for index, record in records if ids[index] >= 0}
 
     def _embeddings(self, launched_step: LaunchedStep) -> tuple[dict[int, ByteArray], list[int]]:
         """The step's embeddings by place, and the places of those that are not finite, whose rows fail."""
@@ -203,24 +203,24 @@ class ResultReader:
         for entry in launched_step.hidden_states:
             if not self._rows.taken[entry.row] or self._rows.generations[entry.row] != entry.generation:
                 # The row was dropped, and its sum too. The scheduler expects a record, but ignores it.
-                if entry.place >= 0:
-                    parts[entry.place] = np.zeros(4 * self._hidden_size, np.uint8)
+                if entry.index >= 0:
+                    parts[entry.index] = np.zeros(4 * self._hidden_size, np.uint8)
                 continue
             tokens = entry.hidden_states.numpy()
             self._pool.add(entry.row, entry.start, tokens)
-            if entry.place >= 0:
+            if entry.index >= 0:
                 pooling, num_tokens = self._rows.pooling[entry.row], entry.start + len(tokens)
                 embedding = self._pool.take(entry.row, pooling, num_tokens, tokens[-1])
                 if np.isfinite(embedding).all():
-                    parts[entry.place] = embedding.view(np.uint8)
+                    parts[entry.index] = embedding.view(np.uint8)
                 else:
-                    not_finite.append(entry.place)
+                    not_finite.append(entry.index)
         return parts, not_finite
 
 
-def _by_place(parts: dict[int, ByteArray]) -> ByteArray:
+def _in_order(parts: dict[int, ByteArray]) -> ByteArray:
     """Logprobs and embeddings of the step's ids, concatenated."""
-    return concatenate([parts[place] for place in sorted(parts)])
+    return concatenate([parts[index] for index in sorted(parts)])
 
 
 def _prompt_logprobs(launched_step: LaunchedStep) -> ByteArray:

@@ -44,7 +44,7 @@ from pipeline.stages.execute.drafts.draft_model import draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import divide_swap, kv_dtype, plan_device_kv
 from pipeline.stages.execute.program import LogitArray
-from pipeline.stages.execute.prompt_logprobs import prompt_places
+from pipeline.stages.execute.prompt_logprobs import prompt_token_indices
 from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.ranks.layer_split import Part
 from pipeline.stages.execute.row_changes import copies_of
@@ -102,7 +102,7 @@ class CudaRunner(Runner):
         if ranks is not None:
             kv, num_swap_blocks = ranks.agree_on(kv, num_swap_blocks)
         layout, kv_type = kv.layout, getattr(torch, kv_dtype(settings.execute))
-        self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.num_places)
+        self.kv = allocate_kv(config, kv.num_blocks, kv_type, device.where, layout.layers_per_group)
         self.model.use(self.kv, kv.max_model_len, layout)
         self._block_copier = BlockCopier(device, self.kv, swapped)
         max_num_stops = settings.limits.max_stop_token_ids + len(config.eos_ids)
@@ -328,9 +328,9 @@ class CudaRunner(Runner):
         else:
             self.step_graphs.sample_as(kind, captured.step)
         if requested_features & SamplingFeature.PROMPT_LOGPROBS and self._extras is None:
-            places = prompt_places(self.rows, batch.rows, batch.starts, batch.counts, batch.offsets)[0]
-            for begin in range(0, len(places), self._max_num_samples):  # this rank's part of the logits
-                part = places[begin : begin + self._max_num_samples].astype(np.int32)
+            token_indices = prompt_token_indices(self.rows, batch.rows, batch.starts, batch.counts, batch.offsets)[0]
+            for begin in range(0, len(token_indices), self._max_num_samples):  # this rank's part of the logits
+                part = token_indices[begin : begin + self._max_num_samples].astype(np.int32)
                 self.model.score(self.step_graphs.hidden_states(shape), self.device.send(part))
         elif requested_features & SamplingFeature.PROMPT_LOGPROBS and self._extras is not None:
             launched_step.prompt_logprobs = self._extras.score_prompts(

@@ -30,7 +30,7 @@ from pipeline.stages.execute.cuda.model.device_model import DeviceModel, HiddenS
 from pipeline.stages.execute.cuda.rows.batches import Batch
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS, Masks
-from pipeline.stages.execute.prompt_logprobs import prompt_places
+from pipeline.stages.execute.prompt_logprobs import prompt_token_indices
 from pipeline.stages.execute.rows import RowTable
 
 PADDING_ROW = -1
@@ -172,11 +172,11 @@ class SamplingExtras:
 
         Overwrites the step's logits.
         """
-        places, ids, num_top = prompt_places(table, batch.rows, batch.starts, batch.counts, batch.offsets)
+        token_indices, ids, num_top = prompt_token_indices(table, batch.rows, batch.starts, batch.counts, batch.offsets)
         made = []
-        for begin in range(0, len(places), self._max_num_samples):
+        for begin in range(0, len(token_indices), self._max_num_samples):
             part = slice(begin, begin + self._max_num_samples)
-            logits = self._model.score(hidden_states, self._device.send(places[part].astype(np.int32)))
+            logits = self._model.score(hidden_states, self._device.send(token_indices[part].astype(np.int32)))
             builder = _LogprobBuilder(self._device, num_top[part], self._logprob_scratch)
             builder.note(logits, keep=False)
             made.append(builder.complete(logits, self._device.send(ids[part]), len(ids[part])))
@@ -198,9 +198,9 @@ class _LogprobBuilder:
         num_likeliest = num_top.copy()
         if num_given := max(map(len, given), default=0):
             ids = np.full((len(num_top), num_given), -1, np.int32)
-            for place, each in enumerate(given):
-                ids[place, : len(each)] = each
-                num_likeliest[place] = num_top[place] if not len(each) else 0
+            for index, each in enumerate(given):
+                ids[index, : len(each)] = each
+                num_likeliest[index] = num_top[index] if not len(each) else 0
             self._given = device.send(ids)
         self._max_likeliest = int(num_likeliest.max())
         self._num_likeliest = device.send(num_likeliest)

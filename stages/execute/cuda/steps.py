@@ -9,7 +9,7 @@ from pipeline.stages.execute.cuda.completions import Completions
 from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.publishing import Publisher, Sampled, StepTiming
-from pipeline.stages.execute.ranks.place import StepAbandonedError
+from pipeline.stages.execute.ranks.context import StepAbandonedError
 
 TIMES = struct.Struct("<dddddd")
 """Times of a step in a recording, in seconds: when it was seen to be over, compute, wait, copy, a draft model's

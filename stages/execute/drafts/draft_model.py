@@ -115,7 +115,7 @@ class DraftModel(ABC):
         proposed = np.zeros((len(rows), int(num_each.max(initial=0))), np.int32)
         num = np.zeros(len(rows), np.int64)
         some = np.flatnonzero(counts)
-        place, times = 0, []
+        index, times = 0, []
         while len(some):
             pass_began_s = clock()
             ids = self._run(rows[some], starts[some], counts[some], is_ready[some])
@@ -126,12 +126,12 @@ class DraftModel(ABC):
             some, ids = some[is_ready[some]][is_usable], ids[is_usable]
             if not len(some):
                 break
-            proposed[some, place], num[some] = ids, place + 1
-            self._proposed[rows[some], place] = ids
-            table.ids[rows[some], known[some] + place] = ids  # the next pass reads them
-            place += 1
-            starts, counts = known + place - 1, np.ones(len(rows), np.int32)
-            some = some[num_each[some] > place]
+            proposed[some, index], num[some] = ids, index + 1
+            self._proposed[rows[some], index] = ids
+            table.ids[rows[some], known[some] + index] = ids  # the next pass reads them
+            index += 1
+            starts, counts = known + index - 1, np.ones(len(rows), np.int32)
+            some = some[num_each[some] > index]
         self.pass_s = sum(times) / len(times) if times else 0.0
         self.draft_s = clock() - began_s
         return [proposed[i, : num[i]] for i in range(len(rows))]

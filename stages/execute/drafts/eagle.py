@@ -138,21 +138,21 @@ class EagleProposer(ABC, Generic[States]):
         hidden = self._join([part for one in ready for part in one.parts]) if ready else None
         for row in rows[some].tolist():
             del self._pending[row]
-        place, times = 0, []
+        index, times = 0, []
         while len(some) and hidden is not None:
             pass_began_s = clock()
             ids, states = self._run(rows[some], starts, counts, hidden, np.ones(len(some), np.bool_))
-            if place:
+            if index:
                 times.append(clock() - pass_began_s)
             is_usable = ids >= 0
             some, ids = some[is_usable], ids[is_usable]
-            proposed[some, place], num[some] = ids, place + 1
-            table.ids[rows[some], known[some] + place] = ids  # the next pass reads them
-            place += 1
-            goes_on = most[some] > place
+            proposed[some, index], num[some] = ids, index + 1
+            table.ids[rows[some], known[some] + index] = ids  # the next pass reads them
+            index += 1
+            goes_on = most[some] > index
             is_usable[is_usable] = goes_on
             some, hidden = some[goes_on], states if is_usable.all() else self._take(states, is_usable)
-            starts = (known[some] - 2 + place).astype(np.int32)
+            starts = (known[some] - 2 + index).astype(np.int32)
             counts = np.ones(len(some), np.int32)
         self.pass_s = sum(times) / len(times) if times else 0.0
         self.draft_s = clock() - began_s

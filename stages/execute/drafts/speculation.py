@@ -93,9 +93,9 @@ class NgramProposer:
             for length in range(min(self._most, len(known) - 1), self._fewest - 1, -1):
                 # Only what has a following id is searched.
                 end = len(data) - ID_BYTES
-                place = _rfind(data, known[-length:].tobytes(), end)
-                if place >= 0:
-                    return _following(ids, place + length, num, repeats=ids is known)
+                index = _rfind(data, known[-length:].tobytes(), end)
+                if index >= 0:
+                    return _following(ids, index + length, num, repeats=ids is known)
         return known[:0]
 
 
@@ -153,25 +153,25 @@ class Speculator:
         num_drafts = np.zeros(len(rows), np.int64)
         proposed: dict[int, IntArray] = {}
         if self._masks is not None and table.requested_features & SamplingFeature.GRAMMAR_MASK:
-            for place in np.flatnonzero(
+            for index in np.flatnonzero(
                 (most > 0) & (table.features[rows] & SamplingFeature.GRAMMAR_MASK != 0)
             ).tolist():
-                row = int(rows[place])
+                row = int(rows[index])
                 forced = self._masks.forced(row, table.ids[row, : table.num_ids[row]])
                 if len(forced):
-                    proposed[place] = forced[: most[place]]
-        places = np.array([place for place in np.flatnonzero(most).tolist() if place not in proposed], np.int64)
-        if len(places):
-            proposals = self.proposer.propose(rows[places], most[places], clock)
-            proposed |= zip(places.tolist(), proposals, strict=True)
-        for place, ids in proposed.items():
-            row = int(rows[place])
+                    proposed[index] = forced[: most[index]]
+        indices = np.array([index for index in np.flatnonzero(most).tolist() if index not in proposed], np.int64)
+        if len(indices):
+            proposals = self.proposer.propose(rows[indices], most[indices], clock)
+            proposed |= zip(indices.tolist(), proposals, strict=True)
+        for index, ids in proposed.items():
+            row = int(rows[index])
             known = int(table.num_ids[row])
             is_outside = (ids < 0) | (ids >= table.vocab_size)
             if is_outside.any():  # a tokenizer may have more ids than the model
                 ids = ids[: int(is_outside.argmax())]
-            num_drafts[place] = num = len(ids)
-            assert num <= most[place] and known + num < table.max_model_len
+            num_drafts[index] = num = len(ids)
+            assert num <= most[index] and known + num < table.max_model_len
             assert known + num <= table.num_blocks[row] * BLOCK_SIZE, f"row {row} has no blocks for {num} proposed ids"
             table.ids[row, known : known + num] = ids
         return num_drafts
@@ -191,8 +191,8 @@ class Speculator:
         table = self._table
         begins = (1 + num_drafts).cumsum() - (1 + num_drafts)
         num_ids: LongArray = np.ones(len(rows), np.int64)
-        for place in np.flatnonzero(num_drafts).tolist():
-            row, begin, num = int(rows[place]), int(begins[place]), int(num_drafts[place])
+        for index in np.flatnonzero(num_drafts).tolist():
+            row, begin, num = int(rows[index]), int(begins[index]), int(num_drafts[index])
             known = int(table.num_ids[row])
             if row in failed:
                 continue
@@ -206,14 +206,14 @@ class Speculator:
                         break
             if num_kept > 1 and sampled[num_kept - 1] == NO_ID:
                 num_kept -= 1  # the next step finds it again
-            num_ids[place] = num_kept
+            num_ids[index] = num_kept
         ends = begins + num_ids
         table.num_ids[rows] += (num_ids - 1).astype(np.int32)
         table.num_computed[rows] += (num_ids - 1).astype(np.int32)
         entry = np.repeat(np.arange(len(rows)), 1 + num_drafts)
-        places = np.arange(len(ids))
-        is_kept: BoolArray = places < ends[entry]
-        is_last: BoolArray = places == ends[entry] - 1
+        indices = np.arange(len(ids))
+        is_kept: BoolArray = indices < ends[entry]
+        is_last: BoolArray = indices == ends[entry] - 1
         if len(record_sizes):
             records = records[np.repeat(is_kept, record_sizes)]
             record_sizes = np.bincount(entry, np.where(is_kept, record_sizes, 0), len(rows)).astype(np.int64)

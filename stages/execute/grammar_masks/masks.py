@@ -57,14 +57,14 @@ class _Row:
 
 
 class Masks:
-    """Owned by the runner. `words` [num_places, ceil(V / 32)] are the masks."""
+    """Owned by the runner. `words` [num_slots, ceil(V / 32)] are the masks."""
 
-    def __init__(self, model_dir: Path, num_places: int, vocab_size: int, limit_s: float) -> None:
+    def __init__(self, model_dir: Path, num_slots: int, vocab_size: int, limit_s: float) -> None:
         self._model_dir, self._limit_s = model_dir, limit_s
-        self._memory = MaskMemory(num_places, vocab_size)
+        self._memory = MaskMemory(num_slots, vocab_size)
         self.words = self._memory.words
         self.word_address = int(self._memory.word.ctypes.data)
-        self._args = [str(model_dir), str(self._memory.fd), str(num_places), str(vocab_size)]
+        self._args = [str(model_dir), str(self._memory.fd), str(num_slots), str(vocab_size)]
         self._rows: dict[int, _Row] = {}
         self._drops: list[int] = []
         self._worker: Worker | None = None
@@ -120,15 +120,15 @@ class Masks:
         self._requested = []
         self._num_drafts = {}
         if self._rows:
-            places = np.arange(len(rows)) if num_drafts is None else (1 + num_drafts).cumsum() - (1 + num_drafts)
-            pairs = zip(rows.tolist(), places.tolist(), strict=True)
-            self._requested = [(row, place) for row, place in pairs if row in self._rows]
+            slots = np.arange(len(rows)) if num_drafts is None else (1 + num_drafts).cumsum() - (1 + num_drafts)
+            pairs = zip(rows.tolist(), slots.tolist(), strict=True)
+            self._requested = [(row, slot) for row, slot in pairs if row in self._rows]
             if num_drafts is not None:
                 self._num_drafts = dict(zip(rows.tolist(), num_drafts.tolist(), strict=True))
         if self._requested:
             self._ids, self._num_ids = ids, num_ids
             self._order()
-        return np.array([place for _, place in self._requested], np.int64)
+        return np.array([slot for _, slot in self._requested], np.int64)
 
     @property
     def ticket(self) -> int:
@@ -173,23 +173,23 @@ class Masks:
 
     def _progress(self) -> int:
         """Masks of the order that are complete."""
-        states = self._memory.states[[place for _, place in self._requested]]
+        states = self._memory.states[[slot for _, slot in self._requested]]
         return int(np.count_nonzero(states >= State.DONE))
 
     def take_failed(self) -> dict[int, str]:
         """Errors of the places without a mask, by place, after the step was computed."""
-        if self._requested and (self._memory.states[[place for _, place in self._requested]] == State.FAILED).any():
+        if self._requested and (self._memory.states[[slot for _, slot in self._requested]] == State.FAILED).any():
             report = self._receive()
             assert report.ticket == self._ticket
-            self._failed.update(zip(report.places, report.errors, strict=True))
+            self._failed.update(zip(report.slots, report.errors, strict=True))
         if self.forces:
             self._take_forced()
         failed, self._failed = self._failed, {}
         return failed
 
     def _take_forced(self) -> None:
-        for number, place in self._requested:
-            row, forced = self._rows[number], self._memory.forced[place]
+        for number, slot in self._requested:
+            row, forced = self._rows[number], self._memory.forced[slot]
             row.forced_from = row.num_sent + int(forced[1])
             row.forced = forced[2 : 2 + forced[0]].copy()
 
@@ -216,20 +216,20 @@ class Masks:
             except WorkerLostError as gone:
                 self._stop()
                 if is_last:
-                    self._fail([place for _, place in self._requested], f"grammars are not available: {gone}")
+                    self._fail([slot for _, slot in self._requested], f"grammars are not available: {gone}")
 
     def _send_order(self) -> None:
         self._ticket = self._ticket % 0xFFFF_FFFF + 1
         fills = []
-        for number, place in self._requested:
+        for number, slot in self._requested:
             row, num_ids = self._rows[number], int(self._num_ids[number])
             new = self._ids[number, row.num_sent or row.num_prompt : num_ids]
             num_drafts = self._num_drafts.get(number, 0)
             drafts = self._ids[number, num_ids : num_ids + num_drafts].tobytes() if num_drafts else b""
             begin = None if row.num_sent else row.begin
-            fills.append(Fill(number, place, new.tobytes(), begin, drafts, self.forces))
+            fills.append(Fill(number, slot, new.tobytes(), begin, drafts, self.forces))
             row.num_sent = num_ids
-            self._memory.states[place] = State.WAITING
+            self._memory.states[slot] = State.WAITING
         drops, self._drops = self._drops, []
         new_grammars = {fill.begin.grammar for fill in fills if fill.begin is not None}
         self._num_preparing = max(1, min(len(new_grammars), NUM_PREPARING))
@@ -239,20 +239,20 @@ class Masks:
         """The process is stuck or dead: fail the rows that it was working on, and give the others to a new process. If
         it had not begun with any row, an earlier order caused it, and all rows are tried again."""
         states = self._memory.states
-        working = [place for _, place in self._requested if states[place] == State.WORKING]
+        working = [slot for _, slot in self._requested if states[slot] == State.WORKING]
         self._stop()
         if working or not is_first:
-            self._fail(working or [place for _, place in self._requested], why)
+            self._fail(working or [slot for _, slot in self._requested], why)
         if self._requested:
             self._order()
 
-    def _fail(self, places: list[int], why: str) -> None:
+    def _fail(self, slots: list[int], why: str) -> None:
         """Mark places as failed. Their sampled ids are ignored, so any mask will do."""
-        rows = {place: row for row, place in self._requested}
-        for place in places:
-            self._failed[place] = why
-            self.words[place : place + 1 + self._num_drafts.get(rows.get(place, -1), 0)] = 0xFFFF_FFFF
-        self._requested = [(row, place) for row, place in self._requested if place not in places]
+        rows = {slot: row for row, slot in self._requested}
+        for slot in slots:
+            self._failed[slot] = why
+            self.words[slot : slot + 1 + self._num_drafts.get(rows.get(slot, -1), 0)] = 0xFFFF_FFFF
+        self._requested = [(row, slot) for row, slot in self._requested if slot not in slots]
 
     def _until_ready(self) -> None:
         """Wait until the process is ready. Raises Gone, with the reason, if it does not start."""

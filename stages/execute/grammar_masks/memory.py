@@ -55,7 +55,7 @@ class Fill(msgspec.Struct, array_like=True, frozen=True):
     """The next mask of a row."""
 
     row: int
-    place: int
+    slot: int
     ids: bytes
     """int32; ids of the output since the last order"""
     begin: Begin | None
@@ -86,19 +86,19 @@ class MaskReport(msgspec.Struct, array_like=True, frozen=True):
     """From the process: it is ready (ticket 0), or the failures of an order, before the order is done."""
 
     ticket: int
-    places: list[int] = []
+    slots: list[int] = []
     errors: list[str] = []
     """The reasons; parallel."""
 
 
 class MaskMemory:
-    """Maps the shared memory for `num_places` masks of `vocab_size` bits. Creates it if `fd` is not given."""
+    """Maps the shared memory for `num_slots` masks of `vocab_size` bits. Creates it if `fd` is not given."""
 
-    def __init__(self, num_places: int, vocab_size: int, fd: int = -1) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, fd: int = -1) -> None:
         num_words = -(-vocab_size // 32)
-        states_end = HEADER_BYTES + -(-num_places // ALIGNMENT) * ALIGNMENT
-        words_end = states_end + 4 * num_places * num_words
-        num_bytes = words_end + 4 * num_places * (2 + MAX_FORCED)
+        states_end = HEADER_BYTES + -(-num_slots // ALIGNMENT) * ALIGNMENT
+        words_end = states_end + 4 * num_slots * num_words
+        num_bytes = words_end + 4 * num_slots * (2 + MAX_FORCED)
         self.fd = fd
         if fd < 0:
             # Untouched pages take no memory, so nothing is reserved.
@@ -106,11 +106,11 @@ class MaskMemory:
             os.ftruncate(self.fd, num_bytes)
         self._map = mmap.mmap(self.fd, num_bytes)
         self.word: WordArray = np.frombuffer(self._map, np.uint32, 1)
-        self.states: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8, num_places, HEADER_BYTES)
-        words = np.frombuffer(self._map, np.uint32, num_places * num_words, states_end)
-        self.words: WordArray = words.reshape(num_places, num_words)
-        forced = np.frombuffer(self._map, np.int32, num_places * (2 + MAX_FORCED), words_end)
-        self.forced: np.ndarray[Any, np.dtype[np.int32]] = forced.reshape(num_places, 2 + MAX_FORCED)
+        self.states: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8, num_slots, HEADER_BYTES)
+        words = np.frombuffer(self._map, np.uint32, num_slots * num_words, states_end)
+        self.words: WordArray = words.reshape(num_slots, num_words)
+        forced = np.frombuffer(self._map, np.int32, num_slots * (2 + MAX_FORCED), words_end)
+        self.forced: np.ndarray[Any, np.dtype[np.int32]] = forced.reshape(num_slots, 2 + MAX_FORCED)
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives as long as the last array that views it."""

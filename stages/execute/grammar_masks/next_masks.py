@@ -49,7 +49,7 @@ class NextMasks:
         self._not_eos = np.full(words.shape[1], 0xFFFF_FFFF, np.uint32)
         forbid(self._not_eos, self._eos_ids)
 
-    def fill(self, rows: Sequence[MatcherRow], places: IdArray, ids: Sequence[int]) -> dict[int, str]:
+    def fill(self, rows: Sequence[MatcherRow], slots: IdArray, ids: Sequence[int]) -> dict[int, str]:
         """Consume an id for each row, and write the mask behind it to the row's place. Returns errors by index.
 
         A panic of the library leaves it unknown which rows have consumed their id.
@@ -65,55 +65,55 @@ class NextMasks:
         else:
             consumed = pool.consume_token_par(pairs)
         failed = {i: not_consumed(matchers[i]) for i in range(len(rows)) if has_ended[i] or not consumed[i]}
-        self._compute(matchers, places, failed, pool)
+        self._compute(matchers, slots, failed, pool)
         row_s = (time.perf_counter() - began_s) / len(rows)
         # In the pool, a row may take more time than its part, but not less.
         self._row_s = row_s if pool is None else max(self._row_s, row_s)
 
-        special = [i for i in self._without_text(places) if i not in failed]
+        special = [i for i in self._without_text(slots) if i not in failed]
         for i in special:
-            allow_text_form(self._engine, matchers[i], self._words[places[i]])
-        self._end(rows, places)
+            allow_text_form(self._engine, matchers[i], self._words[slots[i]])
+        self._end(rows, slots)
         for i in special:
-            if not self._words[places[i]].any():
+            if not self._words[slots[i]].any():
                 failed[i] = NO_TOKEN_LEFT
         return failed
 
-    def _without_text(self, places: IdArray) -> list[int]:
+    def _without_text(self, slots: IdArray) -> list[int]:
         """Indices of the masks that allow only special tokens. Nearly all have one of the first ids, which vocabularies
         give to bytes and short texts, so few masks are read as a whole."""
-        first = (self._words[places, :FIRST_WORDS] & self._texts[:FIRST_WORDS]).any(axis=1)
-        return [i for i in np.flatnonzero(~first).tolist() if not (self._words[places[i]] & self._texts).any()]
+        first = (self._words[slots, :FIRST_WORDS] & self._texts[:FIRST_WORDS]).any(axis=1)
+        return [i for i in np.flatnonzero(~first).tolist() if not (self._words[slots[i]] & self._texts).any()]
 
     def _compute(
-        self, matchers: Sequence[LLMatcher], places: IdArray, failed: dict[int, str], pool: LLExecutor | None
+        self, matchers: Sequence[LLMatcher], slots: IdArray, failed: dict[int, str], pool: LLExecutor | None
     ) -> None:
         """Write the library's masks, and add to `failed`."""
-        pairs = zip(matchers, places.tolist(), strict=True)
+        pairs = zip(matchers, slots.tolist(), strict=True)
         good = [pair for i, pair in enumerate(pairs) if i not in failed]
         wide = self._wide
         address, num_bytes = wide.ctypes.data, wide.strides[0]
         if pool is None:
-            for matcher, place in good:
-                matcher.unsafe_compute_mask_ptr(address + place * num_bytes, num_bytes)
+            for matcher, slot in good:
+                matcher.unsafe_compute_mask_ptr(address + slot * num_bytes, num_bytes)
         elif good:  # the library refuses an empty list
             pool.unsafe_compute_mask_ptr(good, address, num_bytes, len(wide))
         if wide is not self._words:
-            self._words[places] = wide[places, : self._words.shape[1]]
-            self._words[places, -1] &= self._last_bits
+            self._words[slots] = wide[slots, : self._words.shape[1]]
+            self._words[slots, -1] &= self._last_bits
         for i, matcher in enumerate(matchers):
             if i not in failed and matcher.is_error():
                 failed[i] = not_computed(matcher)
 
-    def _end(self, rows: Sequence[MatcherRow], places: IdArray) -> None:
+    def _end(self, rows: Sequence[MatcherRow], slots: IdArray) -> None:
         """`end_by` for all rows."""
         words, end = self._words, int(self._eos_ids[0])
         ignores = np.array([row.ignores_eos and not len(row.stop_ids) for row in rows])
-        may_end = (words[places, end // 32] >> np.uint32(end % 32) & 1).astype(np.bool_)
-        if len(ending := places[ignores & may_end]):
+        may_end = (words[slots, end // 32] >> np.uint32(end % 32) & 1).astype(np.bool_)
+        if len(ending := slots[ignores & may_end]):
             rest = words[ending] & self._not_eos
             goes_on = rest.any(axis=1)
             words[ending[goes_on]] = rest[goes_on]
-        for row, place in zip(rows, places.tolist(), strict=True):
+        for row, slot in zip(rows, slots.tolist(), strict=True):
             if len(row.stop_ids):
-                end_by(row, self._eos_ids, words[place])
+                end_by(row, self._eos_ids, words[slot])

@@ -133,9 +133,9 @@ class MaskWorker:
                 self._grammars.prepare(fill.begin.grammar)
         failed = self._fill_together(together) if together else []
         run = map if self._threads is None else self._threads.map
-        failed += [(fill.place, error) for fill, error in zip(alone, run(self._fill, alone), strict=True) if error]
+        failed += [(fill.slot, error) for fill, error in zip(alone, run(self._fill, alone), strict=True) if error]
         if failed:
-            report = MaskReport(order.ticket, [place for place, _ in failed], [error for _, error in failed])
+            report = MaskReport(order.ticket, [slot for slot, _ in failed], [error for _, error in failed])
             send(self._socket, msgspec.msgpack.encode(report))
         self._fence()
         self._memory.word[0] = order.ticket
@@ -146,28 +146,28 @@ class MaskWorker:
         The rows stay in state `waiting` until all are done. If the library hangs or crashes, the executor gives all of
         them to a new process with all their ids, and that one computes them row by row.
         """
-        rows, places = [self._rows[fill.row] for fill in fills], np.array([fill.place for fill in fills])
+        rows, slots = [self._rows[fill.row] for fill in fills], np.array([fill.slot for fill in fills])
         ids = np.frombuffer(b"".join([fill.ids for fill in fills]), np.int32).tolist()
-        failed = self._next_masks.fill(rows, places, ids)
-        self._memory.states[places] = State.DONE
+        failed = self._next_masks.fill(rows, slots, ids)
+        self._memory.states[slots] = State.DONE
         for i in failed:
-            self._memory.states[places[i]] = State.FAILED
+            self._memory.states[slots[i]] = State.FAILED
             del self._rows[fills[i].row]
-        return [(fills[i].place, _described(error)) for i, error in failed.items()]
+        return [(fills[i].slot, _described(error)) for i, error in failed.items()]
 
     def _fill(self, fill: Fill) -> str:
         """Write a mask. Returns the error, or an empty string."""
         states = self._memory.states
-        states[fill.place] = State.WORKING
+        states[fill.slot] = State.WORKING
         try:
             with panics_as_errors():
                 self._write(fill)
         except (MaskError, RustPanic) as error:
             self._rows.pop(fill.row, None)
-            states[fill.place] = State.FAILED
+            states[fill.slot] = State.FAILED
             is_panic = isinstance(error, RustPanic)
             return _described(f"it can't be used: {short_message(str(error))}" if is_panic else str(error))
-        states[fill.place] = State.DONE
+        states[fill.slot] = State.DONE
         return ""
 
     def _write(self, fill: Fill) -> None:
@@ -177,22 +177,22 @@ class MaskWorker:
         row = self._rows[fill.row]
         ids = np.frombuffer(fill.ids, np.int32).tolist()
         consume(row.matcher, ids)
-        self._write_mask(row, self._memory.words[fill.place])
+        self._write_mask(row, self._memory.words[fill.slot])
         num_consumed = 0
         drafts = np.frombuffer(fill.drafts, np.int32).tolist()
-        for place, token in enumerate(drafts, fill.place):
+        for slot, token in enumerate(drafts, fill.slot):
             # What is sampled behind an id that the mask excludes, or behind the end, is not kept.
-            before = self._memory.words[place]
+            before = self._memory.words[slot]
             if not has(before, token) or token in self._eos_ids or token in row.stop_ids:
-                self._memory.words[place + 1 : fill.place + len(drafts) + 1] = 0xFFFF_FFFF
+                self._memory.words[slot + 1 : fill.slot + len(drafts) + 1] = 0xFFFF_FFFF
                 break
             consume(row.matcher, [token])
             num_consumed += 1
-            self._write_mask(row, self._memory.words[place + 1])
+            self._write_mask(row, self._memory.words[slot + 1])
         if fill.forces:
             forced = row.matcher.compute_ff_tokens()[:MAX_FORCED]
-            self._memory.forced[fill.place, :2] = len(forced), num_consumed
-            self._memory.forced[fill.place, 2 : 2 + len(forced)] = forced
+            self._memory.forced[fill.slot, :2] = len(forced), num_consumed
+            self._memory.forced[fill.slot, 2 : 2 + len(forced)] = forced
         if num_consumed and not row.matcher.rollback(num_consumed):
             raise MaskError(why(row.matcher, "its state could not be restored"))
 
@@ -221,14 +221,14 @@ def _described(error: str) -> str:
     return error if error.startswith(NOTHING_LEFT) else f"{GRAMMAR_FAILED}: {error}"
 
 
-def main(of: socket.socket, model_dir: str, fd: str, num_places: str, vocab_size: str) -> None:
+def main(of: socket.socket, model_dir: str, fd: str, num_slots: str, vocab_size: str) -> None:
     """Compute masks until the executor ends."""
     if not fence.is_known():
         known = " and ".join(fence.MACHINES)
         why = f"masks need the memory order of {known}, and this machine is {platform.machine()}"
         send(of, msgspec.msgpack.encode(MaskReport(0, errors=[why])))
         return
-    memory = MaskMemory(int(num_places), int(vocab_size), int(fd))
+    memory = MaskMemory(int(num_slots), int(vocab_size), int(fd))
     try:
         engine = Engine(Path(model_dir))
     except GrammarsUnsupported as error:

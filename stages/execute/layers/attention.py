@@ -32,13 +32,13 @@ def attention_weights(
     out_bias = weights.vector(f"{layer}.self_attn.o_proj.bias", hidden) if config.out_bias else None
     head_norms = _head_norms(config, weights, layer)
     if (order := head_order(config)) is not None:
-        places = places_of_heads(order, queries), places_of_heads(order, keys)
-        qkv = tuple(_take_rows(matrix, place) for matrix, place in zip(qkv, places, strict=False)) + qkv[2:]
+        orders = head_indices(order, queries), head_indices(order, keys)
+        qkv = tuple(_take_rows(matrix, each) for matrix, each in zip(qkv, orders, strict=False)) + qkv[2:]
         if qkv_bias is not None:
-            every = np.concatenate([places[0], queries + places[1], np.arange(queries + keys, queries + 2 * keys)])
+            every = np.concatenate([orders[0], queries + orders[1], np.arange(queries + keys, queries + 2 * keys)])
             qkv_bias = qkv_bias[every]
         if head_norms is not None:
-            taken = [weight[places_of_heads(order, len(weight))] for weight in (head_norms.query, head_norms.key)]
+            taken = [weight[head_indices(order, len(weight))] for weight in (head_norms.query, head_norms.key)]
             head_norms = HeadNorms(*taken)
     gate = None
     if config.attention_gate:
@@ -71,11 +71,11 @@ def _head_norms(config: ModelConfig, weights: Weights, layer: str) -> HeadNorms 
     return HeadNorms(query, key)
 
 
-def places_of_heads(order: LongArray, size: int) -> LongArray:
+def head_indices(order: LongArray, size: int) -> LongArray:
     """The order of the dimensions of every head, for `size` rows."""
     head_dim = len(order)
-    places: LongArray = (np.arange(size // head_dim)[:, None] * head_dim + order).reshape(-1)
-    return places
+    indices: LongArray = (np.arange(size // head_dim)[:, None] * head_dim + order).reshape(-1)
+    return indices
 
 
 def _take_rows(matrix: AnyMatrix, order: LongArray) -> AnyMatrix:

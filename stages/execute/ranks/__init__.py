@@ -1,1 +1,1 @@
-"""What ranks are, on any device: their places, and which part of a model each of them computes."""
+"""What ranks are, on any device: their contexts, and which part of a model each of them computes."""

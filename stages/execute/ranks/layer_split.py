@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.errors import UserError
-from pipeline.runtime.model.kv_groups import NO_PLACE, KVLayout
+from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ def kv_layout_of(layout: KVLayout, part: Part) -> KVLayout:
     """Where the layers of a part keep keys and values: the groups are those of the model, and blocks have room for the
     part's layers only."""
     sizes = [0] * len(layout.groups)
-    places = []
+    layer_locations = []
     for layer in part.layers:
-        group, _ = place = layout.places[layer]
-        if place == NO_PLACE:
-            places.append(place)
+        group, _ = location = layout.layer_locations[layer]
+        if location == NO_LOCATION:
+            layer_locations.append(location)
             continue
-        places.append((group, sizes[group]))
+        layer_locations.append((group, sizes[group]))
         sizes[group] += 1
-    return KVLayout(layout.groups, tuple(places), max(sizes))
+    return KVLayout(layout.groups, tuple(layer_locations), max(sizes))
 
 
-def most_places(layout: KVLayout, parts: Sequence[Part]) -> KVLayout:
+def with_most_layers(layout: KVLayout, parts: Sequence[Part]) -> KVLayout:
     """The layout of a model whose blocks have room for the part that needs most."""
-    return replace(layout, num_places=max(kv_layout_of(layout, part).num_places for part in parts))
+    return replace(layout, layers_per_group=max(kv_layout_of(layout, part).layers_per_group for part in parts))

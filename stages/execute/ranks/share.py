@@ -89,7 +89,7 @@ def unevenness(config: ModelConfig, num_ranks: int) -> str:
 def cut(size: int, unit: int, rank: int, num_ranks: int) -> range:
     """A rank's part of `size` things, in whole units but the last. Empty if there are too few units."""
     units = -(-size // unit)
-    begin, end = (units * place // num_ranks * unit for place in (rank, rank + 1))
+    begin, end = (units * bound // num_ranks * unit for bound in (rank, rank + 1))
     return range(min(begin, size), min(end, size))
 
 
@@ -114,13 +114,13 @@ def _heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range, range
         kv_heads = _dealt(num_kv_heads, rank, num_ranks)
         return range(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head), kv_heads
     sharers = num_ranks // num_kv_heads
-    kv_head, place = divmod(rank, sharers)
-    queries = _dealt(per_kv_head, place, sharers)
+    kv_head, index = divmod(rank, sharers)
+    queries = _dealt(per_kv_head, index, sharers)
     first_query = kv_head * per_kv_head
     return range(first_query + queries.start, first_query + queries.stop), range(kv_head, kv_head + 1)
 
 
 def _dealt(num: int, rank: int, num_ranks: int) -> range:
     """A rank's part of `num` things; the first ranks have the ones that are left over."""
-    begin, end = (place * (num // num_ranks) + min(place, num % num_ranks) for place in (rank, rank + 1))
+    begin, end = (bound * (num // num_ranks) + min(bound, num % num_ranks) for bound in (rank, rank + 1))
     return range(begin, end)

@@ -84,7 +84,7 @@ class RequestAborter:
     def handle(self, message: m.AbortRequests | m.RequestsAborted) -> None:
         """A message of another gateway."""
         if isinstance(message, m.RequestsAborted):
-            self._pending.handle(message.nonce, message.places, message.gateway)
+            self._pending.handle(message.nonce, message.indices, message.gateway)
         else:
             self._abort_for(message)
 

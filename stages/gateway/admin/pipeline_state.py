@@ -217,16 +217,16 @@ def _open_request(prompt_request: PromptRequest, index: int, sequence: SequenceO
 
 
 def _finished_requests(table: RequestTable, scope: str) -> Iterator[RequestState]:
-    found = (_finished_request(times, place) for times in table.recent.newest(scope) for place in _places(times))
+    found = (_finished_request(times, index) for times in table.recent.newest(scope) for index in _indices(times))
     return itertools.islice(found, MAX_FINISHED)
 
 
-def _places(times: RequestTimings) -> range:
+def _indices(times: RequestTimings) -> range:
     return range(len(times.sequences))
 
 
-def _finished_request(times: RequestTimings, place: int) -> RequestState:
-    sequence = times.sequences[place]
+def _finished_request(times: RequestTimings, index: int) -> RequestState:
+    sequence = times.sequences[index]
     return RequestState(
         id=f"{sequence.request_id:x}",
         index=sequence.index,

@@ -183,8 +183,8 @@ class Preemption:
     def _note(self, what: str, prompt_request: PromptRequest) -> None:
         """Record a decision."""
         request = prompt_request.request
-        place = request.prompt_requests.index(prompt_request)
-        self._stage.replay_context.event(what, request.number, b"%d" % place)
+        index = request.prompt_requests.index(prompt_request)
+        self._stage.replay_context.event(what, request.number, b"%d" % index)
 
     def _forget(self, request_id: int) -> None:
         del self._waiting[request_id]

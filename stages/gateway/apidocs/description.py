@@ -12,7 +12,7 @@ import msgspec
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.stages.gateway.apidocs import openapi, page
 
-_PLACE = "http://%SERVER%"
+_SERVER = "http://%SERVER%"
 """Placeholder of the address in the page. Host names have no %."""
 _NAME = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?", re.ASCII)
 """Host headers that are safe to repeat in a page and in a shell command."""
@@ -34,7 +34,7 @@ class Description:
     def __init__(self, model: str, caps: Caps, has_keys: bool, has_admin_routes: bool) -> None:
         api = openapi.document(model, caps, has_keys, has_admin_routes)
         self.as_json = msgspec.json.encode(api)
-        self._html = page.page(api, _PLACE).split(_PLACE)
+        self._html = page.page(api, _SERVER).split(_SERVER)
 
     def as_html(self, address: str) -> bytes:
         """The page, with examples for an address of `address_of`."""

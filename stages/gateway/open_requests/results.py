@@ -150,16 +150,16 @@ class ResultHandler:
         """Text and ids of some sequences have arrived. `publish` passes them on."""
         begin = 0
         now_s = self._stage.replay_context.monotonic()
-        first_of = {first.place: first for first in message.firsts} if message.firsts else {}
-        drafts_of = {counts.place: counts for counts in message.drafts} if message.drafts else {}
+        first_of = {first.index: first for first in message.firsts} if message.firsts else {}
+        drafts_of = {counts.index: counts for counts in message.drafts} if message.drafts else {}
         spans_of = (
-            dict(zip(message.special_places, message.special_spans, strict=True)) if message.special_places else {}
+            dict(zip(message.special_indices, message.special_spans, strict=True)) if message.special_indices else {}
         )
         gaps: dict[tuple[float, int], int] = {}
         """Sequences by the time of their previous ids and by the number of new ones. Those of one message have one
         time, so there are few keys."""
         errors = iter(message.errors)
-        if message.prompt_places:
+        if message.prompt_indices:
             self._extend_prompt_records(message)
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
@@ -227,13 +227,13 @@ class ResultHandler:
 
     def _extend_prompt_records(self, message: m.Deltas) -> None:
         each = zip(
-            message.prompt_places, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
+            message.prompt_indices, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
         )
-        for place, offset, records, pieces in each:
-            prompt_request = self._table.get(message.request_ids[place])
+        for index, offset, records, pieces in each:
+            prompt_request = self._table.get(message.request_ids[index])
             if (
                 prompt_request is not None
-                and prompt_request.submit.attempt == message.attempts[place]
+                and prompt_request.submit.attempt == message.attempts[index]
                 and not prompt_request.request.is_released
             ):
                 num_before = prompt_request.num_output_bytes

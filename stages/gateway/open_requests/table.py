@@ -250,9 +250,9 @@ class RequestTable:
         """Abort the requests with these ids in a scope; their clients get finish_reason `abort`. Returns the positions
         of the ids that were found. Idempotent."""
         found = []
-        for place, abort_id in enumerate(abort_ids):
+        for index, abort_id in enumerate(abort_ids):
             if requests := self._abort_ids.find(abort_id, scope):
-                found.append(place)
+                found.append(index)
             for request in requests:
                 self._abort(request, "abort request")
         return found

@@ -56,8 +56,8 @@ def times_of(request: "Request", now_s: float = 0.0) -> RequestTimings:
     ]
     if request.parsed.is_best_of:
         # Returned sequences come first, so their index is that of their choice.
-        places = {id(sequence): place for place, sequence in enumerate(request.choices)}
-        pairs.sort(key=lambda pair: places.get(id(pair[1]), len(places)))
+        order = {id(sequence): index for index, sequence in enumerate(request.choices)}
+        pairs.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
     sequences = [_sequence_times(request, prompt_request, sequence, now_s) for prompt_request, sequence in pairs]
     for index, sequence in enumerate(sequences):
         sequences[index] = msgspec.structs.replace(sequence, index=index)

@@ -66,11 +66,11 @@ def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
 
 def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = "prompt") -> None:
     """Check the length of each prompt's text. Raises ApiError."""
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         size = sum(map(_num_bytes, _texts(prompt)))
         if size > max_bytes:
             param = "messages" if isinstance(prompt, m.ChatPrompt) else name
-            param += f"[{place}]" if len(prompts) > 1 else ""
+            param += f"[{index}]" if len(prompts) > 1 else ""
             message = f"'{param}' has {size} bytes of text, and the limit is {max_bytes} (limits.max_prompt_bytes)"
             raise invalid(param, message, "invalid_value")
 

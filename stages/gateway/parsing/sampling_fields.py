@@ -131,8 +131,8 @@ def _allowed(ids: list[int], vocab_size: int | None) -> bytes:
 
 
 def _check_ids(ids: Sequence[int], param: str, vocab_size: int | None) -> None:
-    for place, token_id in enumerate(ids):
-        _check_id(token_id, f"{param}[{place}]", vocab_size)
+    for index, token_id in enumerate(ids):
+        _check_id(token_id, f"{param}[{index}]", vocab_size)
 
 
 def _check_id(token_id: int, param: str, vocab_size: int | None) -> None:

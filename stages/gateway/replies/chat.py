@@ -31,15 +31,15 @@ from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded
 
 
 class ReplyReader:
-    """Parses one choice. `place` is its index."""
+    """Parses one choice. `index` is its index."""
 
-    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: SequenceOutput, place: int) -> None:
+    def __init__(self, request: Request, prompt_request: PromptRequest, sequence: SequenceOutput, index: int) -> None:
         assert request.parsed.reply is not None
         self._parsing = request.parsed.reply
         self._request = request
         self._prompt_request = prompt_request
         self._sequence = sequence
-        self._place = place
+        self._index = index
         self._num_calls = 0
         self._num_ended = 0
         self._ids: dict[int, str] = {}
@@ -187,7 +187,7 @@ class ReplyReader:
             return written
         parsing = self._request.formats.tools_of(self._parsing.tool_choice)
         assert parsing is not None, "a tool call was parsed without a tool call format"
-        seed = f"{self._request.salt:x} {self._place} {index}".encode()
+        seed = f"{self._request.salt:x} {self._index} {index}".encode()
         return parsing.call_id(int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest()))
 
 

@@ -92,10 +92,10 @@ def decode_records(ids: Iterable[int], records: bytes, pieces: list[bytes], num_
         table = np.frombuffer(records[first * num_bytes : (first + len(some)) * num_bytes], logprob_dtype(num_top))
         scores = _finite(table["logprob"])
         top_ids, top_scores = table["top_ids"].tolist(), _finite(table["top_logprobs"])
-        for place, (token_id, score) in enumerate(zip(some, scores, strict=True)):
-            at = (first + place) * width
+        for index, (token_id, score) in enumerate(zip(some, scores, strict=True)):
+            at = (first + index) * width
             each: list[bytes | None] = [*pieces[at : at + width]] or [None] * width
-            named = zip(top_ids[place], top_scores[place], each[1:], strict=True)
+            named = zip(top_ids[index], top_scores[index], each[1:], strict=True)
             # -1 pads records if the vocabulary is smaller than num_top.
             top = [ScoredId(top_id, top_score, piece) for top_id, top_score, piece in named if top_id >= 0]
             yield DecodedRecord(ScoredId(token_id, score, each[0]), top)
@@ -108,8 +108,8 @@ def decode_prompt_records(
     the ids, `tops` those of their top ids; both may be empty."""
     num = len(records) // logprob_bytes(num_top)
     each: list[bytes] = []
-    for place in range(num) if pieces else ():
-        each += (pieces[1 + place], *tops[place * num_top : (place + 1) * num_top])
+    for index in range(num) if pieces else ():
+        each += (pieces[1 + index], *tops[index * num_top : (index + 1) * num_top])
     return decode_records(ids[1 : 1 + num], records, each, num_top)
 
 
@@ -163,7 +163,7 @@ def of_text(
     result = TextLogprobs([], [], [], [])
     for record in each:
         piece = b"" if record.token.id in hidden_ids else record.token.piece or b""
-        result.text_offset.append(offsets.place(piece))
+        result.text_offset.append(offsets.offset_of(piece))
         result.token_logprobs.append(record.token.logprob)
         result.tokens.append(_text_name(record.token, names_ids))
         top: dict[str, float] = {}
@@ -175,7 +175,7 @@ def of_text(
 
 def add_first(result: TextLogprobs, token_id: int, piece: bytes, offsets: TextOffsets, *, names_ids: bool) -> None:
     """Append the first id of a prompt, which has no logprob."""
-    result.text_offset.append(offsets.place(piece))
+    result.text_offset.append(offsets.offset_of(piece))
     result.token_logprobs.append(None)
     result.tokens.append(_text_name(ScoredId(token_id, 0.0, piece), names_ids))
     result.top_logprobs.append(None)

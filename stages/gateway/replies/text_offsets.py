@@ -44,7 +44,7 @@ class TextOffsets:
         while self._waiting and self._settle(self._waiting[0]):
             self._num_waiting -= len(self._waiting.popleft())
 
-    def place(self, piece: bytes) -> int:
+    def offset_of(self, piece: bytes) -> int:
         """The offset of the next token, which has these bytes."""
         text = self._decoder.decode(piece)
         offset = self._num_chars + self._num_waiting

@@ -39,8 +39,8 @@ def _listen_ipc(name: str) -> socket.socket:
     return listener
 
 
-def _listen_tcp(place: str) -> socket.socket:
-    host, _, port = place.rpartition(":")
+def _listen_tcp(host_port: str) -> socket.socket:
+    host, _, port = host_port.rpartition(":")
     is_v6 = host.startswith("[")
     host = "" if host == "*" else host.strip("[]")
     listener = socket.create_server(

@@ -50,7 +50,7 @@ def of_malformed(data: bytes | bytearray, error: Exception) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, shown(f"malformed message: {where}{problem}"), field or None, "malformed")
 
 
-def _field(data: bytes | bytearray, places: list[str]) -> str:
+def _field(data: bytes | bytearray, path: list[str]) -> str:
     """The name of the field at a path of array indexes, as deep as the types are known."""
     try:
         tag = msgspec.msgpack.decode(data, type=_Head).tag
@@ -58,10 +58,10 @@ def _field(data: bytes | bytearray, places: list[str]) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     names: list[str] = []
-    for place in places:
-        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or not place.isdigit():
+    for step in path:
+        if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)) or not step.isdigit():
             break
-        number = int(place) - (kind.__struct_config__.tag is not None)
+        number = int(step) - (kind.__struct_config__.tag is not None)
         if not 0 <= number < len(kind.__struct_fields__):
             break
         name = kind.__struct_fields__[number]

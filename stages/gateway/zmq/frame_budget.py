@@ -80,7 +80,7 @@ class FrameBudget(Generic[H]):
         if not self._waiting:
             return None
         rates = [
-            (rate, place) for place, one in enumerate(self._receiving()) if (rate := _rate(one, now_s)) is not None
+            (rate, index) for index, one in enumerate(self._receiving()) if (rate := _rate(one, now_s)) is not None
         ]
         return self._receiving()[min(rates)[1]] if rates else None
 

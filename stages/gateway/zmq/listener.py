@@ -121,7 +121,7 @@ class ZmtpListener:
         fd = connection.transport.get_extra_info("socket").fileno()
         is_foreign = self._is_ipc and uid_of_peer(fd) != os.geteuid()
         connection.owner = client_address(connection.transport)
-        if is_foreign or self._is_closed or not self._has_place(connection.owner):
+        if is_foreign or self._is_closed or not self._has_capacity(connection.owner):
             connection.is_ending = True
             connection.transport.abort()
             return
@@ -130,7 +130,7 @@ class ZmtpListener:
         connection.transport.write(zmtp.GREETING)
         self._on_open(connection)
 
-    def _has_place(self, owner: str) -> bool:
+    def _has_capacity(self, owner: str) -> bool:
         """Whether there is a place for one more connection; makes room if all are taken."""
         num, most = len(self._connections), self._max_connections
         if num < most:

@@ -38,10 +38,10 @@ def as_ids(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> list[
     except Exception as error:  # the library raises nothing more precise
         raise BadWord(f"'bad_words' can't be tokenized: {error}") from error
     runs: list[list[int]] = []
-    for place in range(len(words)):
-        begun, *others = (list(form.ids) for form in encoded[place :: len(words)])
+    for index in range(len(words)):
+        begun, *others = (list(form.ids) for form in encoded[index :: len(words)])
         if not begun:
-            raise BadWord(f"'bad_words[{place}]' has no tokens")
+            raise BadWord(f"'bad_words[{index}]' has no tokens")
         found = [begun]
         for other in others:
             if other and not any(other[-len(run) :] == run for run in found):

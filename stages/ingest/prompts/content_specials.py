@@ -93,7 +93,7 @@ class ContentSpecials:
         check_num(len(first.ids))
         cuts: list[int] = []
         for _ in range(MAX_ROUNDS):
-            more = {self._cut(encoded, place) for place in self._marks(encoded, num_masked)} - {None, *cuts}
+            more = {self._cut(encoded, index) for index in self._marks(encoded, num_masked)} - {None, *cuts}
             if not more:
                 break
             cuts = sorted({*cuts, *(cut for cut in more if cut is not None)})
@@ -104,14 +104,14 @@ class ContentSpecials:
         marks = self._marks(encoded, num_masked)
         if not (marks or separators):
             return encoded.ids
-        replaced: dict[int, list[int]] = {place: self._plain[encoded.ids[place]] for place in marks}
-        replaced |= {place: [] for place in separators}
+        replaced: dict[int, list[int]] = {index: self._plain[encoded.ids[index]] for index in marks}
+        replaced |= {index: [] for index in separators}
         result: list[int] = []
         done = 0
-        for place in sorted(replaced):
-            result += encoded.ids[done:place]
-            result += replaced[place]
-            done = place + 1
+        for index in sorted(replaced):
+            result += encoded.ids[done:index]
+            result += replaced[index]
+            done = index + 1
         return result + encoded.ids[done:]
 
     def _encoded(self, text: str, cuts: list[int], add_special_tokens: bool) -> "_Encoded":
@@ -123,21 +123,21 @@ class ContentSpecials:
     def _marks(self, encoded: "_Encoded", num_masked: "np.ndarray[Any, np.dtype[np.int64]]") -> list[int]:
         """Where special tokens are the client's: their places among the ids."""
         found = []
-        for place in np.flatnonzero(np.isin(encoded.ids, self._ids)).tolist():
-            begin, end = map(encoded.original, encoded.offsets[place])
-            if num_masked[end] > num_masked[begin] and not self._is_unknown(encoded, place):
-                found.append(place)
+        for index in np.flatnonzero(np.isin(encoded.ids, self._ids)).tolist():
+            begin, end = map(encoded.original, encoded.offsets[index])
+            if num_masked[end] > num_masked[begin] and not self._is_unknown(encoded, index):
+                found.append(index)
         return found
 
-    def _is_unknown(self, encoded: "_Encoded", place: int) -> bool:
+    def _is_unknown(self, encoded: "_Encoded", index: int) -> bool:
         """Whether an id stands for characters that the vocabulary lacks, in a text that is masked as a whole."""
-        text = encoded.text[slice(*encoded.offsets[place])]
-        return encoded.ids[place] in self._unknown and self._mask is not None and self._mask(text) == text
+        text = encoded.text[slice(*encoded.offsets[index])]
+        return encoded.ids[index] in self._unknown and self._mask is not None and self._mask(text) == text
 
-    def _cut(self, encoded: "_Encoded", place: int) -> int | None:
+    def _cut(self, encoded: "_Encoded", index: int) -> int | None:
         """Where a special token's text is cut: behind its first character. None if that is not possible."""
-        text = self._texts[encoded.ids[place]]
-        begin = encoded.text.find(text, *encoded.offsets[place])  # not there if the normalizer has made it
+        text = self._texts[encoded.ids[index]]
+        begin = encoded.text.find(text, *encoded.offsets[index])  # not there if the normalizer has made it
         return None if begin < 0 or len(text) < 2 else encoded.original(begin) + 1
 
 
@@ -150,10 +150,10 @@ class _Encoded(NamedTuple):
     ids: list[int]
     offsets: list[tuple[int, int]]
 
-    def original(self, place: int) -> int:
+    def original(self, offset: int) -> int:
         """The place in the original text of one in this text."""
         begins = range(len(self.cuts))  # separator i is at cuts[i] + i
-        return place - bisect.bisect_left(begins, place, key=lambda i: self.cuts[i] + i)
+        return offset - bisect.bisect_left(begins, offset, key=lambda i: self.cuts[i] + i)
 
     def separators(self) -> set[int] | None:
         """The places of their ids; None if an id has other characters too."""
@@ -163,12 +163,12 @@ class _Encoded(NamedTuple):
         found = set()
         for number, cut in enumerate(self.cuts):
             at = cut + number
-            place = bisect.bisect_right(self.offsets, at, 0, last, key=lambda offset: offset[1])
-            while place < last and self.offsets[place][0] <= at:
-                if self.offsets[place] != (at, at + 1):
+            index = bisect.bisect_right(self.offsets, at, 0, last, key=lambda offset: offset[1])
+            while index < last and self.offsets[index][0] <= at:
+                if self.offsets[index] != (at, at + 1):
                     return None
-                found.add(place)
-                place += 1
+                found.add(index)
+                index += 1
         return found
 
 

@@ -286,9 +286,9 @@ class PromptProcessor:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
         if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
             return
-        place = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        param = f"prompt[{place}]" if isinstance(prompt, IdsPrompt) else param_of(prompt)
-        raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(ids[place]))}", param))
+        index = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
+        param = f"prompt[{index}]" if isinstance(prompt, IdsPrompt) else param_of(prompt)
+        raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(ids[index]))}", param))
 
     def _unknown(self, token_id: int) -> str:
         """Why an id is refused, in the words that the gateway and the Python client use too."""

@@ -86,8 +86,8 @@ def with_marks(prompt: ChatPrompt) -> ChatPrompt | None:
     messages = [
         message
         if message.role in API_ROLES
-        else msgspec.structs.replace(message, content=ROLE_MARK.format(place), parts=None)
-        for place, message in enumerate(prompt.messages)
+        else msgspec.structs.replace(message, content=ROLE_MARK.format(index), parts=None)
+        for index, message in enumerate(prompt.messages)
     ]
     return msgspec.structs.replace(prompt, messages=messages)
 
@@ -95,25 +95,25 @@ def with_marks(prompt: ChatPrompt) -> ChatPrompt | None:
 def check_marks(text: str, prompt: ChatPrompt) -> None:
     """Check the rendered text of `with_marks`. Raises BadChat if the template has omitted a message."""
     written = set(ROLE_MARKS.findall(text))
-    for place, message in enumerate(prompt.messages):
-        if message.role not in API_ROLES and ROLE_MARK.format(place) not in written:
+    for index, message in enumerate(prompt.messages):
+        if message.role not in API_ROLES and ROLE_MARK.format(index) not in written:
             raise BadChat(
-                f"'messages[{place}].role': the model's chat template ignores messages of the role {message.role!r}",
-                f"messages[{place}].role",
+                f"'messages[{index}].role': the model's chat template ignores messages of the role {message.role!r}",
+                f"messages[{index}].role",
             )
 
 
 def check_roles(prompt: ChatPrompt, template: str) -> None:
     """Raises BadChat if a message's role is a misspelled one of the API's: most templates write any role. `template` is
     the template's source, which may mention the role."""
-    first_places = {message.role: place for place, message in reversed(list(enumerate(prompt.messages)))}
-    others = sorted((place, role) for role, place in first_places.items() if role not in API_ROLES)
-    for place, role in others[:MAX_OTHER_ROLES]:
+    first_indices = {message.role: index for index, message in reversed(list(enumerate(prompt.messages)))}
+    others = sorted((index, role) for role, index in first_indices.items() if role not in API_ROLES)
+    for index, role in others[:MAX_OTHER_ROLES]:
         if role not in template and (advice := closest(role, API_ROLES)):
             raise BadChat(
-                f"'messages[{place}].role' must be {', '.join(API_ROLES[:-1])} or {API_ROLES[-1]}, or a role that the "
+                f"'messages[{index}].role' must be {', '.join(API_ROLES[:-1])} or {API_ROLES[-1]}, or a role that the "
                 f"chat template mentions, not {role!r}{advice}",
-                f"messages[{place}].role",
+                f"messages[{index}].role",
             )
 
 
@@ -129,14 +129,14 @@ def up_to_tag(text: str, prompt: ChatPrompt) -> str:
     not the message's. Before a message without text, it is the template's own."""
     message = prompt.messages[-1]
     said = (message.parts[-1] if message.parts else message.content) or ""
-    place = text.rfind(CONTINUE_TAG.strip())
-    if place < 0 or said.strip() not in text:
+    index = text.rfind(CONTINUE_TAG.strip())
+    if index < 0 or said.strip() not in text:
         raise BadChat(
             "the model's chat template changes the last message, so the output can't continue it",
             "continue_final_message",
         )
-    keeps_space = text.startswith(CONTINUE_TAG, place) or not said.strip()
-    return text[:place] if keeps_space else text[:place].rstrip()
+    keeps_space = text.startswith(CONTINUE_TAG, index) or not said.strip()
+    return text[:index] if keeps_space else text[:index].rstrip()
 
 
 def num_chars(prompt: ChatPrompt) -> int:

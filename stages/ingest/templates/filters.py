@@ -115,12 +115,12 @@ def _compares(function: Function) -> Function:
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         budget = active.budget
-        place = 1 if hasattr(function, "jinja_pass_arg") else 0
-        items = args[place] if isinstance(args[place], Sized) else list(args[place])
+        index = 1 if hasattr(function, "jinja_pass_arg") else 0
+        items = args[index] if isinstance(args[index], Sized) else list(args[index])
         budget.spend(budget.weight(items) * max(1, len(items).bit_length()) // 4)
-        for value in (*args[place + 1 :], *kwargs.values()):
+        for value in (*args[index + 1 :], *kwargs.values()):
             _check_attribute(value)
-        return made(function(*args[:place], items, *args[place + 1 :], **kwargs))
+        return made(function(*args[:index], items, *args[index + 1 :], **kwargs))
 
     return bounded
 

@@ -54,8 +54,8 @@ def with_sentinels(variables: dict[str, Any], prompt: ChatPrompt, form: Reasonin
         {name: value if name in TEXTS else with_masks(value, pattern) for name, value in message.items()}
         for message in variables["messages"]
     ]
-    for place, message in enumerate(messages[:-1] if prompt.continue_final_message else messages):
-        _mark(message, is_last=place == len(messages) - 1)
+    for index, message in enumerate(messages[:-1] if prompt.continue_final_message else messages):
+        _mark(message, is_last=index == len(messages) - 1)
     return {**variables, **changed, "messages": messages}
 
 
@@ -66,11 +66,11 @@ def num_chars_added(prompt: ChatPrompt) -> int:
 
 def behind_sentinel(text: str, again: str, prompt: ChatPrompt, form: ReasoningFormat) -> str:
     """The part of a prompt's text behind the last sentinel of the second rendering."""
-    place = again.rfind(SENTINEL)
-    if place < 0:  # the template shows no message
+    index = again.rfind(SENTINEL)
+    if index < 0:  # the template shows no message
         return text
     text = text.replace(SENTINEL, "")  # the client's own
-    before, behind = again[:place].replace(SENTINEL, ""), again[place + len(SENTINEL) :]
+    before, behind = again[:index].replace(SENTINEL, ""), again[index + len(SENTINEL) :]
     if text == before + behind or prompt.messages[-1].tool_calls:
         return behind
     # The texts differ where the client's marks are masked, and there the second one is right. But the template may also

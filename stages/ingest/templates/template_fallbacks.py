@@ -79,18 +79,18 @@ def with_empty_parts(traits: TemplateTraits) -> TemplateTraits:
 def with_calls_apart(prompt: ChatPrompt) -> ChatPrompt:
     """The chat with one call in each message, and the results of the call behind it. Other results follow the last."""
     messages: list[ChatMessage] = []
-    place = 0
-    while place < len(prompt.messages):
-        message = prompt.messages[place]
-        place += 1
+    index = 0
+    while index < len(prompt.messages):
+        message = prompt.messages[index]
+        index += 1
         if len(message.tool_calls) < 2:
             messages.append(message)
             continue
-        end = place
+        end = index
         while end < len(prompt.messages) and prompt.messages[end].role == "tool":
             end += 1
-        messages += _apart(message, prompt.messages[place:end])
-        place = end
+        messages += _apart(message, prompt.messages[index:end])
+        index = end
     return msgspec.structs.replace(prompt, messages=messages)
 
 
@@ -101,9 +101,9 @@ def _apart(message: ChatMessage, results: Sequence[ChatMessage]) -> list[ChatMes
         by_id.setdefault(result.tool_call_id, deque()).append(result)
     left = Counter(call.id for call in message.tool_calls)
     found: list[ChatMessage] = []
-    for place, call in enumerate(message.tool_calls):
+    for index, call in enumerate(message.tool_calls):
         first = msgspec.structs.replace(message, tool_calls=[call])
-        found.append(first if place == 0 else ChatMessage("assistant", None, tool_calls=[call]))
+        found.append(first if index == 0 else ChatMessage("assistant", None, tool_calls=[call]))
         left[call.id] -= 1
         if left[call.id] == 0:
             found += by_id.pop(call.id, ())

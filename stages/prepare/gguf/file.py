@@ -246,7 +246,7 @@ class GgufFile:
         alignment = self._alignment()
         begin = -(-self._at // alignment) * alignment
         end, before = 0, ""
-        places = []
+        spans = []
         for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             num_bytes = math.prod(shape) // block * block_bytes
@@ -256,12 +256,12 @@ class GgufFile:
             if offset < end:
                 raise _Fault(f"{what} begins at {offset}, inside {shown(before)}")
             end, before = offset + num_bytes, name
-            places.append((name, kind, shape, begin + offset, begin + end))
-        if places and begin + end > len(data):  # without tensors there may be no padding
+            spans.append((name, kind, shape, begin + offset, begin + end))
+        if spans and begin + end > len(data):  # without tensors there may be no padding
             raise _Fault(f"it has {len(data)} of {begin + end} bytes; the tensor {shown(before)} ends there")
         return [
             GgufTensor(name, kind, shape, data[first:last], self._mapping, first)
-            for name, kind, shape, first, last in places
+            for name, kind, shape, first, last in spans
         ]
 
     def _read_info(self) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:

@@ -20,7 +20,7 @@ def read_parts(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     metadata = Metadata(files[0])
     tensors: dict[str, GgufTensor] = {}
     for number, file in enumerate(files):
-        _check_place(Metadata(file), number, len(files))
+        _check_number(Metadata(file), number, len(files))
         for name, tensor in file.tensors.items():
             if name in tensors:
                 raise ModelError(f"{file.path}: the tensor {shown(name)} is also in another part of the model")
@@ -34,7 +34,7 @@ def read_parts(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     return metadata, tensors
 
 
-def _check_place(metadata: Metadata, number: int, count: int) -> None:
+def _check_number(metadata: Metadata, number: int, count: int) -> None:
     """Raises ModelError unless a file says that it is part `number`, from 0, of `count`."""
     found = metadata.get(COUNT_KEY, int, 1), metadata.get(NUMBER_KEY, int, 0)
     if found == (count, number):

@@ -163,7 +163,7 @@ def _merges_by_score(vocabulary: GgufVocabulary, where: str) -> list[tuple[str, 
     for token, i in ids.items():
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         whole = sorted((ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids)
-        merges += [(-vocabulary.scores[i], i, place, a, b) for place, (_, _, a, b) in enumerate(whole)]
+        merges += [(-vocabulary.scores[i], i, index, a, b) for index, (_, _, a, b) in enumerate(whole)]
         if len(merges) > MAX_MERGES:
             raise ModelError(f"{where}: tokenizer.ggml.tokens can be merged in more than {MAX_MERGES} ways")
     return [(a, b) for *_, a, b in sorted(merges)]

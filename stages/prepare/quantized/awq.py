@@ -21,7 +21,7 @@ from pipeline.stages.prepare.weights.tensors import Shape
 
 BITS = 4
 PER_WORD = 8
-PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Where each of eight outputs is in a word, in codes from the lowest bits on."""
 
 
@@ -92,6 +92,6 @@ class AwqMatrix(IntegerMatrix):
             return np.empty((0, len(words)), np.uint8)
         first, end = int(each.min()) // PER_WORD, int(each.max()) // PER_WORD + 1
         codes: Array = unpack(words[:, first:end], BITS).T[
-            each // PER_WORD * PER_WORD + PLACES[each % PER_WORD] - first * PER_WORD
+            each // PER_WORD * PER_WORD + ORDER[each % PER_WORD] - first * PER_WORD
         ]
         return codes

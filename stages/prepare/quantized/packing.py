@@ -36,8 +36,8 @@ def unpack_bytes(data: Array, bits: int) -> Array:
     """Codes of 2 or 4 bits [..., b * 8 / bits] uint8, of bytes [..., b]; the first code is in the lowest bits."""
     per_byte = 8 // bits
     codes = np.empty((*data.shape, per_byte), np.uint8)
-    for place in range(per_byte):
-        np.bitwise_and(data >> (bits * place), (1 << bits) - 1, out=codes[..., place])
+    for index in range(per_byte):
+        np.bitwise_and(data >> (bits * index), (1 << bits) - 1, out=codes[..., index])
     return codes.reshape(*data.shape[:-1], -1)
 
 

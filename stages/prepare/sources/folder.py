@@ -124,10 +124,10 @@ def convert(
         from pipeline.stages.prepare.quantized.methods import scheme_of
 
         scheme = scheme_of(config, config_path)
-    places: Found = {}
+    stored: Found = {}
     if scheme is None:
-        places = check_tensors(model, found)
-        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in places], found)
+        stored = check_tensors(model, found)
+        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in stored], found)
     chat_templates.write(templates.by_name, source, target)
     if scheme is not None:
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
@@ -140,7 +140,7 @@ def convert(
         from pipeline.stages.prepare.weights.weight_file import WEIGHTS, quantize
 
         with progress.measure(f"quantizing {name} to {quantization}") as report:
-            quantize(model, target, places, quantization, report)
+            quantize(model, target, stored, quantization, report)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
     generation_config.save(generation, target)
     if notes:

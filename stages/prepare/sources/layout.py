@@ -24,9 +24,9 @@ NAMED_TEMPLATES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE)
 
 def shards_of(index: Path) -> list[str]:
     """The files in the index of a sharded model. Raises ModelError if it isn't an index."""
-    places = decode_json(index, MAX_INDEX_BYTES, dict[str, msgspec.Raw]).get("weight_map", msgspec.Raw(b"null"))
+    weight_map = decode_json(index, MAX_INDEX_BYTES, dict[str, msgspec.Raw]).get("weight_map", msgspec.Raw(b"null"))
     try:
-        files = msgspec.json.decode(places, type=dict[str, str])
+        files = msgspec.json.decode(weight_map, type=dict[str, str])
     except ValueError:
         files = {}
     if not files:

@@ -149,18 +149,18 @@ def rows_at_once(num_columns: int) -> int:
 def quantize(
     model: ModelConfig,
     folder: Path,
-    places: Mapping[str, tuple[Path, TensorEntry]],
+    stored: Mapping[str, tuple[Path, TensorEntry]],
     quantization: PreparedFormat,
     report: Report,
 ) -> None:
     """Write `WEIGHTS` with the tensors of other files, quantized. Raises ModelError as `write_weights` does."""
-    targets = stored_tensors(model, {name: entry.shape for name, (_, entry) in places.items()}, {}, quantization)
+    targets = stored_tensors(model, {name: entry.shape for name, (_, entry) in stored.items()}, {}, quantization)
 
     def pieces(name: str) -> Iterator[Array]:
-        path, entry = places[name]
+        path, entry = stored[name]
         return float_rows(path, entry, rows_at_once(entry.shape[-1]))
 
-    write_weights(folder, targets, pieces, next(iter(places.values()))[0].parent, report)
+    write_weights(folder, targets, pieces, next(iter(stored.values()))[0].parent, report)
 
 
 def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, source: Path, report: Report) -> None:
@@ -173,15 +173,15 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
     header = _header(ordered)
     total = sum(target.num_bytes for target in ordered.values())
     require_room(folder, len(header) + total)
-    places, end = {}, len(header)
+    offsets, end = {}, len(header)
     for name, target in ordered.items():
-        places[name], end = end, end + target.num_bytes
+        offsets[name], end = end, end + target.num_bytes
     lock = Lock()
     done = 0
 
     def write_tensor(name: str) -> None:
         nonlocal done
-        target, place = ordered[name], places[name]
+        target, offset = ordered[name], offsets[name]
         for piece in pieces(name):
             if failed.is_set():
                 return
@@ -189,11 +189,11 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
                 data = piece if piece.dtype == np.uint8 else encode(piece, target.format)
             except ValueError as error:
                 raise ModelError(f"{source}: tensor {name} can't be stored as {target.format}: {error}") from error
-            place += _write_at(file, data, place)
+            offset += _write_at(file, data, offset)
             with lock:
                 done += data.nbytes
                 report(done, total)
-        written = place - places[name]
+        written = offset - offsets[name]
         assert written == target.num_bytes, f"wrote {written} bytes of {name}, not {target.num_bytes}"
 
     failed = Event()
@@ -211,12 +211,12 @@ def write_weights(folder: Path, targets: Mapping[str, Stored], pieces: Pieces, s
                 raise
 
 
-def _write_at(file: IO[bytes], data: Array, place: int) -> int:
+def _write_at(file: IO[bytes], data: Array, offset: int) -> int:
     """Write contiguous data at a place of a file. Returns its bytes. Raises OSError."""
     left = data.reshape(-1).view(np.uint8)
     while len(left):
-        written = os.pwrite(file.fileno(), left.data, place)
-        left, place = left[written:], place + written
+        written = os.pwrite(file.fileno(), left.data, offset)
+        left, offset = left[written:], offset + written
     return data.nbytes
 
 

@@ -66,7 +66,9 @@ class PrefixLookup:
         for index, group in enumerate(self._groups):
             if group.window and num_blocks:
                 first = group.first_block(num_blocks * self._block_size, self._block_size)
-                of_window = (self._at(keys, index, place, with_swap=with_swap) for place in range(first, num_blocks))
+                of_window = (
+                    self._at(keys, index, block_index, with_swap=with_swap) for block_index in range(first, num_blocks)
+                )
                 found[index] = FoundBlocks(first, [block for block in of_window if block is not None])
                 assert found[index].first + len(found[index].blocks) == num_blocks
             else:
@@ -79,8 +81,8 @@ class PrefixLookup:
         found: list[FoundBlocks] = []
         for index, table in enumerate(swapped.tables):
             shared: list[int] = []
-            for place in range(table.first, min(num_full, len(keys))):
-                block = self._pool.find(group_key(keys[place], index))
+            for block_index in range(table.first, min(num_full, len(keys))):
+                block = self._pool.find(group_key(keys[block_index], index))
                 if block is None:
                     break
                 shared.append(block)
@@ -97,19 +99,19 @@ class PrefixLookup:
     def _fitting(self, keys: list[bytes], most: int, indices: list[int], *, with_swap: bool) -> int:
         """The longest prefix of at most `most` blocks whose end these groups, of one window, have."""
         group = self._groups[indices[0]]
-        end, place = most, most - 1
+        end, block_index = most, most - 1
         first = group.first_block(end * self._block_size, self._block_size)
-        while end and place >= first:
-            if all(self._at(keys, index, place, with_swap=with_swap) is not None for index in indices):
-                place -= 1
+        while end and block_index >= first:
+            if all(self._at(keys, index, block_index, with_swap=with_swap) is not None for index in indices):
+                block_index -= 1
             else:
-                end, place = place, place - 1
+                end, block_index = block_index, block_index - 1
                 first = group.first_block(end * self._block_size, self._block_size)
         return end
 
-    def _at(self, keys: list[bytes], index: int, place: int, *, with_swap: bool) -> int | None:
+    def _at(self, keys: list[bytes], index: int, block_index: int, *, with_swap: bool) -> int | None:
         """A block of a group, as in `FoundBlocks.blocks`; None if it is not there."""
-        key = group_key(keys[place], index)
+        key = group_key(keys[block_index], index)
         block = self._pool.find(key)
         if block is not None or not with_swap:
             return block

@@ -132,10 +132,10 @@ class KVCacheManager:
             blocks += found.tails[group : group + 1]
             blocks += [pool.take() for _ in range(end - part.first - len(blocks))]
             tables.append(BlockTable(part.first, blocks))
-            for place, block in enumerate(part.blocks):
+            for index, block in enumerate(part.blocks):
                 if block < 0:
                     sources.append(~block)
-                    targets.append(blocks[place])
+                    targets.append(blocks[index])
         if found.fork_of >= 0:
             self._copy_fork(found, tables)
         elif sequence.swapped is not None:
@@ -292,8 +292,8 @@ class KVCacheManager:
         num_full = np.minimum(rows.num_tokens[running], rows.num_computed_tokens[running]) // self._block_size
         fresh = num_full > rows.num_registered[running]
         if np.count_nonzero(fresh):
-            for place in fresh.nonzero()[0].tolist():
-                self._register_row(int(running[place]), int(num_full[place]))
+            for index in fresh.nonzero()[0].tolist():
+                self._register_row(int(running[index]), int(num_full[index]))
 
     def register_if_full(self, running: Int64s, num_tokens: Int64s) -> None:
         """`register` for decoding rows, of which a block can only be full if a row's number of ids, `known`, is a
@@ -329,14 +329,14 @@ class KVCacheManager:
         keys, register, num_registered = sequence.keys, self.pool.register, int(rows.num_registered[row])
         rows.num_registered[row] = num_full
         if self.windows.is_plain:
-            for place in range(num_registered, num_full):
-                register(int(rows.tables[0, row, place]), keys[place], self._planned_step)
+            for index in range(num_registered, num_full):
+                register(int(rows.tables[0, row, index]), keys[index], self._planned_step)
             return
         firsts = rows.block_firsts[:, row].tolist()
-        for place in range(num_registered, num_full):
-            for group, block in enumerate(rows.tables[:, row, place].tolist()):
-                if place >= firsts[group]:
-                    register(block, prefix.group_key(keys[place], group), self._planned_step)
+        for index in range(num_registered, num_full):
+            for group, block in enumerate(rows.tables[:, row, index].tolist()):
+                if index >= firsts[group]:
+                    register(block, prefix.group_key(keys[index], group), self._planned_step)
 
     def check(self, swapped: list[Swapped]) -> None:
         """Assert every invariant; for tests. `swapped` are all sequences in swap space."""

@@ -81,13 +81,13 @@ class KVOffload:
         prefix.extend(sequence.keys, rows.ids[row], num_registered, self._block_size, sequence.request.root)
         if not sequence.offloaded:
             sequence.offloaded = [[] for _ in self._groups]
-        place = int(rows.num_offloaded[row])
+        index = int(rows.num_offloaded[row])
         firsts = rows.block_firsts[:, row].tolist()
-        while place < num_registered:
+        while index < num_registered:
             keys = [
-                (group, prefix.group_key(sequence.keys[place], group))
+                (group, prefix.group_key(sequence.keys[index], group))
                 for group in self._groups
-                if place >= firsts[group]
+                if index >= firsts[group]
             ]
             found = [swap.find(key) for _, key in keys]
             there = [block for block in found if block is not None]
@@ -103,11 +103,11 @@ class KVOffload:
                     continue
                 taken = swap.take()
                 swap.register(taken, key, step_id)
-                sources.append(int(rows.tables[group, row, place]))
+                sources.append(int(rows.tables[group, row, index]))
                 targets.append(taken)
                 sequence.offloaded[group].append(taken)
-            place += 1
-        rows.num_offloaded[row] = place
+            index += 1
+        rows.num_offloaded[row] = index
         self._copies.out(sources, targets)
         self.num_blocks_offloaded += len(sources)
         return len(sources)

@@ -62,9 +62,9 @@ def extend(
     data = ids[: num_blocks * block_size].tobytes()
     width = block_size * ids.itemsize
     key = keys[-1] if keys else root
-    for place in range(len(keys), num_blocks):
-        part = data[place * width : (place + 1) * width]
+    for index in range(len(keys), num_blocks):
+        part = data[index * width : (index + 1) * width]
         if extras:
-            part += extras.get(place, b"")
+            part += extras.get(index, b"")
         key = blake2b(key + part, digest_size=KEY_BYTES).digest()
         keys.append(key)

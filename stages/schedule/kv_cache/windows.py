@@ -58,8 +58,8 @@ class WindowBlocks:
         for window, groups in self.by_window.items():
             firsts = (positions - window + 1) // self._block_size
             passed = firsts > rows.block_firsts[groups[0], order]
-            for place in passed.nonzero()[0].tolist() if np.count_nonzero(passed) else ():
-                row, first = int(order[place]), int(firsts[place])
+            for index in passed.nonzero()[0].tolist() if np.count_nonzero(passed) else ():
+                row, first = int(order[index]), int(firsts[index])
                 begin = int(rows.block_firsts[groups[0], row])
                 for group in groups:
                     blocks: list[int] = rows.tables[group, row, begin:first].tolist()
@@ -95,8 +95,8 @@ class WindowBlocks:
                 continue
             blocks = self._pool.take_some(num)
             ends, targets = rows.block_ends[group], order.repeat(nums)
-            places = ends[targets] + np.arange(num) - (nums.cumsum() - nums).repeat(nums)
-            rows.tables[group, targets, places] = blocks
+            indices = ends[targets] + np.arange(num) - (nums.cumsum() - nums).repeat(nums)
+            rows.tables[group, targets, indices] = blocks
             ends[order] += nums
             appended.rows += targets.tolist()
             appended.blocks += blocks

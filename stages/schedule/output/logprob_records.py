@@ -20,14 +20,14 @@ def expect_logprobs(rows: RowTracker, entries: StepEntries) -> ExpectedLogprobs 
         return None
     prompts = []
     widths = rows.prompt_record_bytes[entries.rows]
-    for place in np.flatnonzero(widths).tolist():
-        row, start = int(entries.rows[place]), int(entries.starts[place])
+    for index in np.flatnonzero(widths).tolist():
+        row, start = int(entries.rows[index]), int(entries.starts[index])
         # Position p returns the record of the next id.
-        end = min(start + int(entries.counts[place]), int(rows.num_prompt[row]) - 1)
+        end = min(start + int(entries.counts[index]), int(rows.num_prompt[row]) - 1)
         sequence = rows.sequences[row]
         assert sequence is not None
         if start < end:
-            prompts.append(ExpectedPromptLogprobs(row, sequence, start, end - start, int(widths[place])))
+            prompts.append(ExpectedPromptLogprobs(row, sequence, start, end - start, int(widths[index])))
     return ExpectedLogprobs(rows.record_bytes[entries.rows[entries.samples]], prompts)
 
 
@@ -47,10 +47,10 @@ def take_records(
         widths, sampled, current = np.repeat(widths, num_ids), np.repeat(sampled, num_ids), np.repeat(current, num_ids)
     ends = np.cumsum(np.where(ids >= 0, widths, 0))
     assert (int(ends[-1]) if len(ends) else 0) == len(records), f"unexpected {len(records)} bytes of records"
-    for place in np.flatnonzero((widths > 0) & (ids >= 0) & current).tolist():
-        sequence = rows.sequences[int(sampled[place])]
+    for index in np.flatnonzero((widths > 0) & (ids >= 0) & current).tolist():
+        sequence = rows.sequences[int(sampled[index])]
         assert sequence is not None
-        sequence.records += records[int(ends[place] - widths[place]) : int(ends[place])]
+        sequence.records += records[int(ends[index] - widths[index]) : int(ends[index])]
 
 
 def take_prompt_records(

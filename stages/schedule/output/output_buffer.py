@@ -160,13 +160,13 @@ class OutputBuffer:
         return Settled(run.seqs, starts.tobytes(), run.counts, run.ids, run.finishes, settled_s=now_s)
 
     def _drafts(self, closings: list[ClosingOutput], fresh: Int64s) -> list[DraftCounts]:
-        found = [(place, closing.drafts) for place, closing in enumerate(closings) if closing.drafts is not None]
+        found = [(index, closing.drafts) for index, closing in enumerate(closings) if closing.drafts is not None]
         has_predictions = self._rows.all_flags & RowFlag.PREDICTION
-        for place in np.flatnonzero(self._rows.have(RowFlag.PREDICTION, fresh)).tolist() if has_predictions else ():
-            sequence = self._rows.sequences[int(fresh[place])]
+        for index in np.flatnonzero(self._rows.have(RowFlag.PREDICTION, fresh)).tolist() if has_predictions else ():
+            sequence = self._rows.sequences[int(fresh[index])]
             if sequence is not None and (counts := sequence.draft_counts) is not None:
-                found.append((len(closings) + place, counts))
-        return [msgspec.structs.replace(counts, place=place) for place, counts in found]
+                found.append((len(closings) + index, counts))
+        return [msgspec.structs.replace(counts, index=index) for index, counts in found]
 
     def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
         """The records of a message's ids, empty if no request asks for them."""
@@ -183,12 +183,12 @@ class OutputBuffer:
                 yield sequence
 
     def _firsts(self, closings: list[ClosingOutput], fresh: Int64s, starts: Int64s) -> list[FirstTimes]:
-        found = [(place, closing.first) for place, closing in enumerate(closings) if closing.first is not None]
-        for place in np.flatnonzero(starts == self._rows.num_resumed_tokens[fresh]).tolist():
-            sequence = self._rows.sequences[int(fresh[place])]
+        found = [(index, closing.first) for index, closing in enumerate(closings) if closing.first is not None]
+        for index in np.flatnonzero(starts == self._rows.num_resumed_tokens[fresh]).tolist():
+            sequence = self._rows.sequences[int(fresh[index])]
             assert sequence is not None
-            found.append((len(closings) + place, sequence.first_times))
-        return [msgspec.structs.replace(first, place=place) for place, first in found]
+            found.append((len(closings) + index, sequence.first_times))
+        return [msgspec.structs.replace(first, index=index) for index, first in found]
 
     def mark_sent(self, replica: int = 0) -> None:
         """The last pending message to a replica was sent."""

@@ -140,6 +140,6 @@ def grant_chunks(budget: StepBudget, need: Int64s, starts: Int64s, is_long: Bool
     reserve = min(MIN_CHUNK, int(need[is_long][0]), (budget.tokens + 1) // 2) if is_long.any() else 0
     for row in np.flatnonzero(~is_long).tolist():
         counts[row] = budget.chunk(int(starts[row]), int(need[row]), False, reserve)
-    for place, row in enumerate(np.flatnonzero(is_long).tolist()):
-        counts[row] = budget.chunk(int(starts[row]), int(need[row]), True, is_sure=place == 0)
+    for index, row in enumerate(np.flatnonzero(is_long).tolist()):
+        counts[row] = budget.chunk(int(starts[row]), int(need[row]), True, is_sure=index == 0)
     return counts

@@ -61,8 +61,8 @@ class TuningRound:
     @property
     def depth(self) -> int:
         """The depth of the current turn."""
-        pair, place = divmod(self._turn, 2)
-        return self._depths[place ^ (pair & 1)]
+        pair, half = divmod(self._turn, 2)
+        return self._depths[half ^ (pair & 1)]
 
     @property
     def is_over(self) -> bool:

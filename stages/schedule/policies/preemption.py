@@ -70,14 +70,14 @@ class Victims:
     def take(self, after: int = -1, above: int | None = None) -> int | None:
         """Remove and return a row: of the candidates after a place, of the highest rank among them, the one that costs
         least to resume; of equals, the last. Returns None if there is none, or if its rank is not above `above`."""
-        places = self._left[after + 1 :].nonzero()[0] + after + 1
-        if len(places) == 0 or (above is not None and self._ranks[places[-1]] <= above):
+        indices = self._left[after + 1 :].nonzero()[0] + after + 1
+        if len(indices) == 0 or (above is not None and self._ranks[indices[-1]] <= above):
             return None
-        places = places[self._ranks[places] == self._ranks[places[-1]]]
-        place = int(places[len(places) - 1 - int(np.argmin(self._costs_s[places][::-1]))])
-        self._left[place] = False
-        return int(self._candidates[place])
+        indices = indices[self._ranks[indices] == self._ranks[indices[-1]]]
+        index = int(indices[len(indices) - 1 - int(np.argmin(self._costs_s[indices][::-1]))])
+        self._left[index] = False
+        return int(self._candidates[index])
 
-    def drop(self, places: Int64s) -> None:
+    def drop(self, indices: Int64s) -> None:
         """Remove the candidates at these places."""
-        self._left[places] = False
+        self._left[indices] = False

@@ -89,7 +89,7 @@ class Quarantine:
         if (group := next(with_room, None)) is not None:
             group.request_ids[request_id] = num_ids
             return
-        later = (place for place, one in enumerate(self._groups) if place >= num_running and one.size > size)
+        later = (index for index, one in enumerate(self._groups) if index >= num_running and one.size > size)
         self._groups.insert(next(later, len(self._groups)), Group({request_id: num_ids}, size))
 
     def settled(self, request_id: int) -> None:

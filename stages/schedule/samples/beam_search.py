@@ -191,13 +191,13 @@ def _moves(running: Sequence[Continuation], width: int, records: dict[int, tuple
     """Which sequence computes each of the new beams. A beam that goes on keeps its sequence for one continuation, if
     possible for the id that the executor sampled: then it changes nothing. The others take those of beams that end."""
     kept: dict[int, int] = {}
-    for place, one in enumerate(running):
+    for position, one in enumerate(running):
         parent = one.parent.slot
         if parent not in kept or one.token_id == records[parent][0]:
-            kept[parent] = place
-    by_place = {place: index for index, place in kept.items()}
+            kept[parent] = position
+    by_position = {position: index for index, position in kept.items()}
     free = iter([index for index in range(width) if index not in kept])
     return [
-        Move(by_place[place] if place in by_place else next(free), one.parent.slot, one.token_id)
-        for place, one in enumerate(running)
+        Move(by_position[position] if position in by_position else next(free), one.parent.slot, one.token_id)
+        for position, one in enumerate(running)
     ]

@@ -44,17 +44,17 @@ class ScheduleMetrics:
 
     def observe_step(self, num_rows: int, num_tokens: int, wait_s: float, step_s: float) -> None:
         """Count a step that was planned as soon as there was work."""
-        place = bucket_of(num_rows, num_tokens)
-        gaps = self._gaps[place]
+        bucket = bucket_of(num_rows, num_tokens)
+        gaps = self._gaps[bucket]
         if gaps is None:
-            gaps = self._gaps[place] = StepGaps()
+            gaps = self._gaps[bucket] = StepGaps()
         gaps.gap_s.observe(wait_s)
         gaps.step_s += step_s
 
     def gaps(self) -> list[GapCounts]:
         """One entry for each class of batch sizes with any steps."""
-        places = enumerate(self._gaps)
-        return [GapCounts(place, of.gap_s.counts(), of.step_s) for place, of in places if of is not None]
+        buckets = enumerate(self._gaps)
+        return [GapCounts(bucket, of.gap_s.counts(), of.step_s) for bucket, of in buckets if of is not None]
 
     def plan_wait_s(self) -> HistogramCounts:
         """Over all classes."""

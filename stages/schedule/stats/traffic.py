@@ -116,8 +116,8 @@ class TrafficRecorder:
         data = ids.tobytes()
         digest = prefix.root(request.options.cache_salt)
         keys: list[int] = []
-        for place in range(len(data) // width):
-            part = data[place * width : (place + 1) * width]
+        for index in range(len(data) // width):
+            part = data[index * width : (index + 1) * width]
             digest = blake2b(digest + part, digest_size=HASH_BYTES, key=salt).digest()
             keys.append(int.from_bytes(digest, "little") >> (8 * HASH_BYTES - HASH_BITS))
         return keys

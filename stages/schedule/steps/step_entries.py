@@ -20,9 +20,9 @@ class StepEntries(NamedTuple):
     counts: Int64s
     samples: Bools
 
-    def taken(self, places: Int64s) -> "StepEntries":
+    def taken(self, indices: Int64s) -> "StepEntries":
         """The entries at these places, in their order."""
-        return StepEntries(self.rows[places], self.starts[places], self.counts[places], self.samples[places])
+        return StepEntries(self.rows[indices], self.starts[indices], self.counts[indices], self.samples[indices])
 
 
 def joined(entries: list[StepEntries]) -> StepEntries:

@@ -146,7 +146,7 @@ def test_an_error_of_the_server_names_the_prompt_s_index(llm: LLM) -> None:
     long = "word " * 400
     with pytest.raises(PromptError, match=r"prompts\[17\]: this model's maximum context length is 256") as caught:
         llm.generate([*(["short"] * 17), long, *(["short"] * 50)], GREEDY)
-    assert (caught.value.place, caught.value.status, caught.value.code) == (17, 400, "context_length_exceeded")
+    assert (caught.value.index, caught.value.status, caught.value.code) == (17, 400, "context_length_exceeded")
     with pytest.raises(PromptError, match=r"^prompt: this model's maximum context length"):
         llm.generate(long, GREEDY)
     until_idle(llm)
@@ -159,7 +159,7 @@ def test_an_oversized_conversation_is_an_error_with_its_index(llm: LLM) -> None:
     words = r"the request has 60002\d\d bytes; this server accepts at most 4194304$"
     with pytest.raises(PromptError, match=rf"^messages\[1\]: {words}") as caught:
         llm.chat([small, large, small], GREEDY)
-    assert (caught.value.place, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
+    assert (caught.value.index, caught.value.status, caught.value.code) == (1, 413, "body_too_large")
     with pytest.raises(PromptError, match=rf"^messages: {words}"):
         llm.chat(large, GREEDY)
     with pytest.raises(PromptError, match=r"^messages: .*surrogates not allowed"):

@@ -153,7 +153,7 @@ async def test_sixteen_concurrent_requests_each_get_their_own_answer(server: Ser
             return text
 
         countries = list(capitals) * 4
-        answers = await asyncio.gather(*(request(country, place % 2 == 0) for place, country in enumerate(countries)))
+        answers = await asyncio.gather(*(request(country, index % 2 == 0) for index, country in enumerate(countries)))
     for country, answer in zip(countries, answers, strict=True):
         assert capitals[country] in answer
     server.until_idle()

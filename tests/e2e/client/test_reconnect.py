@@ -29,24 +29,26 @@ def pid_of(server: Server, name: str) -> int:
     return int(found)
 
 
-async def test_requests_outlive_their_gateway_before_they_have_output(place: "Place") -> None:
-    async with place.clients() as clients:
-        expected = await place.expected(clients)
-        pid = await asyncio.to_thread(pid_of, place.server, "gateway.0")
+async def test_requests_outlive_their_gateway_before_they_have_output(deployment: "Deployment") -> None:
+    async with deployment.clients() as clients:
+        expected = await deployment.expected(clients)
+        pid = await asyncio.to_thread(pid_of, deployment.server, "gateway.0")
         once = Once(1, lambda: os.kill(pid, signal.SIGKILL))
         clients.on_output = once
         assert_same(await clients.run(), expected)
         assert once.is_done and clients.client.is_connected
-    assert await asyncio.to_thread(pid_of, place.server, "gateway.0") != pid
-    await place.until_idle()
+    assert await asyncio.to_thread(pid_of, deployment.server, "gateway.0") != pid
+    await deployment.until_idle()
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-async def test_streams_outlive_their_gateway_and_those_of_another_do_not_notice(place: "Place", killed: int) -> None:
+async def test_streams_outlive_their_gateway_and_those_of_another_do_not_notice(
+    deployment: "Deployment", killed: int
+) -> None:
     """`LLM` and `AsyncLLM` have requests at both gateways."""
-    async with place.clients(killed) as clients, place.clients(1 - killed) as others:
-        expected = await place.expected(clients)
-        pid = await asyncio.to_thread(pid_of, place.server, f"gateway.{killed}")
+    async with deployment.clients(killed) as clients, deployment.clients(1 - killed) as others:
+        expected = await deployment.expected(clients)
+        pid = await asyncio.to_thread(pid_of, deployment.server, f"gateway.{killed}")
         once = Once(150, lambda: os.kill(pid, signal.SIGKILL))
         clients.on_output = once
         received = await asyncio.gather(clients.run(), others.run())
@@ -54,15 +56,15 @@ async def test_streams_outlive_their_gateway_and_those_of_another_do_not_notice(
         for one in received:
             assert_same(one, expected)
         assert clients.num_repeated > 0 == others.num_repeated
-    await place.until_idle()
+    await deployment.until_idle()
 
 
-async def test_streams_outlive_their_server(place: "Place") -> None:
+async def test_streams_outlive_their_server(deployment: "Deployment") -> None:
     """It ends them, and is started again at its address."""
-    async with place.clients() as clients:
-        expected = await place.expected(clients)
+    async with deployment.clients() as clients:
+        expected = await deployment.expected(clients)
         restarted: list[asyncio.Task[None]] = []
-        once = Once(60, lambda: restarted.append(asyncio.create_task(asyncio.to_thread(place.restart))))
+        once = Once(60, lambda: restarted.append(asyncio.create_task(asyncio.to_thread(deployment.restart))))
         clients.on_output = once
         received = await clients.run()
         assert once.is_done, f"only {clients.num_outputs} outputs came"
@@ -72,10 +74,10 @@ async def test_streams_outlive_their_server(place: "Place") -> None:
 
 
 def test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server(
-    place: "Place", node_client: Path
+    deployment: "Deployment", node_client: Path
 ) -> None:
     def run(at_moment: Callable[[], object]) -> dict[str, Any]:
-        command = ["node", "resume.mjs", place.address(), KEY]
+        command = ["node", "resume.mjs", deployment.address(), KEY]
         with subprocess.Popen(command, cwd=node_client, stdout=subprocess.PIPE, text=True) as process:
             guard(process)
             assert process.stdout is not None
@@ -89,7 +91,7 @@ def test_streams_of_the_javascript_client_outlive_their_gateway_and_their_server
     expected = run(lambda: None)
     assert expected["numRepeats"] == 0 and expected["received"]["unseeded"] == {"same": True}
     assert expected["received"]["n = 3"]["sequences"].keys() == {"0", "1", "2"}
-    for act in (lambda: os.kill(pid_of(place.server, "gateway.0"), signal.SIGKILL), place.restart):
+    for act in (lambda: os.kill(pid_of(deployment.server, "gateway.0"), signal.SIGKILL), deployment.restart):
         received = run(act)
         assert received["numRepeats"] > 0
         assert_same(received["received"], expected["received"])
@@ -119,7 +121,7 @@ def assert_same(received: dict[str, Any], expected: dict[str, Any]) -> None:
         assert received[kind] == value, kind
 
 
-class Place:
+class Deployment:
     """A server with two gateways and an API key, at TCP ports of its own."""
 
     def __init__(self) -> None:
@@ -159,7 +161,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
-    place = Place()
-    yield place
-    place.server.__exit__()
+def deployment() -> Iterator[Deployment]:
+    deployment = Deployment()
+    yield deployment
+    deployment.server.__exit__()

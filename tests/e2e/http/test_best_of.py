@@ -91,7 +91,7 @@ def test_a_stop_string_scores_the_ids_up_to_it_whatever_the_steps(llm: LLM) -> N
     params = SamplingParams(n=3, best_of=6, stop=["e", "."], **SAMPLED | {"max_tokens": 40})
     alone = llm.generate(PROMPT, params, progress=False)[0]
     assert any(one.finish_reason == "stop" for one in alone.outputs)
-    others = [SamplingParams(temperature=0, max_tokens=20 + place, ignore_eos=True) for place in range(6)]
+    others = [SamplingParams(temperature=0, max_tokens=20 + index, ignore_eos=True) for index in range(6)]
     for _ in range(3):
         beside = llm.generate([PROMPT] * 7, [*others, params], progress=False)[-1]
         assert beside.outputs == alone.outputs

@@ -61,19 +61,19 @@ def test_prompts_and_outputs_have_the_model_s_logprobs(tiny: Tiny) -> None:
     logprobs = tiny.logprobs(PROMPT + ids)
     assert ids == logprobs[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     found = choice["logprobs"]["token_logprobs"]
-    expected = [logprobs[len(PROMPT) - 1 + place, token] for place, token in enumerate(ids)]
+    expected = [logprobs[len(PROMPT) - 1 + index, token] for index, token in enumerate(ids)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=EXACT)
-    for place, top in enumerate(choice["logprobs"]["top_logprobs"]):
-        most_likely = np.sort(logprobs[len(PROMPT) - 1 + place])[::-1][:3]
+    for index, top in enumerate(choice["logprobs"]["top_logprobs"]):
+        most_likely = np.sort(logprobs[len(PROMPT) - 1 + index])[::-1][:3]
         # By their texts, which are equal for bytes of incomplete characters.
         assert 0 < len(top) <= 4 and all(min(abs(one - most_likely)) < EXACT for one in top.values())
     first, *entries = choice["prompt_logprobs"]
     assert first is None and len(entries) == len(PROMPT) - 1
-    for place, entry in enumerate(entries):
-        assert str(PROMPT[place + 1]) in entry and set(map(int, entry)) >= set(logprobs[place].argsort()[-2:].tolist())
+    for index, entry in enumerate(entries):
+        assert str(PROMPT[index + 1]) in entry and set(map(int, entry)) >= set(logprobs[index].argsort()[-2:].tolist())
         assert {one["rank"] for one in entry.values()} >= {1, 2}
         for token, one in entry.items():
-            assert abs(one["logprob"] - logprobs[place, int(token)]) < EXACT
+            assert abs(one["logprob"] - logprobs[index, int(token)]) < EXACT
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

@@ -202,8 +202,8 @@ def test_a_flood_of_copied_handshakes_takes_one_step_in_a_turn_of_the_loop(
             data = hello()
             with ExitStack() as stack:
                 flood = [stack.enter_context(socket.create_connection(address)) for _ in range(NUM_FLOOD)]
-                for place, one in enumerate(flood):
-                    one.sendall(data[:100] if place % 2 else data)
+                for index, one in enumerate(flood):
+                    one.sendall(data[:100] if index % 2 else data)
                 while len(connections) < NUM_FLOOD:
                     await asyncio.sleep(0)
                 for one in flood[1::2]:

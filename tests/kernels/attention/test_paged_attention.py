@@ -168,16 +168,16 @@ def test_keys_are_quantized_after_rotation_and_the_hadamard_transform(num_heads:
     same = qkv.clone()
     rotary_write(same, cos, sin, slots, exact)
     rotary_write(qkv, cos, sin, slots, kv if num_heads == num_kv_heads else kv._replace(center=center))
-    places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    index = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     queries, others = qkv.view(len(qkv), -1, HEAD_DIM).split([num_heads, 2 * num_kv_heads], 1)
     turned, same_others = same.view(len(qkv), -1, HEAD_DIM).split([num_heads, 2 * num_kv_heads], 1)
     assert torch.equal(queries, transform_heads(turned)) and torch.equal(others, same_others)
-    keys = exact.keys[places] if num_heads == num_kv_heads else exact.keys[places] - center
-    expected = (*quantize_heads(transform_heads(keys)), *quantize_heads(exact.values[places]))
+    keys = exact.keys[index] if num_heads == num_kv_heads else exact.keys[index] - center
+    expected = (*quantize_heads(transform_heads(keys)), *quantize_heads(exact.values[index]))
     for part, numbers in zip((kv.keys, kv.key_scales, kv.values, kv.value_scales), expected, strict=True):
-        assert part is not None and torch.equal(part[places], numbers)
+        assert part is not None and torch.equal(part[index], numbers)
     untouched = torch.ones(200, BLOCK_SIZE, dtype=torch.bool)
-    untouched[places] = False
+    untouched[index] = False
     for part, old in zip((kv.keys, kv.values, kv.key_scales, kv.value_scales), before, strict=True):
         assert part is not None and torch.equal(part[untouched], old[untouched])
 

@@ -49,27 +49,27 @@ class KVMemory:
         """A reference for the library."""
         return ctypes.byref(self._layer)
 
-    def write(self, blocks: np.ndarray, places: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+    def write(self, blocks: np.ndarray, offsets: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         """Write keys and values [tokens, heads, head_dim] float32, rounded, to these places in blocks."""
         if self.type is KVType.INT8:
             codes, scales = zip(quantize_heads(keys), quantize_heads(values), strict=True)
             for i in range(2):
-                self.scales[blocks, :, i, places] = bf16_bits(scales[i])
+                self.scales[blocks, :, i, offsets] = bf16_bits(scales[i])
         else:
             codes = bf16_bits(keys), bf16_bits(values)
         num = len(keys)
-        self.keys[blocks, :, :, places] = codes[0].reshape(num, self.num_heads, -1, 2)
-        self.values[blocks, :, :, places // 2, :, places % 2] = codes[1].reshape(num, self.num_heads, -1, PANEL)
+        self.keys[blocks, :, :, offsets] = codes[0].reshape(num, self.num_heads, -1, 2)
+        self.values[blocks, :, :, offsets // 2, :, offsets % 2] = codes[1].reshape(num, self.num_heads, -1, PANEL)
 
-    def read(self, blocks: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, blocks: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The numbers at these places: keys and values [tokens, heads, head_dim], bfloat16 words or int8 codes."""
         shape = len(blocks), self.num_heads, self.head_dim
-        keys = self.keys[blocks, :, :, places].reshape(shape)
-        return keys, self.values[blocks, :, :, places // 2, :, places % 2].reshape(shape)
+        keys = self.keys[blocks, :, :, offsets].reshape(shape)
+        return keys, self.values[blocks, :, :, offsets // 2, :, offsets % 2].reshape(shape)
 
-    def read_scales(self, blocks: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_scales(self, blocks: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Scales of keys and values at these places, [tokens, heads] float32."""
-        return upcast(self.scales[blocks, :, 0, places]), upcast(self.scales[blocks, :, 1, places])
+        return upcast(self.scales[blocks, :, 0, offsets]), upcast(self.scales[blocks, :, 1, offsets])
 
 
 def quantize_heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -360,8 +360,8 @@ def test_a_value_that_is_not_finite_is_not_lost_in_8_bits(library: ctypes.CDLL) 
     case = case_of(1, 3, 32, 0, KVType.INT8)
     with recording(library, tokens=NUM_TOKENS) as r:
         attention = Attention(r, case, True)
-        block, place = attention.tables[5, 70 // BLOCK_SIZE], 70 % BLOCK_SIZE
-        attention.kv.scales[block, :, 1, place] = bf16_bits(np.array([np.nan], np.float32))
+        block, offset = attention.tables[5, 70 // BLOCK_SIZE], 70 % BLOCK_SIZE
+        attention.kv.scales[block, :, 1, offset] = bf16_bits(np.array([np.nan], np.float32))
         (out,) = attention.run([(5, 60, 20)])
     assert np.isfinite(out[:10]).all() and np.isnan(out[10:]).all()
 

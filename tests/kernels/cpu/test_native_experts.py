@@ -24,7 +24,7 @@ def expert_order(chosen: list[list[int]]) -> dict[tuple[int, int], int]:
     """The row of each token's choices."""
     pairs = sorted((expert, token) for token, experts in enumerate(chosen) for expert in experts)
     rows = {pair: row for row, pair in enumerate(pairs)}
-    return {(token, place): rows[e, token] for token, experts in enumerate(chosen) for place, e in enumerate(experts)}
+    return {(token, index): rows[e, token] for token, experts in enumerate(chosen) for index, e in enumerate(experts)}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])

@@ -533,8 +533,8 @@ def test_rotary_embedding_and_kv_writes(
     bound = turned_error[:, :num_heads, in_head] / head_dim**0.5 + 3 * EPS * np.abs(expected)
     assert_kept(r, r.read_plain(queries, num, width), expected.reshape(num, width), bound.reshape(num, width))
 
-    blocks, places = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    made, scales = kv.read(blocks, places), kv.read_scales(blocks, places) if kv_type is KVType.INT8 else None
+    blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+    made, scales = kv.read(blocks, offsets), kv.read_scales(blocks, offsets) if kv_type is KVType.INT8 else None
     expected_keys, keys_error = turned[:, num_heads:, in_head], turned_error[:, num_heads:, in_head]
     if scales is None:
         assert_rounded_to_bf16(upcast(made[0]), expected_keys, keys_error)
@@ -607,8 +607,8 @@ def test_keys_and_values_in_8_bits_are_those_of_the_reference(library: ctypes.CD
         )
         r.fill([(0, 64)], tables=np.arange(4, dtype=np.int32)[None])
         assert r.run() == 0
-        places = np.arange(64) // BLOCK_SIZE, np.arange(64) % BLOCK_SIZE
-        made, scales = kv.read(*places), kv.read_scales(*places)
+        offsets = np.arange(64) // BLOCK_SIZE, np.arange(64) % BLOCK_SIZE
+        made, scales = kv.read(*offsets), kv.read_scales(*offsets)
     in_head = turned_order(1, 1, head_dim)
     given = kept.values.astype(np.float32).reshape(64, 2, 1, head_dim)
     for i, expected in enumerate((given[:, 0][..., in_head], given[:, 1])):

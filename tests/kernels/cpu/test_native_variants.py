@@ -53,13 +53,13 @@ def test_norms_of_any_kind(library: ctypes.CDLL, kind: str, width: int) -> None:
     with recording(library) as r:
         values = [r.floats(one).ctypes.data for one in (weight, bias)]
         norm = native.NativeNorm(native.NORM_KINDS[kind], *values, 1e-5)
-        rows, total, place = r.rows(5, width), r.floats(residual), r.floats(residual)
+        rows, total, in_place = r.rows(5, width), r.floats(residual), r.floats(residual)
         library.program_any_norm(
             r.program, rows, ActivationForm.PLAIN, r.floats(residual).ctypes.data, ctypes.byref(norm), width, 0
         )
         from_ = r.floats(result).ctypes.data
         library.program_add_norm(r.program, total.ctypes.data, from_, ctypes.byref(norm), width, 0.25)
-        library.program_add_norm(r.program, place.ctypes.data, None, ctypes.byref(norm), width, 1.0)
+        library.program_add_norm(r.program, in_place.ctypes.data, None, ctypes.byref(norm), width, 1.0)
         r.tokens(5)
         assert r.run() == 0
         plain = r.read_plain(rows, 5, width)
@@ -74,7 +74,7 @@ def test_norms_of_any_kind(library: ctypes.CDLL, kind: str, width: int) -> None:
         return x.double().numpy()
 
     error = 64 * EPS * (np.abs(expected(residual)) + np.abs(weight) + np.abs(bias) + 4)
-    assert_near(place, expected(residual), error)
+    assert_near(in_place, expected(residual), error)
     np.testing.assert_allclose(plain, expected(residual), rtol=2**-8, atol=1e-4)
     assert_near(total, residual + 0.25 * expected(result), error + EPS * np.abs(residual) + 64 * EPS * 4)
 

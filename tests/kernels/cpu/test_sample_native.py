@@ -270,8 +270,8 @@ def test_unlikely_ids_have_their_whole_interval(native: Native) -> None:
     logits[1234] = 0
     ends = np.cumsum(probabilities(logits, 1.0, 0, 1.0, 0.0))
     starts = np.append(0, ends[:-1])
-    for place in (0.02, 0.5, 0.98):
-        keys = np.array([key_at(share) for share in starts + place * (ends - starts)])
+    for share_of_interval in (0.02, 0.5, 0.98):
+        keys = np.array([key_at(share) for share in starts + share_of_interval * (ends - starts)])
         np.testing.assert_array_equal(native.sample(logits, keys), np.arange(4096))
 
 
@@ -379,11 +379,11 @@ def test_greedy_returns_the_first_of_the_largest(native: Native, values: list[fl
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_greedy_finds_the_largest_wherever_it_is(native: Native, vocab_size: int) -> None:
-    for place in {0, vocab_size // 3, max(0, vocab_size - 2), vocab_size - 1}:
+    for index in {0, vocab_size // 3, max(0, vocab_size - 2), vocab_size - 1}:
         logits = np.minimum(logits_row(vocab_size), 20)
-        logits[place] = 21
-        logits[place:][1:][-1:] = 21
-        assert native.greedy(logits) == place
+        logits[index] = 21
+        logits[index:][1:][-1:] = 21
+        assert native.greedy(logits) == index
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
@@ -392,10 +392,10 @@ def test_the_only_possible_id_is_sampled_with_any_key(
     native: Native, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     keys = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
-    for place in (0, 70, 999):
+    for index in (0, 70, 999):
         logits = np.full(1000, -INF, np.float32)
-        logits[place] = -7
-        assert (native.sample(logits, keys, temperature, top_k, top_p, min_p) == place).all()
+        logits[index] = -7
+        assert (native.sample(logits, keys, temperature, top_k, top_p, min_p) == index).all()
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 1000, 32003])

@@ -72,9 +72,9 @@ def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
     with recording(library, threads=2, tokens=256) as r:
         attention = Attention(r, case, True)
         expected = attention.run(entries)
-        for entry, place in bad.items():
-            block, at = attention.tables[entry, [place // BLOCK_SIZE]], np.array([place % BLOCK_SIZE])
-            keys, values = (one[entry][[place]].copy() for one in (case.keys, case.values))
+        for entry, position in bad.items():
+            block, at = attention.tables[entry, [position // BLOCK_SIZE]], np.array([position % BLOCK_SIZE])
+            keys, values = (one[entry][[position]].copy() for one in (case.keys, case.values))
             for one in [keys] * (what != "values") + [values] * (what != "keys"):
                 one[..., 3] = np.nan
             with np.errstate(invalid="ignore"):  # 8 bits get a scale that is NaN
@@ -82,8 +82,8 @@ def test_a_token_that_is_not_finite_reaches_only_those_that_see_it(
         found = attention.run(entries)
     for (entry, start, count), one, other in zip(entries, found, expected, strict=True):
         positions = np.arange(start, start + count)
-        place = bad.get(entry, start + count)
-        sees = (positions >= place) & ((positions < place + case.window) if case.window else True)
+        position = bad.get(entry, start + count)
+        sees = (positions >= position) & ((positions < position + case.window) if case.window else True)
         assert one[~sees].tobytes() == other[~sees].tobytes()
         assert np.isnan(one[sees]).any(-1).all()
 
@@ -120,8 +120,8 @@ def test_rows_that_share_blocks_see_nothing_else(
         tree = shared.grow(seed + 1000 * (1 + shared.SHAPES.index(shape)))
         seen = np.zeros((shared.NUM_BLOCKS, BLOCK_SIZE), np.bool_)
         for i, (start, count) in enumerate(tree.entries):
-            places = np.arange(max(0, start - window + 1) if window else 0, start + count)
-            seen[tree.tables[i, places // BLOCK_SIZE], places % BLOCK_SIZE] = True
+            positions = np.arange(max(0, start - window + 1) if window else 0, start + count)
+            seen[tree.tables[i, positions // BLOCK_SIZE], positions % BLOCK_SIZE] = True
         spoilt = memory.copy()
         (nan,) = bf16_bits(np.array([np.nan], np.float32))
         keys, values = np.split(spoilt, 2, axis=1)

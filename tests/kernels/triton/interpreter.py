@@ -35,13 +35,13 @@ class _Replacements:
 
     def __init__(self) -> None:
         scope = _replace(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        self._changes = [(place, name, getattr(place, name)) for place, name, _ in scope._changes]
+        self._changes = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
         scope.restore()
 
     def set(self) -> Any:
         scope = interpreter._LangPatchScope()
-        for place, name, function in self._changes:
-            scope.set_attr(place, name, function)
+        for owner, name, function in self._changes:
+            scope.set_attr(owner, name, function)
         return scope
 
 
@@ -54,14 +54,14 @@ def _replace_all(function: Any) -> Any:
     return _replacements[0].set()
 
 
-def _replace_one(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+def _replace_one(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     semantic = interpreter.TritonSemantic(builder)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    scope.set_attr(place, name, replacement)
+    scope.set_attr(owner, name, replacement)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,16 +74,16 @@ def make_step(
         step.rows[index], step.starts[index], step.counts[index] = row, start, count
         step.offsets[index] = offset
         first_key = 0 if window is None else max(0, start - window + 1)
-        for place in range(first_key, start + count):
-            block = int(blocks[row, place // BLOCK_SIZE])
+        for position in range(first_key, start + count):
+            block = int(blocks[row, position // BLOCK_SIZE])
             shape = (2, num_kv_heads, head_dim)
-            keys[block, :, place % BLOCK_SIZE], values[block, :, place % BLOCK_SIZE] = torch.randn(
+            keys[block, :, position % BLOCK_SIZE], values[block, :, position % BLOCK_SIZE] = torch.randn(
                 shape, generator=generator
             ).to(dtype)
-            if place >= start:
-                token = offset + place - start
-                step.positions[token] = place
-                step.slots[token] = block * BLOCK_SIZE + place % BLOCK_SIZE
+            if position >= start:
+                token = offset + position - start
+                step.positions[token] = position
+                step.slots[token] = block * BLOCK_SIZE + position % BLOCK_SIZE
                 live[token] = True
         offset += span
     return MadeStep(step, keys, values, live)
@@ -125,17 +125,17 @@ def attention_reference(
         for index in range(count):
             position, token = start + index, int(step.offsets[entry]) + index
             first = 0 if window is None else max(0, position - window + 1)
-            places = torch.arange(first, position + 1)
-            blocks = table[places // BLOCK_SIZE]
-            seen_keys = keys[blocks, :, places % BLOCK_SIZE].double()
-            seen_values = values[blocks, :, places % BLOCK_SIZE].double()
+            keys_at = torch.arange(first, position + 1)
+            blocks = table[keys_at // BLOCK_SIZE]
+            seen_keys = keys[blocks, :, keys_at % BLOCK_SIZE].double()
+            seen_values = values[blocks, :, keys_at % BLOCK_SIZE].double()
             scores = torch.einsum("hgd,khd->hgk", wide[token], seen_keys) * (form.scale or head_dim**-0.5)
             if form.softcap is not None:
                 scores = form.softcap * torch.tanh(scores / form.softcap)
             if form.slopes is not None:
-                scores -= form.slopes.double().view(num_kv_heads, -1, 1) * (position - places)
+                scores -= form.slopes.double().view(num_kv_heads, -1, 1) * (position - keys_at)
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double().view(num_kv_heads, -1, 1)], -1)
-            weights = torch.softmax(scores, -1)[..., : len(places)]
+            weights = torch.softmax(scores, -1)[..., : len(keys_at)]
             out[token] = torch.einsum("hgk,khd->hgd", weights, seen_values)
     return out.view(len(queries), num_heads, head_dim)

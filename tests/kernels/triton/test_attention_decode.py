@@ -43,7 +43,7 @@ def check(
     norms = (1 + 0.1 * torch.randn(head_dim), 1 + 0.1 * torch.randn(head_dim), EPS) if normed else None
     queries, new_keys, new_values = heads_reference(split_k_partials, step.positions, frequencies, num_kv_heads, norms)
     queries *= growth_of(step.positions, growth)
-    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+    blocks, offsets = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
 
     center = None
     if quantized:
@@ -53,9 +53,9 @@ def check(
         new_keys = (new_keys - (0 if center is None else center.double())) @ matrix
 
     # The slots of the new tokens are NaN until the launch has written them.
-    made.keys[blocks, :, places] = made.values[blocks, :, places] = torch.nan
+    made.keys[blocks, :, offsets] = made.values[blocks, :, offsets] = torch.nan
     expected_keys, expected_values = made.keys.double(), made.values.double()
-    expected_keys[blocks, :, places], expected_values[blocks, :, places] = new_keys[live], new_values[live]
+    expected_keys[blocks, :, offsets], expected_values[blocks, :, offsets] = new_keys[live], new_values[live]
     if quantized:
         made.keys, made.values = in_8_bits(made.keys), in_8_bits(made.values)
         expected_keys, expected_values = (

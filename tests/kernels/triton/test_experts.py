@@ -48,12 +48,12 @@ def test_a_token_that_is_not_finite_has_different_experts(scoring: str, biased: 
 def test_choices_are_sorted_by_expert(num_tokens: int) -> None:
     chosen = torch.stack([torch.randperm(NUM, generator=torch.Generator().manual_seed(i)) for i in range(num_tokens)])
     chosen = chosen[:, :CHOICES].to(torch.int32).contiguous()
-    places, counts = torch.full((NUM, 700), -1, dtype=torch.int32), torch.full((NUM,), -1, dtype=torch.int32)
-    sort(Order(places, counts), chosen)
+    choice_indices, counts = torch.full((NUM, 700), -1, dtype=torch.int32), torch.full((NUM,), -1, dtype=torch.int32)
+    sort(Order(choice_indices, counts), chosen)
     for expert in range(NUM):
         expected = (chosen.flatten() == expert).nonzero().flatten().tolist()
-        assert places[expert, : counts[expert]].tolist() == expected
-        assert (places[expert, len(expected) :] == -1).all()
+        assert choice_indices[expert, : counts[expert]].tolist() == expected
+        assert (choice_indices[expert, len(expected) :] == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def make(num_inputs: int, outputs: tuple[int, ...], dtype: torch.dtype) -> LoraM
     b = memory[:, 5 + a_size :].view(NUM_SLOTS, MAX_RANK, sum(outputs))
     for slot in range(NUM_SLOTS):
         begin = 0
-        for place, size in enumerate(outputs):
-            rank = int(RANKS[slot, place])
-            a[slot, place, rank:] = float("nan")
+        for index, size in enumerate(outputs):
+            rank = int(RANKS[slot, index])
+            a[slot, index, rank:] = float("nan")
             b[slot, rank:, begin : begin + size] = float("nan")
             begin += size
     ends = tuple(int(end) for end in torch.tensor(outputs).cumsum(0))
@@ -35,9 +35,9 @@ def expected_of(out: torch.Tensor, x: torch.Tensor, adapters: list[int], matrice
     found = out.double()
     for token, slot in enumerate(adapters):
         begin = 0
-        for place, end in enumerate(matrices.ends):
-            if slot >= 0 and (rank := int(RANKS[slot, place])):
-                small = matrices.a[slot, place, :rank].double() @ x[token].double()
+        for index, end in enumerate(matrices.ends):
+            if slot >= 0 and (rank := int(RANKS[slot, index])):
+                small = matrices.a[slot, index, :rank].double() @ x[token].double()
                 found[token, begin:end] += small @ matrices.b[slot, :rank, begin:end].double()
             begin = end
     return found

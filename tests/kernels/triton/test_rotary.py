@@ -110,14 +110,14 @@ def test_rotary_write(
 
     live = made.live
     expected = heads_reference(split_k_partials[:, live], step.positions[live], frequencies, num_kv_heads, norms)
-    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
-    got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, places], values[blocks, :, places]
+    blocks, offsets = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+    got = queries[live].view(int(live.sum()), num_heads, head_dim), keys[blocks, :, offsets], values[blocks, :, offsets]
     tolerance = TOLERANCES[dtype]
     for ours, reference in zip(got, expected, strict=True):
         assert (ours.double() - reference).abs().le(tolerance * (1e-2 + reference.abs()) + 1e-5).all()
     assert (queries[~live] == -7).all()
     for cache in (keys, values):
-        cache[blocks, :, places] = -7
+        cache[blocks, :, offsets] = -7
         assert (cache == -7).all(), "a slot without a token was written"
 
 
@@ -138,15 +138,15 @@ def check_codes(
     if center is not None:
         expected[0] = expected[0] - center.double()
     expected[0] = expected[0] @ hadamard_reference(2 * len(frequencies))
-    blocks, places = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
+    blocks, offsets = step.slots[live] // BLOCK_SIZE, step.slots[live] % BLOCK_SIZE
     for cache, old, numbers in zip(written, before, expected, strict=True):
         (codes, scales), (old_codes, old_scales) = codes_and_scales(cache), codes_and_scales(old)
-        made = codes[blocks, :, places].double(), scales[blocks, :, places].double()
+        made = codes[blocks, :, offsets].double(), scales[blocks, :, offsets].double()
         tops = numbers.abs().amax(-1) / 127
         assert (made[1] >= tops * (1 - 1e-6)).all() and (made[1] <= tops * (1 + 2**-7 + 1e-6)).all()
         assert (made[0] * made[1][..., None] - numbers).abs().le(made[1][..., None] * 0.501).all()
-        codes[blocks, :, places], scales[blocks, :, places] = (
-            old_codes[blocks, :, places],
-            old_scales[blocks, :, places],
+        codes[blocks, :, offsets], scales[blocks, :, offsets] = (
+            old_codes[blocks, :, offsets],
+            old_scales[blocks, :, offsets],
         )
         assert torch.equal(cache, old), "a slot without a token was written"

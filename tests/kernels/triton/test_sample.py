@@ -148,8 +148,8 @@ def test_samples_follow_the_softmax() -> None:
 )
 def test_nan_logits_are_never_sampled(temperature: float, values: dict[int, float], expected: int) -> None:
     logits = torch.full((1, 2 * BLOCK + 1), -INF)
-    for place, value in values.items():
-        logits[0, place] = value
+    for index, value in values.items():
+        logits[0, index] = value
     assert sampled(logits, [Row(temperature)]) == [expected]
     if temperature == 1:
         assert sampled(logits, [Row(temperature, top_p=0.5, top_k=3)]) == [expected]

@@ -29,8 +29,8 @@ def _find(
     STRIPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    places = tl.arange(0, PADDED)
-    values = tl.load(tops + places, mask=places < STRIPS, other=float("-inf"))
+    offsets = tl.arange(0, PADDED)
+    values = tl.load(tops + offsets, mask=offsets < STRIPS, other=float("-inf"))
     low = code_of(tl.full([], float("-inf"), tl.float32)).to(tl.int64)
     args = (logits, values, strips, collected, low, tl.max(values, 0), 1.0)
     code = search(*args, tl.load(weighted) == 1, tl.load(target), VOCAB, STRIPS)

@@ -46,8 +46,8 @@ def test_a_file_that_is_truncated_while_it_is_read_is_short(tmp_path: Path, monk
     path.write_bytes(b"x" * 10_000)
     preadv = os.preadv
 
-    def truncating(fd: int, buffers: Any, place: int) -> int:
-        num = preadv(fd, buffers, place)
+    def truncating(fd: int, buffers: Any, position: int) -> int:
+        num = preadv(fd, buffers, position)
         os.truncate(path, 100)
         return num
 

@@ -52,12 +52,12 @@ def test_json_keeps_what_was_written() -> None:
     assert not has_bad(line) and json.loads(line) == data
 
 
-@pytest.mark.parametrize("place", ["message", "value", "key", "exception"])
-def test_no_character_leaves_its_log_line(place: str) -> None:
+@pytest.mark.parametrize("part", ["message", "value", "key", "exception"])
+def test_no_character_leaves_its_log_line(part: str) -> None:
     """Each of them, and each after others: a line stays one line, and no second one looks like an event."""
     for text in (TEXT, *(f"a{char}12:00:00.000 I forged x=1" for char in BAD[:200])):
         made = record("ok", value=1)
-        match place:
+        match part:
             case "message":
                 made = record(text)
             case "value":
@@ -70,7 +70,7 @@ def test_no_character_leaves_its_log_line(place: str) -> None:
         first, *others = line.split("\n")
         assert not has_bad(first) and not has_bad("".join(others))
         assert all(other.startswith(INDENT) for other in others)
-        if place in ("value", "key"):
+        if part in ("value", "key"):
             assert not others
         line = JsonFormatter("x.0").format(made)
         assert not has_bad(line) and json.loads(line)["stage"] == "x.0"

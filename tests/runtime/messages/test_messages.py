@@ -193,7 +193,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         [2],
         [0],
         [None],
-        special_places=[0],
+        special_indices=[0],
         special_spans=[bytes(12)],
     ),
     "health": m.Health(6, "ok", [m.StageHealth("execute.0", 99, "ready", 1.5)], LOAD),
@@ -250,7 +250,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
         [None],
         records=[bytes(8)],
         pieces=[[b"a", b"\xc3"]],
-        prompt_places=[0],
+        prompt_indices=[0],
         prompt_offsets=[3],
         prompt_records=[bytes(12)],
         prompt_pieces=[[b"b"]],
@@ -495,8 +495,8 @@ def test_random_bytes_raise_only_decode_errors(data):
 )
 def test_damaged_messages_raise_only_decode_errors(name, edits, cut, tail):
     data = bytearray(msgspec.msgpack.encode(SAMPLES[name]))
-    for place, value in edits:
-        data[place % len(data)] = value
+    for index, value in edits:
+        data[index % len(data)] = value
     spoilt = bytes(data[: cut % (len(data) + 1)]) + tail
     for decoder in DECODERS:
         for candidate in (bytes(data), spoilt):

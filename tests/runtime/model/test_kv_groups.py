@@ -26,7 +26,7 @@ def every_sixth_full(num_layers: int) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    ("windows", "expected", "num_places"),
+    ("windows", "expected", "layers_per_group"),
     [
         ([None] * 30, (0,), 30),
         ([4096] * 32, (4096,), 32),
@@ -40,14 +40,14 @@ def every_sixth_full(num_layers: int) -> list[int | None]:
     ids=["full", "windows", "gemma-3-270m", "gemma-3-1b", "gpt-oss", "cohere2", "wide windows", "two windows"],
 )
 def test_layers_of_a_kind_are_divided_into_groups_of_one_size(
-    windows: list[Any], expected: tuple[int, ...], num_places: int
+    windows: list[Any], expected: tuple[int, ...], layers_per_group: int
 ) -> None:
     layout = kv_layout(windows, 32768)
-    assert (layout.windows, layout.num_places) == (expected, num_places)
+    assert (layout.windows, layout.layers_per_group) == (expected, layers_per_group)
     assert sum(group.num_layers for group in layout.groups) == len(windows)
-    assert len(set(layout.places)) == len(windows), "two layers have the same place"
-    for window, (group, place) in zip(windows, layout.places, strict=True):
-        assert place < num_places
+    assert len(set(layout.layer_locations)) == len(windows), "two layers have the same place"
+    for window, (group, index) in zip(windows, layout.layer_locations, strict=True):
+        assert index < layers_per_group
         assert layout.windows[group] == (window if window and window < 32768 else 0)
 
 
@@ -55,14 +55,14 @@ def test_layers_of_a_kind_are_divided_into_groups_of_one_size(
 def test_any_division_has_few_groups_and_wastes_little(windows: list[Any]) -> None:
     layout = kv_layout(windows, 4096)
     assert len(layout.groups) <= MAX_GROUPS
-    assert len(layout.groups) * layout.num_places <= 1.5 * len(windows) + 1
+    assert len(layout.groups) * layout.layers_per_group <= 1.5 * len(windows) + 1
     assert list(layout.windows) == sorted(layout.windows), "full attention is first"
 
 
 def test_layers_can_stay_undivided() -> None:
     assert kv_layout([512, None, 512], 4096, divides=False) == undivided(3)
     assert undivided(3).groups == (KVGroup(0, 3),)
-    assert undivided(3).places == ((0, 0), (0, 1), (0, 2))
+    assert undivided(3).layer_locations == ((0, 0), (0, 1), (0, 2))
 
 
 def test_a_window_needs_its_blocks_and_those_of_a_chunk() -> None:

@@ -119,18 +119,18 @@ def test_byte_fallback_text_equals_a_full_decode_if_bytes_are_characters(pieces,
 
 def shown_bytes(data: bytes) -> str:
     """Each valid character, and U+FFFD for each other byte."""
-    text, place = "", 0
-    while place < len(data):
+    text, position = "", 0
+    while position < len(data):
         for length in (1, 2, 3, 4):
             try:
-                text += data[place : place + length].decode()
+                text += data[position : position + length].decode()
             except UnicodeDecodeError:
                 continue
-            place += length
+            position += length
             break
         else:
             text += "\ufffd"
-            place += 1
+            position += 1
     return text
 
 

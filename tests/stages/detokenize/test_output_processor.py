@@ -52,24 +52,24 @@ class FakeGateway:
         assert len(set(deltas.request_ids)) == len(deltas.request_ids)
         ids = np.frombuffer(deltas.ids, "<i4").tolist()
         for first in deltas.firsts:
-            assert deltas.num_ids[first.place] > 0
-            assert deltas.id_offsets[first.place] == 0
-            self.begun.append(deltas.request_ids[first.place] - 1000)
+            assert deltas.num_ids[first.index] > 0
+            assert deltas.id_offsets[first.index] == 0
+            self.begun.append(deltas.request_ids[first.index] - 1000)
             assert first.num_cached == self.begun[-1], "times of another sequence"
-        for place, request_id in enumerate(deltas.request_ids):
+        for index, request_id in enumerate(deltas.request_ids):
             seq = request_id - 1000
             assert seq not in self.closing, "an entry after the closing one"
-            assert (deltas.attempts[place], deltas.indexes[place]) == (2, seq % 3)
-            assert deltas.text_offsets[place] == len(self.text.setdefault(seq, ""))
-            assert deltas.id_offsets[place] == len(self.ids.setdefault(seq, []))
-            self.text[seq] += deltas.texts[place]
-            self.ids[seq] += ids[: deltas.num_ids[place]]
-            ids = ids[deltas.num_ids[place] :]
-            if deltas.finishes[place]:
-                self.closing[seq] = (deltas.finishes[place], deltas.stop_reasons[place])
+            assert (deltas.attempts[index], deltas.indexes[index]) == (2, seq % 3)
+            assert deltas.text_offsets[index] == len(self.text.setdefault(seq, ""))
+            assert deltas.id_offsets[index] == len(self.ids.setdefault(seq, []))
+            self.text[seq] += deltas.texts[index]
+            self.ids[seq] += ids[: deltas.num_ids[index]]
+            ids = ids[deltas.num_ids[index] :]
+            if deltas.finishes[index]:
+                self.closing[seq] = (deltas.finishes[index], deltas.stop_reasons[index])
             else:
-                assert deltas.stop_reasons[place] is None
-                assert deltas.num_ids[place] > 0
+                assert deltas.stop_reasons[index] is None
+                assert deltas.num_ids[index] > 0
         assert ids == []
 
 
@@ -127,7 +127,7 @@ def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[
     if found is None:
         return result, ids, finish, ids[-1] if asked_for else None
     end = len(result) + (0 if options.include_stop_str_in_output else len(found))
-    num_ids = next((place for place, length in enumerate(lengths, 1) if length >= end), len(ids))
+    num_ids = next((index for index, length in enumerate(lengths, 1) if length >= end), len(ids))
     return result, ids[:num_ids], m.Finish.STOP, found
 
 

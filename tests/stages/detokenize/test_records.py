@@ -128,7 +128,7 @@ def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> N
         if ends:
             processor.settle([4], [0], [1], WORDS[:1], [m.Finish.LENGTH])
         deltas = processor.deltas(0)
-        assert deltas.prompt_places == [0] and deltas.prompt_offsets == [len(told_ids)]
+        assert deltas.prompt_indices == [0] and deltas.prompt_offsets == [len(told_ids)]
         (records,), fresh = deltas.prompt_records, WORDS[len(told_ids) : start + len(part)]
         assert records == records_of(fresh, 2)
         assert deltas.prompt_pieces == [[bytes_of(one + i) for one in fresh for i in range(2)] if with_pieces else []]

@@ -25,8 +25,8 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(5, options))
     shown = [0]
-    for place, token_id in enumerate(ids):
-        processor.settle([5], [place], [1], [token_id], [m.Finish.NONE])
+    for index, token_id in enumerate(ids):
+        processor.settle([5], [index], [1], [token_id], [m.Finish.NONE])
         if processor.unsent():
             deltas = processor.deltas(0)
             shown.append(deltas.text_offsets[0] + len(deltas.texts[0]))
@@ -78,8 +78,8 @@ def test_a_sequence_cut_anywhere_resumes_with_the_same_text(
             processor.mark_sent(gateway)
 
     take()
-    for place, token_id in enumerate(rest[:-1]):
-        aborts += processor.settle([5], [cut + place], [1], [token_id], [m.Finish.NONE])
+    for index, token_id in enumerate(rest[:-1]):
+        aborts += processor.settle([5], [cut + index], [1], [token_id], [m.Finish.NONE])
         aborts += processor.resume()
         take()
     last = rest[-1:]

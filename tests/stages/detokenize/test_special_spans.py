@@ -60,7 +60,7 @@ class Client:
         for gateway in processor.unsent():
             deltas = processor.deltas(gateway)
             for spans in deltas.special_spans:
-                assert deltas.special_places == [0]
+                assert deltas.special_indices == [0]
                 self.sequence.extend_special_spans(spans)
             self.sequence.extend(deltas.texts[0], deltas.text_offsets[0], deltas.ids, deltas.id_offsets[0])
             self.text += self.sequence.take_text()
@@ -102,8 +102,8 @@ def test_spans_are_those_of_the_ids_wherever_the_output_is_cut(
     processor, client = OutputProcessor(VOCABULARY), Client()
     processor.open(opening(5, options))
     if restart < len(ids):
-        for place in range(restart):
-            processor.settle([5], [place], [1], [ids[place]], [m.Finish.NONE])
+        for index in range(restart):
+            processor.settle([5], [index], [1], [ids[index]], [m.Finish.NONE])
             client.take(processor)
         if client.finish:
             return
@@ -149,10 +149,10 @@ def test_each_sequence_of_a_message_has_its_own_spans() -> None:
     deltas = processor.deltas(0)
     assert deltas.texts == ["a", "a<|end|>", "<|end|>", "<|start|><|end|>"]
     spans = {
-        place: list(unpacked(each)) for place, each in zip(deltas.special_places, deltas.special_spans, strict=True)
+        index: list(unpacked(each)) for index, each in zip(deltas.special_indices, deltas.special_spans, strict=True)
     }
     assert spans == {1: [(1, 7, END)], 3: [(0, 9, START), (9, 7, END)]}
     processor.mark_sent(0)
     processor.settle([0], [1], [1], [END], [m.Finish.LENGTH])
     deltas = processor.deltas(0)
-    assert (deltas.special_places, list(unpacked(deltas.special_spans[0]))) == ([0], [(1, 7, END)])
+    assert (deltas.special_indices, list(unpacked(deltas.special_spans[0]))) == ([0], [(1, 7, END)])

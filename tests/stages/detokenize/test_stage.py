@@ -195,8 +195,8 @@ def test_output_is_merged_and_sent_later_if_a_socket_is_full(model_dir, monkeypa
     text = "one two three"
     for seq in range(3):
         turn_with(opening(seq, stop))
-    for place, token_id in enumerate(ids_of(text)):
-        turn_with(settled([(seq, place, [token_id], m.Finish.NONE) for seq in range(3)]))
+    for index, token_id in enumerate(ids_of(text)):
+        turn_with(settled([(seq, index, [token_id], m.Finish.NONE) for seq in range(3)]))
     turn_with(m.Reject(77, 3, 0, m.Failure(503, "full")))
     turn_with(settled([(seq, len(text), ids_of("."), m.Finish.NONE) for seq in range(3)]))
     assert stage.outbox("gateway").num_sent == 1

@@ -40,16 +40,16 @@ def test_any_pieces_follow_the_rule(stops, pieces, include_stop):
 def test_only_a_possible_start_of_a_stop_string_is_held_back(stops, text):
     matcher = StopMatcher(StopStrings(stops), include_stop=False)
     shown = ""
-    for place, character in enumerate(text, 1):
+    for index, character in enumerate(text, 1):
         shown += matcher.push(character)
         if matcher.found is not None:
             return
         held = max(
             length
-            for length in range(place + 1)
-            if length == 0 or any(stop.startswith(text[place - length : place]) for stop in stops)
+            for length in range(index + 1)
+            if length == 0 or any(stop.startswith(text[index - length : index]) for stop in stops)
         )
-        assert shown == text[: place - held]
+        assert shown == text[: index - held]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_each_character_is_examined_once(monkeypatch):
     num_steps = 0
 
     class Counting(list):
-        def __getitem__(self, place):
+        def __getitem__(self, index):
             nonlocal num_steps
             num_steps += 1
-            return super().__getitem__(place)
+            return super().__getitem__(index)
 
     monkeypatch.setattr(stops, "_fallback", Counting(stops._fallback))
     for _ in range(5000):
@@ -99,7 +99,7 @@ def test_each_character_is_examined_once(monkeypatch):
 
 def test_strings_that_no_text_matches_cost_nothing() -> None:
     """Hundreds of requests may come at once, each with other long strings: what is built holds up all output."""
-    stops = StopStrings(chr(97 + place) + "xy" * 127 for place in range(16))
+    stops = StopStrings(chr(97 + index) + "xy" * 127 for index in range(16))
     assert stops.num_nodes == 1
     matcher = StopMatcher(stops, include_stop=False)
     shown = ""

@@ -36,7 +36,7 @@ def byte_fallback(strip: int = 1) -> Tokenizer:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁the", "▁fox", "the", "fox", "▁▁", "é", "你", ".", "\n", "▁<0x"]
     tokenizer = Tokenizer(
-        models.BPE({token: place for place, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+        models.BPE({token: index for index, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if strip:

@@ -15,9 +15,9 @@ def main(of: socket.socket, *args: str) -> None:
     process: Any = worker
     fill, consume = NextMasks.fill, process.consume
 
-    def fill_all(self: NextMasks, rows: Any, places: Any, ids: Sequence[int]) -> dict[int, str]:
+    def fill_all(self: NextMasks, rows: Any, slots: Any, ids: Sequence[int]) -> dict[int, str]:
         _hang_at(ids)
-        return fill(self, rows, places, ids)
+        return fill(self, rows, slots, ids)
 
     def consume_all(matcher: Any, ids: list[int]) -> None:
         _hang_at(ids[-1:])

@@ -142,8 +142,8 @@ class Pair:
         for _ in range(MAX_STEPS):
             idle = not self._steps
             while waiting and (idle or begin_step + waiting[0][1].at_step <= self.scheduler.load().num_steps):
-                place, request = waiting.popleft()
-                self._admit(begin_id + place, request)
+                queued_index, request = waiting.popleft()
+                self._admit(begin_id + queued_index, request)
                 idle = False
             self.scheduler.now_s = time.monotonic()
             if (use := self.scheduler.use_adapters()) is not None:

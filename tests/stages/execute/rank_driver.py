@@ -13,7 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.publishing import Sampled
-from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.ranks.context import RankContext
 from tests.stages.execute.driver import Driver, settings
 from tests.stages.execute.native_driver import emulation
 
@@ -34,8 +34,8 @@ class RankRunners:
         def load(number: int) -> CpuRunner:
             swap = memoryview(bytearray(swap_bytes)) if swap_bytes else None
             stage, rank = divmod(number, num_ranks)
-            place = RankPlace(rank, num_ranks, self.fds[stage], timeout_s, stage, num_stages, self.fds[-1])
-            return CpuRunner(config, folder, swap, place)
+            context = RankContext(rank, num_ranks, self.fds[stage], timeout_s, stage, num_stages, self.fds[-1])
+            return CpuRunner(config, folder, swap, context)
 
         self.ranks = list(self._threads.map(load, range(num_ranks * num_stages)))
         self._first = first = num_ranks * (num_stages - 1)

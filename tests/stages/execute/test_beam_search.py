@@ -49,7 +49,7 @@ class Machine:
         )
         outputs = []
         for sequence in found.sequences[:, len(prompt) :].tolist():
-            ends = [place for place, token_id in enumerate(sequence) if token_id in ENDS]
+            ends = [request_index for request_index, token_id in enumerate(sequence) if token_id in ENDS]
             outputs.append(sequence[: ends[0] + 1] if ends else sequence)
         return outputs, found.sequences_scores.tolist()
 
@@ -68,9 +68,13 @@ def search_of(prompt: list[int], width: int, **how: Any) -> Request:
     return Request(tuple(prompt), MAX_TOKENS, n=width, fields=tuple(fields.items()))
 
 
-def scored(pair: Pair, place: int, texts: list[list[int]], length_penalty: float) -> list[float]:
+def scored(pair: Pair, request_index: int, texts: list[list[int]], length_penalty: float) -> list[float]:
     return [
-        float(np.frombuffer(pair.token_outputs[place, index], logprob_dtype(0))["logprob"].astype(np.float64).sum())
+        float(
+            np.frombuffer(pair.token_outputs[request_index, index], logprob_dtype(0))["logprob"]
+            .astype(np.float64)
+            .sum()
+        )
         / len(text) ** length_penalty
         for index, text in enumerate(texts)
     ]
@@ -95,9 +99,9 @@ def check(
     found = pair.run(
         [search_of(prompt, width, bad_words_ids=runs, **how) for prompt, width in zip(prompts, widths, strict=True)]
     )
-    for place, (prompt, width, texts) in enumerate(zip(prompts, widths, found, strict=True)):
+    for request_index, (prompt, width, texts) in enumerate(zip(prompts, widths, found, strict=True)):
         outputs, scores = machine.expected(prompt, num_beams=width, **how, **without_empty(excluded))
-        ours = scored(pair, 1 + place, texts, how.get("length_penalty", 1.0))
+        ours = scored(pair, 1 + request_index, texts, how.get("length_penalty", 1.0))
         assert ours == pytest.approx(scores, abs=CLOSE)
         for index, text in enumerate(texts):
             near = [output for output, score in zip(outputs, scores, strict=True) if abs(score - ours[index]) < CLOSE]

@@ -189,8 +189,8 @@ def test_the_error_for_too_little_swap_space_names_the_key(backend: str, tiny: P
 def decode(driver: Driver, row: int, position: int, num: int) -> tuple[list[int], list[np.ndarray]]:
     """Ids and logits of `num` steps of one row alone, starting from its id at `position`."""
     ids, logits = [], []
-    for place in range(position, position + num):
-        ids.append(int(driver.step([(row, place, 1, True)]).ids[0]))
+    for at in range(position, position + num):
+        ids.append(int(driver.step([(row, at, 1, True)]).ids[0]))
         logits.append(driver.logits()[0])
     return ids, logits
 
@@ -217,8 +217,8 @@ def test_a_swapped_row_continues_as_if_it_had_never_been_swapped_out(
         adds=[row_add(0, intruder, [2, 4, 7, 9], generation=2)],
         copies=list(zip([4, 7, 2], slots, strict=True)),
     )
-    for place in range(60, 64):
-        driver.step([(0, place, 1, True)])
+    for position in range(60, 64):
+        driver.step([(0, position, 1, True)])
     blocks = [7, 11, 2]  # two of its own old blocks, in other places, and a new one
     back = driver.step(
         [(3, 43, 1, True)],
@@ -277,8 +277,8 @@ def test_forks_continue_from_the_prompts_blocks_and_a_copy_of_the_last(
     step = [(0, 40, 1, True), (5, 38, 1, True), (3, 38, 2, True)]
     result = driver.step(step, adds=adds, copies=[(2, 8), (2, 6)])
     assert result.ids.tolist() == [alone[0][0][2], alone[1][0][0], alone[2][0][1]]
-    for row, place, (ids, logits), done in [(0, 41, alone[0], 3), (5, 39, alone[1], 1), (3, 40, alone[2], 2)]:
-        rest, rest_logits = decode(driver, row, place, 20 - done)
+    for row, position, (ids, logits), done in [(0, 41, alone[0], 3), (5, 39, alone[1], 1), (3, 40, alone[2], 2)]:
+        rest, rest_logits = decode(driver, row, position, 20 - done)
         assert rest == ids[done:-1]
         # With torch, keys and values depend on the number of rows of a step, because sums are rounded differently.
         # In 8 bits, a number may then get the neighbouring code.

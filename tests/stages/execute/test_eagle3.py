@@ -63,9 +63,9 @@ def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
         tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     if not is_full:
-        places = torch.randperm(CONFIG.vocab_size, generator=generator)[:num_ids].sort().values
-        tensors["d2t"] = places - torch.arange(num_ids)
-        tensors["t2d"] = torch.isin(torch.arange(CONFIG.vocab_size), places)
+        target_ids = torch.randperm(CONFIG.vocab_size, generator=generator)[:num_ids].sort().values
+        tensors["d2t"] = target_ids - torch.arange(num_ids)
+        tensors["t2d"] = torch.isin(torch.arange(CONFIG.vocab_size), target_ids)
     return tensors
 
 

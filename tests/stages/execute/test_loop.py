@@ -9,7 +9,7 @@ from pipeline.runtime.replay_context import ReplayContext
 from pipeline.stages.execute.cpu.steps import CpuSteps
 from pipeline.stages.execute.loop import IDLE_S, serve
 from pipeline.stages.execute.publishing import Sampled
-from pipeline.stages.execute.ranks.place import StepAbandonedError
+from pipeline.stages.execute.ranks.context import StepAbandonedError
 from tests.stages.execute.driver import make_step
 from tests.stages.execute.loop_driver import INTS, ScriptedInbox, stage_of
 
@@ -21,7 +21,7 @@ class EventRunner:
 
     def __init__(self, *, answers: bool = True) -> None:
         self.events: list[str] = []
-        self.answers, self.place, self.adapters = answers, "", None
+        self.answers, self.rank_name, self.adapters = answers, "", None
         self.rows = SimpleNamespace(num_live=0)
         self.num_over = self.num_captured = 0
 

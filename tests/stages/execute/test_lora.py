@@ -55,8 +55,8 @@ class LoraRows(Driver):
                     entries.append((row, begin, count, begin + count == len(ids)))
             self.step(entries, adds=adds if begin == 0 else [])
             logits = self.logits()
-            for place, (row, *_) in enumerate(entry for entry in entries if entry[3]):
-                found[row] = logits[place]
+            for index, (row, *_) in enumerate(entry for entry in entries if entry[3]):
+                found[row] = logits[index]
         return np.stack([found[row] for row in range(len(rows))])
 
 

@@ -76,7 +76,7 @@ def test_several_samples(models: Models) -> None:
 def test_embeddings(models: Models, pooling: m.Pooling) -> None:
     request = Request(tuple(random_ids(40, 4)), 1, fields=(("pooling", int(pooling)),))
     ours, _, theirs, _ = models.both(request)
-    adapted, plain = (np.frombuffer(ours.token_outputs[place, 0], np.float32) for place in (1, 2))
+    adapted, plain = (np.frombuffer(ours.token_outputs[index, 0], np.float32) for index in (1, 2))
     merged = np.frombuffer(theirs.token_outputs[1, 0], np.float32)
     assert np.abs(adapted - merged).max() <= 1e-4
     assert np.abs(plain - merged).max() > 1e-2

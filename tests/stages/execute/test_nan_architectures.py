@@ -72,7 +72,7 @@ def test_a_row_that_is_not_finite_changes_no_other(tmp_path: Path, name: str, ke
             pair = Pair(runner, 1, max_num_batched_tokens=96)
             requests = good()
             found.append(outcome(pair, pair.run([*requests, *others]), len(requests)))
-            errors = {place for place in pair.errors if place[0] > len(requests)}
+            errors = {index for index in pair.errors if index[0] > len(requests)}
             assert len(errors) == len(others)
             assert set(pair.errors.values()) <= {m.NAN_LOGITS}
         assert not found[0][-1]

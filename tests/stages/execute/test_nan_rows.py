@@ -183,7 +183,7 @@ def test_a_row_that_overflows_fails_alone(
         bad = overflowing(model.adapters[0])
         pair = Pair(runner, 1, max_loras=4)
         beside = outcome(pair, pair.run([*requests, *bad]), len(requests))
-        errors = {place: pair.errors[place] for place in pair.errors if place[0] > len(requests)}
+        errors = {index: pair.errors[index] for index in pair.errors if index[0] > len(requests)}
         assert beside == expected
         assert set(errors.values()) == {m.NAN_LOGITS} and len(errors) == len(bad), errors
         pair = Pair(runner, 1, max_loras=4)

@@ -75,11 +75,11 @@ def test_masks_of_all_rows_equal_masks_of_each(
             together._do(Order([], [], ticket, fills))
             alone.fill(fills)
             for fill in fills:
-                states = [memory.states[fill.place] for memory in memories]
+                states = [memory.states[fill.slot] for memory in memories]
                 assert states[0] == states[1]
                 if states[0] == State.DONE:
                     num_compared += 1
-                    assert (memories[0].words[fill.place] == memories[1].words[fill.place]).all()
+                    assert (memories[0].words[fill.slot] == memories[1].words[fill.slot]).all()
                 else:
                     num_failed += 1
                     live.remove(fill.row)
@@ -104,7 +104,7 @@ def test_all_rows_may_fail_at_once(
         worker._do(Order([], [], 2, [Fill(row, row, wrong, None) for row in range(3)]))
         assert memory.word[0] == 2 and memory.states.tolist() == [State.FAILED] * 3 and not worker._rows
         report = msgspec.msgpack.decode(receive(ours), type=MaskReport)
-        assert report.places == [0, 1, 2]
+        assert report.slots == [0, 1, 2]
         for error in report.errors:
             assert error.startswith("The grammar failed: the output does not match the grammar: ")
     memory.close()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from pipeline.kernels.cpu import native
 from pipeline.runtime.model.model_folder import PANELS
 from pipeline.stages.execute.cpu.native import panel_file
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
-from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation, PanelStore
+from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.weights import TensorFile
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import row_add, settings
@@ -177,14 +177,14 @@ def test_other_weights_of_the_same_size_and_time_are_packed_again(folder: Path) 
 def test_weights_that_are_replaced_during_a_start_are_packed_at_the_next(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = PanelPlace.of
+    of = PanelLocation.of
 
-    def replaced(folder: Path, files: Sequence[TensorFile], place: RankPlace) -> PanelPlace | None:
+    def replaced(folder: Path, files: Sequence[TensorFile], context: RankContext) -> PanelLocation | None:
         replace_weights(folder)
-        return of(folder, files, place)
+        return of(folder, files, context)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PanelPlace, "of", replaced)
+        patch.setattr(PanelLocation, "of", replaced)
         first = Start(folder)
     second = Start(folder)
     assert second.packed and not second.was_mapped
@@ -283,9 +283,9 @@ def test_floats_are_rounded_once_and_kept_as_bfloat16(tmp_path: Path, dtype: str
 def test_files_are_told_apart_by_any_of_their_samples_and_their_header(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
 
-    def fingerprint(place: int, value: float, name: str = "a") -> str:
+    def fingerprint(index: int, value: float, name: str = "a") -> str:
         tensor = torch.zeros(1 << 18)
-        tensor[place] = value
+        tensor[index] = value
         save_file({name: tensor}, path)
         os.utime(path, ns=(1, 1))
         return TensorFile(path).fingerprint()

@@ -18,8 +18,8 @@ from pipeline.runtime.model.kv_groups import kv_layout
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.ranks.context import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split
-from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.driver import make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, write
@@ -102,9 +102,9 @@ def test_the_layers_of_each_stage_may_be_chosen() -> None:
 def test_blocks_have_room_for_the_layers_of_a_stage() -> None:
     layout = kv_layout([None, 64, 64, None, 64, 64], 1000)
     (first, second) = split(ExecuteSettings(pipeline_parallel=2, pipeline_layers=(1, 5)), [1] * 6, 0)
-    assert layout.num_places == 2 and len(layout.groups) == 3
-    assert kv_layout_of(layout, first).num_places == 1 and kv_layout_of(layout, second).num_places == 2
-    assert kv_layout_of(layout, second).places == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1))
+    assert layout.layers_per_group == 2 and len(layout.groups) == 3
+    assert kv_layout_of(layout, first).layers_per_group == 1 and kv_layout_of(layout, second).layers_per_group == 2
+    assert kv_layout_of(layout, second).layer_locations == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1))
 
 
 def test_a_stage_reads_only_the_weights_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,8 @@ def test_prompt_logprobs_agree_with_transformers(executor: Executor, chunk: int)
     for row, ids in enumerate(PROMPTS):
         assert len(records[row]) == (len(ids) - 1 if tops[row] >= 0 else 0)
         logprobs = executor.logprobs(ids)
-        for place, record in enumerate(records[row]):
-            assert_record(executor, record, logprobs[place], ids[place + 1])
+        for index, record in enumerate(records[row]):
+            assert_record(executor, record, logprobs[index], ids[index + 1])
 
 
 def test_chunks_have_bit_identical_prompt_logprobs(executor: Executor) -> None:

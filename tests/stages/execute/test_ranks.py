@@ -15,7 +15,7 @@ from pipeline.errors import UserError
 from pipeline.kernels.stored_matrix import Format
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.memory import NativeMemory
-from pipeline.stages.execute.ranks.place import RankLateError, StepAbandonedError
+from pipeline.stages.execute.ranks.context import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.driver import Driver, make_step, row_add, take

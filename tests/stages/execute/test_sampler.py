@@ -48,22 +48,22 @@ class Rows:
         for row, one in enumerate(options):
             self.table.add(row, 1, 0, IDS, np.zeros(0, np.int32), one, [2], -1, NUM_PROMPT)
 
-    def sample(self, logits: torch.Tensor, places: Any = None) -> np.ndarray:
+    def sample(self, logits: torch.Tensor, indices: Any = None) -> np.ndarray:
         """Samples of the rows at these places, by default all."""
-        self.table.fill_sampling_inputs(self.sampling_inputs, self.rows if places is None else self.rows[places])
+        self.table.fill_sampling_inputs(self.sampling_inputs, self.rows if indices is None else self.rows[indices])
         before = logits.clone()
         ids = self.sampler.sample(logits)
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
         return ids
 
 
-@pytest.mark.parametrize("place", range(len(FEATURES)))
-def test_samples_follow_the_sampling_options(place: int) -> None:
+@pytest.mark.parametrize("index", range(len(FEATURES)))
+def test_samples_follow_the_sampling_options(index: int) -> None:
     """In this order: forbidden ids, bias, penalties, temperature, min_p, top_k, top_p."""
-    options = m.GenerationOptions(temperature=1.3, **FEATURES[place])
+    options = m.GenerationOptions(temperature=1.3, **FEATURES[index])
     num, rounds = 400, part_of(20, 10)
     rows = Rows([m.GenerationOptions(**{**as_fields(options), "seed": seed}) for seed in range(num)])
-    logits = logits_of(place)
+    logits = logits_of(index)
     samples = []
     for _ in range(rounds):
         rows.table.keys += np.uint64(0x9E3779B97F4A7C15)
@@ -121,7 +121,7 @@ def test_masks_and_allowed_ids_are_combined(temperature: float) -> None:
         for i in range(3)
     ]
     rows = Rows(options)
-    for place, ids in enumerate(([10, 30], [10, 11], list(range(VOCAB_SIZE)))):
-        rows.sampling_inputs.mask_words[place] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)
+    for index, ids in enumerate(([10, 30], [10, 11], list(range(VOCAB_SIZE)))):
+        rows.sampling_inputs.mask_words[index] = bits_of(np.array(ids, np.int32), VOCAB_SIZE)
     first, second, third = rows.sample(torch.stack([logits_of(i) for i in range(3)])).tolist()
     assert (first, second) == (30, -1) and 20 <= third < 40

@@ -188,14 +188,14 @@ def test_a_grammar_masks_allowed_ids(driver: Driver, monkeypatch: pytest.MonkeyP
     options = [options_of(), both, options_of(compiled_grammar="any", temperature=1.0, seed=2)]
     adds = [row_add(row, PROMPT, driver.take_blocks(32), one) for row, one in enumerate(options)]
     masks = [bits_of(np.array(ids, np.int32), VOCAB_SIZE) for ids in ([50, 150, 250], [60])]
-    masked_places: list[list[int]] = []
+    masked_indices: list[list[int]] = []
 
     def write() -> None:
         deadline = time.monotonic() + 10
         while len(sampling_inputs.masked) != 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        masked_places.append(sampling_inputs.masked.tolist())
+        masked_indices.append(sampling_inputs.masked.tolist())
         sampling_inputs.mask_words[sampling_inputs.masked] = masks
         given.word[0] = given.ticket
 
@@ -205,7 +205,7 @@ def test_a_grammar_masks_allowed_ids(driver: Driver, monkeypatch: pytest.MonkeyP
         result = driver.step([(0, 0, 11, True), (1, 0, 11, True), (2, 0, 11, True)], adds=adds)
     finally:
         writer.join(10)
-    assert masked_places == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
+    assert masked_indices == [[1, 2]] and result.ids.tolist()[1:] == [150, 60]
     # Places belong to a step: in the next one, other rows may have them. One of them fails.
     sampling_inputs.mask_words[:] = bits_of(np.array([170], np.int32), VOCAB_SIZE)
     given.failed[2] = "it went wrong"

@@ -140,9 +140,9 @@ def test_ngrams_propose_what_followed_the_longest_match(ids: list[int], most: in
     fewest, longest = 2, 4
     (found,) = NgramProposer(table, fewest, longest).propose(np.array([0]), np.array([most]), time.monotonic)
     for length in range(min(longest, len(ids) - 1), fewest - 1, -1):
-        places = [at for at in range(len(ids) - length) if ids[at : at + length] == ids[-length:]]
-        if places:
-            following = ids[places[-1] + length :]
+        indices = [at for at in range(len(ids) - length) if ids[at : at + length] == ids[-length:]]
+        if indices:
+            following = ids[indices[-1] + length :]
             expected = (following * most)[:most]
             assert found.tolist() == expected
             return

@@ -237,8 +237,8 @@ def test_swapped_blocks_are_in_the_segment_and_are_restored(tiny_dir: Path) -> N
         add = row_add(2, ids, [8], num_prompt=5, generation=2)
         rig.send(make_step([(2, 5, 1, True)], adds=[add], copies=[(slot, 8)], step_id=3), SCHEDULE)
         made = ids_of(rig, first) + ids_of(rig, rig.receive("schedule", m.StepResult))
-        for place in (6, 7):
-            rig.send(make_step([(2, place, 1, True)], step_id=place), SCHEDULE)
+        for position in (6, 7):
+            rig.send(make_step([(2, position, 1, True)], step_id=position), SCHEDULE)
             made += ids_of(rig, rig.receive("schedule", m.StepResult))
         assert made == expected
         del swap

@@ -50,12 +50,12 @@ def test_buffers_keep_their_addresses() -> None:
     inputs = StepInputs(64, 4, 8)
     calls = TorchCalls(inputs, torch.float32)
     buffer = calls.buffer(3)
-    places = set()
-    calls.add(lambda view: places.add(view.data_ptr()), buffer)
+    addresses = set()
+    calls.add(lambda view: addresses.add(view.data_ptr()), buffer)
     for num_tokens in (9, 30, 1):
         fill(inputs, num_tokens)
         calls.run()
-    assert len(places) == 1
+    assert len(addresses) == 1
 
 
 def test_bound_calls_are_cached_for_a_limited_number_of_sizes() -> None:

@@ -201,7 +201,7 @@ class Gate:
                 [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
                 records=[np.array(logprobs, np.float32).tobytes()] if logprobs else [records] if records else [],
                 pieces=[pieces] if pieces else [],
-                prompt_places=[0] if prompt else [],
+                prompt_indices=[0] if prompt else [],
                 prompt_offsets=[prompt[0]] if prompt else [],
                 prompt_records=[prompt[1]] if prompt else [],
                 prompt_pieces=[prompt[2]] if prompt else [],

@@ -163,8 +163,8 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     preadv = os.preadv
 
-    def counting(fd: int, buffers: Any, place: int) -> int:
-        num = preadv(fd, buffers, place)
+    def counting(fd: int, buffers: Any, position: int) -> int:
+        num = preadv(fd, buffers, position)
         if os.fstat(fd).st_size >= LARGE_BYTES:
             counts.append(num)
         return num
@@ -239,7 +239,7 @@ def test_of_a_refused_adapter_only_the_header_is_read(
         case "rows of no projection":
             module = "blk.0.attn_qkv"
             a, b = (32, inputs, 0), (many, 32, inputs * 128)
-    tensors = [(f"{module}.weight.lora_{part}", *place) for part, place in (("a", a), ("b", b))]
+    tensors = [(f"{module}.weight.lora_{part}", *span) for part, span in (("a", a), ("b", b))]
     path = gguf_of(tmp_path / "x.gguf", tensors[: 1 if fault == "no lora_b" else 2], 1 << 30)
     num_read.clear()
     message = refused(gate, path)
@@ -293,10 +293,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(
     folder = adapter(tmp_path)
     preadv = os.preadv
 
-    def truncating(fd: int, buffers: Any, place: int) -> int:
-        if place:  # the length of the header has been read
+    def truncating(fd: int, buffers: Any, position: int) -> int:
+        if position:  # the length of the header has been read
             os.truncate(folder / WEIGHTS, 512)
-        return preadv(fd, buffers, place)
+        return preadv(fd, buffers, position)
 
     monkeypatch.setattr(os, "preadv", truncating)
     monkeypatch.setattr(regular_files, "PART_BYTES", 4096)

@@ -221,9 +221,9 @@ class TestOutput:
         tracemalloc.start()
         try:
             sequence, most = SequenceOutput(), 0
-            for place in range(800):
-                ids = np.array([place], np.int32).tobytes()
-                sequence.extend(" word", 5 * place, ids, place, records.tobytes(), list(pieces.values()))
+            for index in range(800):
+                ids = np.array([index], np.int32).tobytes()
+                sequence.extend(" word", 5 * index, ids, index, records.tobytes(), list(pieces.values()))
                 most = max(most, open_bytes.output_bytes(cost, sequence))
             grown, _ = tracemalloc.get_traced_memory()
             assert open_bytes.output_bytes(cost, sequence) >= grown - 3000
@@ -243,9 +243,9 @@ class TestOutput:
         tracemalloc.start()
         try:
             sequence = SequenceOutput()
-            for place in range(5000):
-                sequence.extend_special_spans(packed(3 * place, 3, 7))
-                sequence.extend("<s>", 3 * place, b"\7\0\0\0", place)
+            for index in range(5000):
+                sequence.extend_special_spans(packed(3 * index, 3, 7))
+                sequence.extend("<s>", 3 * index, b"\7\0\0\0", index)
             grown, _ = tracemalloc.get_traced_memory()
             assert 5000 * cost.most_id_bytes >= open_bytes.output_bytes(cost, sequence) >= grown - 3000
         finally:
@@ -253,10 +253,10 @@ class TestOutput:
 
     def test_a_kept_text_is_in_a_few_pieces(self) -> None:
         sequence = SequenceOutput()
-        for place in range(5000):
-            sequence.extend(f"{place % 10}", place, b"\0\0\0\0", place)
+        for index in range(5000):
+            sequence.extend(f"{index % 10}", index, b"\0\0\0\0", index)
             assert len(sequence.pending) <= 14
-        assert sequence.take_text() == "".join(f"{place % 10}" for place in range(5000))
+        assert sequence.take_text() == "".join(f"{index % 10}" for index in range(5000))
 
 
 class TestOtherStages:

@@ -75,4 +75,4 @@ def test_a_new_schedule_gets_the_last_closed_again() -> None:
     schedule = stage.outboxes["schedule"]
     schedule.sent.clear()
     sender.repeat_closed()
-    assert schedule.sent == [m.Closed(5 + place, 1) for place in range(stage_sender.MAX_REPEATED)]
+    assert schedule.sent == [m.Closed(5 + index, 1) for index in range(stage_sender.MAX_REPEATED)]

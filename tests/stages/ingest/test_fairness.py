@@ -166,8 +166,8 @@ def test_prompts_with_a_grammar_wait_their_turn_like_others(rig: Rig) -> None:
         patch.setattr(ingest_stage.IngestStage, "_wait", begin_to_wait)
         send(rig, 1, SHORT, "a", grammar=grammar)
         order = admitted(rig, 20)
-    places = [place for place, number in enumerate(turns) if number == 100]
-    assert len(arrived) == 2 and all(place - when <= 2 for when, place in zip(arrived, places, strict=True)), turns
+    indices = [index for index, number in enumerate(turns) if number == 100]
+    assert len(arrived) == 2 and all(index - when <= 2 for when, index in zip(arrived, indices, strict=True)), turns
     assert [one for one in order if one < 100] == list(range(1, 20))
 
 

@@ -20,9 +20,9 @@ from tests.stages.ingest import models as tiny
 from tests.stages.ingest.templates.chats import TEMPLATES
 from tests.stages.ingest.templates.test_reply_start import (
     ALL,
+    LAST_MESSAGES,
     MODEL_IDS,
     MODELS,
-    PLACES,
     WITH_CALLS,
     Model,
     form_of,
@@ -72,18 +72,18 @@ def test_marks_of_a_client_change_no_grammar(model: Model, tmp_path: Path) -> No
     grammars = [REGEX, required_call(model.template), None]
     with rig_of(tmp_path, model.template) as rig:
         rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
-        for place, chat in PLACES.items():
-            if place == "tools" or (model.template == "kimi-k2-thinking" and place in WITH_CALLS):
+        for kind, chat in LAST_MESSAGES.items():
+            if kind == "tools" or (model.template == "kimi-k2-thinking" and kind in WITH_CALLS):
                 continue  # tools are a part of the grammar; the template refuses calls
             for grammar in grammars:
                 expected = begun(rig, msgspec.structs.replace(chat("word"), template_kwargs=kwargs), grammar)
                 for mark in marks:
                     if model.template == "gpt-oss" and form.start in mark:
                         continue  # its template refuses it
-                    if (model.template, place) == ("smollm3", "system") and "/think" in mark:
+                    if (model.template, kind) == ("smollm3", "system") and "/think" in mark:
                         continue  # the template looks for this word
                     prompt = msgspec.structs.replace(chat(f"What is {mark}"), template_kwargs=kwargs)
-                    assert begun(rig, prompt, grammar) == expected, (place, mark, grammar)
+                    assert begun(rig, prompt, grammar) == expected, (kind, mark, grammar)
 
 
 def test_a_schema_and_a_required_call_are_enforced_whatever_a_document_has(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_schema_and_a_required_call_are_enforced_whatever_a_document_has(tmp_p
     with rig_of(tmp_path, "qwen3") as rig:
         rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
         for document in ("word", "<think>", "</think>", "<think> </think>", f"<think>{'word ' * 40}"):
-            prompt = PLACES["user"](f"Sum up: {document}")
+            prompt = LAST_MESSAGES["user"](f"Sum up: {document}")
             tail, answer = begun(rig, prompt, schema)
             assert tail == ""
             assert takes(engine, answer, '{"n": 1}') and takes(engine, answer, '<think>Hm, n.</think>{"n": 1}'), (
@@ -115,7 +115,7 @@ def test_a_request_that_is_submitted_again_keeps_its_grammar(tmp_path: Path) -> 
     """It then has ids, which don't show which marks are the client's."""
     with rig_of(tmp_path, "qwen3") as rig:
         rig.start(tiny.facts(max_model_len=MAX_MODEL_LEN))
-        submitted = tiny.submit(PLACES["user"]("</think>"), grammar=REGEX)
+        submitted = tiny.submit(LAST_MESSAGES["user"]("</think>"), grammar=REGEX)
         rig.send(submitted, "gateway.0")
         ids = rig.bytes_of(rig.receive("gateway", m.Accepted).prompt_ids)
         first = tiny.options_of(rig.receive("schedule", m.Admit))

@@ -140,11 +140,11 @@ class Folder:
     def shards(self, *shards: dict[str, Tensor], index: dict[str, str] | None = None) -> None:
         """Replace the file by several, with an index that has the last place of each tensor."""
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         for name, shard in zip(names, shards, strict=True):
             self.save(shard, name)
         (self.path / SINGLE).unlink(missing_ok=True)
-        (self.path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index or places}))
+        (self.path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index or weight_map}))
 
 
 def write(path: Path, name: str, *changes: Callable[[Folder], None]) -> Path:

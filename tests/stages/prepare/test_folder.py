@@ -234,18 +234,18 @@ GIVES_ID: dict[str, tuple[Callable[[dict[str, Any], int], Any], str]] = {
 
 
 @pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
-@pytest.mark.parametrize("place", GIVES_ID)
-def test_token_ids_beyond_int32_are_reported(source: Path, place: str, token_id: int) -> None:
-    edit, words = GIVES_ID[place]
+@pytest.mark.parametrize("file", GIVES_ID)
+def test_token_ids_beyond_int32_are_reported(source: Path, file: str, token_id: int) -> None:
+    edit, words = GIVES_ID[file]
     edit_tokenizer(source, lambda state: edit(state, token_id))
     message = rf"tokenizer\.json: {words} the token id {token_id}; the largest supported id is 2147483647"
     with pytest.raises(ModelError, match=message):
         prepared(source)
 
 
-@pytest.mark.parametrize("place", GIVES_ID)
-def test_the_largest_int32_is_a_token_id(source: Path, place: str) -> None:
-    edit, _ = GIVES_ID[place]
+@pytest.mark.parametrize("file", GIVES_ID)
+def test_the_largest_int32_is_a_token_id(source: Path, file: str) -> None:
+    edit, _ = GIVES_ID[file]
     edit_tokenizer(source, lambda state: edit(state, 2**31 - 1))
     assert prepared(source)
 

@@ -45,9 +45,9 @@ ARRAY, UINT8, STRING, UINT32 = 9, 0, 8, 4
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("originals")
-    models.build(place)
-    return place
+    folder = tmp_path_factory.mktemp("originals")
+    models.build(folder)
+    return folder
 
 
 @pytest.fixture
@@ -206,13 +206,13 @@ def test_a_vocabulary_with_a_huge_token_is_rejected(gguf: Path) -> None:
     old = text("Ċ")
     data = gguf.read_bytes()
     at = data.index(text("tokenizer.ggml.tokens"))
-    place = data.index(old, at)
+    offset = data.index(old, at)
     long = text("x" * 100_000)
-    grown = data[:place] + long + data[place + len(old) :]
+    grown = data[:offset] + long + data[offset + len(old) :]
     # The tensor data after the header moves as well: a multiple of the alignment keeps it aligned.
     pad = -(len(grown) - len(data)) % 64
     long = text("x" * (100_000 + pad))
-    gguf.write_bytes(data[:place] + long + data[place + len(old) :])
+    gguf.write_bytes(data[:offset] + long + data[offset + len(old) :])
     assert_matches(refusal(gguf), r"tokenizer\.ggml\.tokens has \d+ bytes, and up to 1000\d\d in one token")
 
 
@@ -254,7 +254,7 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def shared_place(entries: dict[str, Any]) -> None:
+def shared_offset(entries: dict[str, Any]) -> None:
     twin = next(name for name in entries if name.endswith("input_layernorm.weight"))
     entries[NORM]["data_offsets"] = entries[twin]["data_offsets"]
 
@@ -271,7 +271,7 @@ def shared_place(entries: dict[str, Any]) -> None:
         (moved(0.5, 0.5), r"Expected `int"),
         (changed(data_offsets=[True, 128]), r"Expected `int"),
         (changed(data_offsets=[0]), r"length 2"),
-        (shared_place, r"tensor '\S+' begins at \d+, which (overlaps|leaves a gap)"),
+        (shared_offset, r"tensor '\S+' begins at \d+, which (overlaps|leaves a gap)"),
         (changed(shape=[-32]), r"norm\.weight' has shape \[-32\]"),
         (changed(shape=[2**40, 2**40]), r"its shape and dtype take \d+ bytes"),
         (changed(shape=[1] * 1000 + [32]), r"it must have at most 16 dimensions"),
@@ -338,8 +338,8 @@ def test_a_tensor_in_two_files_without_an_index_is_rejected(qwen3: Path) -> None
 def test_an_index_with_files_outside_of_the_folder_is_rejected(qwen3: Path, name: str) -> None:
     shutil.copyfile(qwen3 / "model-1.safetensors", qwen3.parent / "other.safetensors")
     index = qwen3 / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
-    moved_there = {tensor: name if file == "model-1.safetensors" else file for tensor, file in places.items()}
+    weight_map = json.loads(index.read_text())["weight_map"]
+    moved_there = {tensor: name if file == "model-1.safetensors" else file for tensor, file in weight_map.items()}
     index.write_text(json.dumps({"weight_map": moved_there}))
     assert_matches(refusal(qwen3), r"is not the name of a file inside the model folder")
 

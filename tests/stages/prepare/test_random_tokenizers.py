@@ -237,10 +237,10 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(tmp_path: Path) -> None:
     transformers.logging.set_verbosity_error()
     found = []
     for seed in SEEDS:
-        dice, place = Dice(seed), tmp_path / str(seed)
-        place.mkdir()
+        dice, folder = Dice(seed), tmp_path / str(seed)
+        folder.mkdir()
         try:
-            found.append(compare(dice.folder(place / "source"), place / "target"))
+            found.append(compare(dice.folder(folder / "source"), folder / "target"))
         except Exception as error:
             raise AssertionError(f"PIPELINE_TOKENIZER_SEED={seed}: {error}") from error
     assert len(SEEDS) == 1 or found.count("same") > len(found) / 4

@@ -45,8 +45,8 @@ def beam_search(
         for row, (_, ids) in zip(scores, beams, strict=True):
             output = [BEGIN, *ids[len(prompt) :]]
             row[[last for *before, last in excluded if not before or output[-len(before) :] == before]] = -np.inf
-        places = np.argsort(-scores.reshape(-1), kind="stable")[: (1 + max(1, len(stop))) * width]
-        candidates = [(scores[divmod(p, NUM_IDS)], [*beams[p // NUM_IDS][1], int(p % NUM_IDS)]) for p in places]
+        best = np.argsort(-scores.reshape(-1), kind="stable")[: (1 + max(1, len(stop))) * width]
+        candidates = [(scores[divmod(p, NUM_IDS)], [*beams[p // NUM_IDS][1], int(p % NUM_IDS)]) for p in best]
         for score, ids in candidates[:width]:
             if ids[-1] in stop or length == max_tokens:
                 finish = Finish.STOP if ids[-1] in stop else Finish.LENGTH

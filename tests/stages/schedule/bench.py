@@ -295,10 +295,10 @@ class Bench:
         ids = np.frombuffer(inline(message.ids), np.int32).tolist()
         seqs = np.frombuffer(inline(message.seqs), np.uint64).tolist()
         for first in message.firsts:
-            assert seqs[first.place] not in self.begun, "a sequence has two first ids"
-            self.begun.add(seqs[first.place])
+            assert seqs[first.index] not in self.begun, "a sequence has two first ids"
+            self.begun.add(seqs[first.index])
         for counts in message.drafts:
-            self.drafts[seqs[counts.place]] = counts.num_accepted, counts.num_rejected
+            self.drafts[seqs[counts.index]] = counts.num_accepted, counts.num_rejected
         for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
             assert seq not in self.finished, "prompt records came after the closing"
             width = prompt_record_bytes(self.admitted[seq][1])

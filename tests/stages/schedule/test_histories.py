@@ -337,8 +337,8 @@ def test_accepted_proposals_save_steps() -> None:
 def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
     bench = Bench(config(), depth=1)
     bench.plans_early = True
-    for place in range(4):
-        bench.admit(range(place, place + 20), max_tokens=30)
+    for index in range(4):
+        bench.admit(range(index, index + 20), max_tokens=30)
     assert bench.run() < 40
     assert bench.num_early_plans > 25
     bench.check_outputs()
@@ -347,8 +347,8 @@ def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
 def test_steps_of_the_same_decoding_rows_repeat_the_plan_before() -> None:
     bench = Bench(config(num_blocks=64), depth=1)
     bench.plans_early = True
-    for place in range(5):  # they need blocks in different steps
-        bench.admit(range(place, place + 20 + place), max_tokens=60)
+    for index in range(5):  # they need blocks in different steps
+        bench.admit(range(index, index + 20 + index), max_tokens=60)
     runs, num_blocks = [], 0
     while not bench.scheduler.lifecycle.is_idle or bench.steps:
         if bench.steps:

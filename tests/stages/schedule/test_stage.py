@@ -243,7 +243,7 @@ def test_at_greater_depths_later_steps_are_sent_before_the_first_result(depth: L
         steps = [rig.receive("execute", m.Step) for _ in range(depth)]
         assert [step.step_id for step in steps] == list(range(1, depth + 1))
         starts = [np.frombuffer(step.starts, np.int32).tolist() for step in steps]
-        assert starts == [[0], *([place] for place in range(3, depth + 2))], "their input ids are not known yet"
+        assert starts == [[0], *([index] for index in range(3, depth + 2))], "their input ids are not known yet"
         assert rig.nothing("execute")
         rig.send(around.executor.run(steps[0]), "execute.0")
         assert rig.receive("execute", m.Step).step_id == depth + 1

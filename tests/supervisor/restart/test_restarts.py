@@ -263,9 +263,9 @@ class TestLostHost:
     @pytest.fixture
     def lost(self) -> Iterator[Bench]:
         one = Bench(Settings(execute=ExecuteSettings(launcher="ray", tensor_parallel=2)))
-        one.resources.place("execute.0", "tcp://10.0.0.1:2")
-        one.resources.place("execute.1", "tcp://10.0.0.1:3")
-        one.restarts.is_placed = lambda name: not name.startswith("execute")
+        one.resources.set_address("execute.0", "tcp://10.0.0.1:2")
+        one.resources.set_address("execute.1", "tcp://10.0.0.1:3")
+        one.restarts.has_host = lambda name: not name.startswith("execute")
         for rank in range(2):
             child: Any = one.children[f"execute.{rank}"]
             child.is_alive, child.is_lost = False, True
@@ -279,15 +279,15 @@ class TestLostHost:
         assert first.peer.address == "tcp://10.0.0.1:2"
         assert not lost.restarts.deadlines, "they wait for a host, without a deadline of their own"
         for rank in range(2):
-            lost.resources.place(f"execute.{rank}", f"tcp://10.0.0.9:{rank}")
-        lost.restarts.placed()
+            lost.resources.set_address(f"execute.{rank}", f"tcp://10.0.0.9:{rank}")
+        lost.restarts.hosts_found()
         assert lost.told("schedule.0") == ["execute.1", "execute.0"] * 2
         second = lost.last_told("schedule.0")
         assert second.peer.address == "tcp://10.0.0.9:0" and second.incarnation == first.incarnation + 1
         assert second.peer.public_key not in ("", first.peer.public_key)
-        lost.restarts.is_placed = lambda _: True
+        lost.restarts.has_host = lambda _: True
         assert len(lost.restarts.deadlines) == 2
 
     def test_a_host_that_is_found_while_nothing_waits_for_it_changes_nothing(self, bench: Bench) -> None:
-        bench.restarts.placed()
+        bench.restarts.hosts_found()
         assert not any(bench.told(name) for name in bench.children)

@@ -86,7 +86,7 @@ def formats(tools: str | None = None, reasoning: str | None = None, specials: Se
     return ChatFormats(
         None if tools is None else TOOLS[tools],
         None if reasoning is None else REASONING[reasoning],
-        added={text: AddedToken(place, text, True) for place, text in enumerate(specials)},
+        added={text: AddedToken(index, text, True) for index, text in enumerate(specials)},
     )
 
 

@@ -585,8 +585,8 @@ def test_parsing_does_not_depend_on_where_the_text_is_split(form: str, data: st.
     specials = data.draw(st.sampled_from([(), TOOLS[form].marks]))
     known = formats(form, reasoning, specials)
     whole = read(known.parser("auto", NAMES, ""), [text])
-    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    indices = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(indices)]
     assert read(known.parser("auto", NAMES, ""), pieces) == whole
     assert read(known.parser("auto", NAMES, ""), text) == whole
 
@@ -597,8 +597,8 @@ def test_parsing_does_not_depend_on_where_the_text_is_split(form: str, data: st.
 def test_calls_are_json_and_other_text_is_kept(form: str, data: st.DataObject) -> None:
     text = data.draw(texts(form))
     reply = parsed(form, text)
-    for place, (_, arguments) in enumerate(reply.calls):
-        if place < reply.num_ended and form in (
+    for index, (_, arguments) in enumerate(reply.calls):
+        if index < reply.num_ended and form in (
             "glm45",
             "qwen3_coder",
             "seed_oss",

@@ -56,7 +56,7 @@ class Vocabulary:
 
     def __init__(self, specials: Sequence[str], words: Sequence[str]) -> None:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+        tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(text, special=True) for text in dict.fromkeys(specials)])

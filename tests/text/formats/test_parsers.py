@@ -238,8 +238,8 @@ def test_parsing_does_not_depend_on_where_the_text_is_split(
 ) -> None:
     form = formats(tools, reasoning, specials)
     whole = read(form.parser("auto", NAMES, tail), [text])
-    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    indices = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(indices)]
     assert read(form.parser("auto", NAMES, tail), pieces) == whole
     assert read(form.parser("auto", NAMES, tail), text) == whole
 

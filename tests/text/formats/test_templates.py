@@ -75,9 +75,9 @@ def formats(name: str) -> ChatFormats:
     return ChatFormats.of(SOURCES[name], ChatSettings(tool_call_parser=FORCED.get(name, "auto")))  # type: ignore[arg-type]
 
 
-def call(place: int) -> dict[str, Any]:
-    function = {"name": TOOLS[place]["function"]["name"], "arguments": ARGUMENTS[place]}  # type: ignore[index]
-    return {"id": f"call1234{place}", "type": "function", "function": function}
+def call(index: int) -> dict[str, Any]:
+    function = {"name": TOOLS[index]["function"]["name"], "arguments": ARGUMENTS[index]}  # type: ignore[index]
+    return {"id": f"call1234{index}", "type": "function", "function": function}
 
 
 def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def test_a_template_shows_tools_if_it_uses_the_variable(template: str, found: bo
 def test_rendered_calls_parse_back(name: str, num_calls: int) -> None:
     if num_calls > 1 and name in ONE_CALL:
         num_calls = 1
-    calls = [call(place) for place in range(num_calls)]
+    calls = [call(index) for index in range(num_calls)]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     before, output = written(name, message)
     for pieces in ([output], output):

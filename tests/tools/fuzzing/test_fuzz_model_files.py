@@ -33,17 +33,17 @@ def test_mutated_model_files_give_a_model_or_an_error_of_one_line(tmp_path: Path
 @pytest.mark.parametrize("number", range(4))
 def test_a_case_depends_only_on_its_seed_and_changes_something(tmp_path: Path, number: int) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    for place in (first, second):
-        place.mkdir()
-        model = models.build(place)[number]
+    for path in (first, second):
+        path.mkdir()
+        model = models.build(path)[number]
         before = content(model)
-        mutations.spoil(model, random.Random(number), place / "outside")
+        mutations.spoil(model, random.Random(number), path / "outside")
         assert content(model) != before
     assert content(first) == content(second)
 
 
-def content(place: Path) -> dict[str, bytes]:
-    paths = [place] if place.is_file() else place.rglob("*")
+def content(path: Path) -> dict[str, bytes]:
+    paths = [path] if path.is_file() else path.rglob("*")
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 

@@ -62,7 +62,7 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(is_real: bool) -> None:
     trace = Trace("two", 64, [one_request(1030, 5, keys=keys), one_request(1030, 5, keys=keys, index=1, arrival_s=9.0)])
     outcome, _ = run(trace, Setup(3, PROFILE, is_real=is_real))
     assert outcome.num_cached.tolist() == [0, 1024]
-    assert outcome.place[0] == outcome.place[1]
+    assert outcome.replica_index[0] == outcome.replica_index[1]
     assert outcome.first_s[1] - 9 < outcome.first_s[0] / 3
 
 
@@ -107,14 +107,14 @@ def test_the_same_seed_gives_the_same_result() -> None:
     trace = synthetic("bursts", Shape(200, 50.0))
     first, again = (run(trace, Setup(4, PROFILE, "power-of-two", seed=3))[0] for _ in range(2))
     np.testing.assert_array_equal(first.first_s, again.first_s)
-    np.testing.assert_array_equal(first.place, again.place)
+    np.testing.assert_array_equal(first.replica_index, again.replica_index)
 
 
 def test_a_full_replica_refuses_as_its_gateway_does() -> None:
     profile = msgspec.structs.replace(PROFILE, max_open_sequences=3)
     trace = Trace("burst", 64, [one_request(index=index) for index in range(5)])
     outcome, summary = run(trace, Setup(1, profile))
-    assert (outcome.place < 0).tolist() == [False, False, False, True, True]
+    assert (outcome.replica_index < 0).tolist() == [False, False, False, True, True]
     assert summary.num_refused == 2 and summary.ttft_p99_s == float("inf")
 
 
@@ -162,9 +162,11 @@ def test_several_routers_each_see_a_part() -> None:
 def test_cells_have_their_own_replicas() -> None:
     trace = synthetic("shared", Shape(600, 60.0, num_groups=20))
     outcome, summary = run(trace, Setup(12, PROFILE, num_cells=3, num_routers=2))
-    assert summary.num_refused == 0 and len(set(outcome.place.tolist())) == 12
+    assert summary.num_refused == 0 and len(set(outcome.replica_index.tolist())) == 12
     firsts = {one.keys[0] for one in trace.requests if one.keys}
-    cells = [{outcome.place[one.index] % 3 for one in trace.requests if one.keys[:1] == (key,)} for key in firsts]
+    cells = [
+        {outcome.replica_index[one.index] % 3 for one in trace.requests if one.keys[:1] == (key,)} for key in firsts
+    ]
     assert sum(map(len, cells)) <= 2 * len(cells)  # those above their share spill
     with pytest.raises(UserError, match="--cells 4: needs at most as many as replicas, 3"):
         run(trace, Setup(3, PROFILE, num_cells=4))

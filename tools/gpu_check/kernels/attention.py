@@ -269,15 +269,15 @@ def _few(context: Context, name: str) -> Iterator[Reading]:
             queries, keys, values = split_heads(partials, config, made, angles, norms)
             # The reference reads the cache with the step's own keys and values in it, rounded like the kernel's.
             slots = made.arrays.slots[made.live]
-            blocks, places = slots // made.keys.shape[2], slots % made.keys.shape[2]
+            blocks, offsets = slots // made.keys.shape[2], slots % made.keys.shape[2]
             for cache, mine in ((made.keys, keys), (made.values, values)):
-                cache[blocks, :, places] = mine[made.live].to(cache.dtype)
+                cache[blocks, :, offsets] = mine[made.live].to(cache.dtype)
             right = random_steps.attention(queries.reshape(num, -1), made, config.num_heads, window).view(num, -1)
             tasks = _tasks(config, made, window)
             out = torch.empty(num, config.num_heads * config.head_dim, dtype=DTYPE, device=gpu.device())
 
             def run(  # type: ignore[no-untyped-def]
-                out=out, partials=partials, made=made, tasks=tasks, norms=norms, slots=(blocks, places)
+                out=out, partials=partials, made=made, tasks=tasks, norms=norms, slots=(blocks, offsets)
             ) -> None:
                 for cache in (made.keys, made.values):
                     cache[slots[0], :, slots[1]] = torch.nan

@@ -30,9 +30,9 @@ class RandomStep:
     def cached(self, entry: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L, K, D] that an entry attends to, including its own."""
         start, count = self.entries[entry]
-        places = torch.arange(start + count, device=gpu.device())
-        blocks = self.arrays.blocks[int(self.arrays.rows[entry])].long()[places // BLOCK_SIZE]
-        return self.keys[blocks, :, places % BLOCK_SIZE], self.values[blocks, :, places % BLOCK_SIZE]
+        positions = torch.arange(start + count, device=gpu.device())
+        blocks = self.arrays.blocks[int(self.arrays.rows[entry])].long()[positions // BLOCK_SIZE]
+        return self.keys[blocks, :, positions % BLOCK_SIZE], self.values[blocks, :, positions % BLOCK_SIZE]
 
 
 def make(
@@ -72,14 +72,14 @@ def make(
     for i, ((start, count), span) in enumerate(zip(entries, spans, strict=True)):
         arrays.rows[i], arrays.starts[i], arrays.counts[i], arrays.offsets[i] = rows[i], start, count, offset
         length = start + count
-        places = torch.arange(length, device=device)
-        theirs = blocks[int(rows[i])].long()[places // BLOCK_SIZE]
+        positions = torch.arange(length, device=device)
+        theirs = blocks[int(rows[i])].long()[positions // BLOCK_SIZE]
         shape = (length, num_kv_heads, head_dim)
-        keys[theirs, :, places % BLOCK_SIZE] = gpu.random(seed + 2 * i + 1, *shape, dtype=dtype)
-        values[theirs, :, places % BLOCK_SIZE] = gpu.random(seed + 2 * i + 2, *shape, dtype=dtype)
+        keys[theirs, :, positions % BLOCK_SIZE] = gpu.random(seed + 2 * i + 1, *shape, dtype=dtype)
+        values[theirs, :, positions % BLOCK_SIZE] = gpu.random(seed + 2 * i + 2, *shape, dtype=dtype)
         own = slice(offset, offset + count)
-        arrays.positions[own] = places[start:].to(torch.int32)
-        arrays.slots[own] = theirs[start:] * BLOCK_SIZE + places[start:] % BLOCK_SIZE
+        arrays.positions[own] = positions[start:].to(torch.int32)
+        arrays.slots[own] = theirs[start:] * BLOCK_SIZE + positions[start:] % BLOCK_SIZE
         live[own] = True
         offset += span
     return RandomStep(arrays, tuple(entries), keys, values, live)

@@ -127,11 +127,11 @@ def _params(rows: Sequence[SampledRow], order: "np.ndarray[tuple[int], np.dtype[
     sequence_keys = np.array([sequence_key(1000 + i, i) for i in range(len(rows))], np.uint64)
     num_ids = np.arange(len(rows)) * 3 + 5
     for i, row in enumerate(rows):
-        place = int(order[i])
-        params[place, [Field.KEY_LOW, Field.KEY_HIGH]] = sequence_keys[i : i + 1].view(np.int32)
-        params[place, Field.NUM_IDS], params[place, Field.TOP_K] = num_ids[i], row.top_k
-        floats[place, Field.TEMPERATURE], floats[place, Field.TOP_P] = row.temperature, row.top_p
-        floats[place, Field.MIN_P] = row.min_p
+        index = int(order[i])
+        params[index, [Field.KEY_LOW, Field.KEY_HIGH]] = sequence_keys[i : i + 1].view(np.int32)
+        params[index, Field.NUM_IDS], params[index, Field.TOP_K] = num_ids[i], row.top_k
+        floats[index, Field.TEMPERATURE], floats[index, Field.TOP_P] = row.temperature, row.top_p
+        floats[index, Field.MIN_P] = row.min_p
     return torch.from_numpy(params).to(gpu.device()), halves(noise_keys(sequence_keys, num_ids))
 
 
@@ -208,11 +208,11 @@ def _logits_processors(context: Context) -> Iterator[Reading]:
             words = np.stack([bits_of(some(vocab_size // 2), vocab_size) for _ in rows])
             masked = (random.random(len(rows)) < 0.5).astype(np.int32)
             right = logits.cpu().clone()
-            for sample, place in enumerate(order.tolist()):
+            for sample, index in enumerate(order.tolist()):
                 grammar = words[sample] if with_grammars and masked[sample] else None
                 if grammar is not None:
                     mask(right[sample], grammar)
-                if (logits_processors_of := rows[place].logits_processors) is not None:
+                if (logits_processors_of := rows[index].logits_processors) is not None:
                     apply_in_torch(right[sample], logits_processors_of, num_ids, grammar)
             found = logits.clone()
             scratch = LogitsProcessorScratch(len(rows), vocab_size, device)

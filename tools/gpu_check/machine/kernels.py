@@ -8,11 +8,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 @triton.jit
 def read_all(sums, words, ROUNDS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     """Read ROUNDS x NUM_PROGRAMS x BLOCK int32 words, and write each program's sum (wrapping) as int64."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    indices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
     for _ in range(ROUNDS):
-        total += tl.load(words + places)
-        places += NUM_PROGRAMS * BLOCK
+        total += tl.load(words + indices)
+        indices += NUM_PROGRAMS * BLOCK
     tl.store(sums + tl.program_id(0), tl.sum(total.to(tl.int64), 0))
 
 
@@ -36,9 +36,9 @@ def tick_of_many(a, b, c, d, e, f, g, h, i, j, k, m, num_1, num_2, num_3, num_4,
 @triton.jit
 def fill(numbers, step, BLOCK: tl.constexpr):
     """Write a step's result: the first number is the step's, and the others count up from it."""
-    places = tl.arange(0, BLOCK)
+    indices = tl.arange(0, BLOCK)
     number = tl.load(step)
-    tl.store(numbers + places, number + places)
+    tl.store(numbers + indices, number + indices)
     tl.debug_barrier()
     tl.store(step, number + 1)
 

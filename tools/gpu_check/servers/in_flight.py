@@ -209,11 +209,11 @@ class FakeMasks:
         self._rows -= set(rows.tolist())
 
     def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
-        places = [place for place, row in enumerate(rows.tolist()) if row in self._rows]
-        for place in places:
-            last = int(ids[rows[place], num_ids[rows[place]] - 1])
-            self.words[place] = np.random.default_rng(last).integers(1, 2**32 - 1, self.words.shape[1], np.uint32)
-        return np.array(places, np.int64)
+        indices = [index for index, row in enumerate(rows.tolist()) if row in self._rows]
+        for index in indices:
+            last = int(ids[rows[index], num_ids[rows[index]] - 1])
+            self.words[index] = np.random.default_rng(last).integers(1, 2**32 - 1, self.words.shape[1], np.uint32)
+        return np.array(indices, np.int64)
 
     def is_done(self) -> bool:
         return True

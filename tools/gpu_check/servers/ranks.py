@@ -114,7 +114,7 @@ def _rank(task: dict[str, Any]) -> None:
     from pipeline.stages.execute.cuda.device import make_device
     from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
     from pipeline.stages.execute.cuda.runner import CudaRunner
-    from pipeline.stages.execute.ranks.place import RankPlace
+    from pipeline.stages.execute.ranks.context import RankContext
 
     folder, is_timed = Path(task["model"]), task["is_timed"]
     config = ModelConfig.load(folder)
@@ -134,7 +134,7 @@ def _rank(task: dict[str, Any]) -> None:
         settings.execute, tensor_parallel=task["num"], all_reduce=task["all_reduce"], hybrid_kv_cache_manager=False
     )
     settings = msgspec.structs.replace(settings, execute=execute)
-    join = None if task["num"] == 1 else join_by(RankPlace(task["rank"], task["num"], task["fd"], 60.0))
+    join = None if task["num"] == 1 else join_by(RankContext(task["rank"], task["num"], task["fd"], 60.0))
     device = make_device(task["rank"])
     weights = WeightsOnDevice(config, element) if is_timed else None
     runner = CudaRunner(settings, folder, device=device, weights=weights, join=join)

@@ -47,16 +47,16 @@ class Chart(msgspec.Struct, frozen=True):
         x = PADDING
         for i, name in enumerate(self.series):
             width = 34 + svg.width_of(name) + 16
-            x, y = _next_place(x, y, width)
+            x, y = _next_position(x, y, width)
             parts.append(svg.line(x, y, x + 26, y, f"{svg.colour_class(i)} line"))
             parts.append(svg.marker(x + 13, y, i, svg.colour_class(i)))
             parts.append(svg.text(x + 34, y + 4, name))
             x += width
         if self.note:
-            x, y = _next_place(x, y, svg.width_of(self.note))
+            x, y = _next_position(x, y, svg.width_of(self.note))
             parts.append(svg.text(x, y + 4, self.note, "faint"))
         return parts, y + LEGEND_STEP
 
 
-def _next_place(x: float, y: float, width: float) -> tuple[float, float]:
+def _next_position(x: float, y: float, width: float) -> tuple[float, float]:
     return (x, y) if x == PADDING or x + width <= WIDTH - PADDING else (PADDING, y + LEGEND_STEP)

@@ -48,7 +48,7 @@ class LinePanel(msgspec.Struct, frozen=True):
         y_scale = scales.logarithmic(values) if self.is_log else scales.from_zero(values)
         x_scale = scales.of_counts([count for one in self.lines for count, _ in one.points])
 
-        def place(count: float, value: float) -> tuple[float, float]:
+        def position(count: float, value: float) -> tuple[float, float]:
             inset = 10.0  # keeps the first and the last marker off the frame
             return (
                 left + inset + x_scale.position(count) * (right - left - 2 * inset),
@@ -57,12 +57,12 @@ class LinePanel(msgspec.Struct, frozen=True):
 
         parts = [svg.text(x + width / 2, y + 16, self.title, "head", "middle")]
         for tick in y_scale.ticks:
-            at = place(x_scale.ticks[0], tick)[1]
+            at = position(x_scale.ticks[0], tick)[1]
             parts.append(svg.line(left, at, right, at, "grid"))
             parts.append(svg.text(left - 7, at + 4, scales.as_label(tick), "faint", "end"))
         parts.append(svg.line(left, bottom, right, bottom, "axis"))
-        for tick in _spaced(x_scale, [place(tick, y_scale.ticks[0])[0] for tick in x_scale.ticks]):
-            at = place(tick, y_scale.ticks[0])[0]
+        for tick in _spaced(x_scale, [position(tick, y_scale.ticks[0])[0] for tick in x_scale.ticks]):
+            at = position(tick, y_scale.ticks[0])[0]
             parts.append(svg.line(at, bottom, at, bottom + 4, "axis"))
             parts.append(svg.text(at, bottom + 18, scales.as_label(tick), "faint", "middle"))
         parts.append(svg.text((left + right) / 2, bottom + 36, self.x_title, "faint", "middle"))
@@ -70,7 +70,7 @@ class LinePanel(msgspec.Struct, frozen=True):
         parts.append(svg.text(x + 12, (top + bottom) / 2, unit, "faint", "middle", turned=True))
         for one in self.lines:
             colour = svg.colour_class(one.series)
-            points = [place(count, value) for count, value in one.points]
+            points = [position(count, value) for count, value in one.points]
             parts.append(svg.polyline(points, f"{colour} line dashed" if one.is_dashed else f"{colour} line"))
             for (count, value), (at_x, at_y) in zip(one.points, points, strict=True):
                 words = f"{one.name}, {self.x_title} {count}: {as_value(value)} {self.unit}"
@@ -118,11 +118,11 @@ def as_value(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _spaced(scale: Scale, places: Sequence[float]) -> list[float]:
+def _spaced(scale: Scale, positions: Sequence[float]) -> list[float]:
     """The ticks whose labels don't overlap the label to their right. The last tick is always among them."""
     kept: list[float] = []
     free = float("inf")
-    for tick, at in sorted(zip(scale.ticks, places, strict=True), reverse=True):
+    for tick, at in sorted(zip(scale.ticks, positions, strict=True), reverse=True):
         half = svg.width_of(scales.as_label(tick)) / 2
         if at + half + 4 <= free:
             kept.append(tick)

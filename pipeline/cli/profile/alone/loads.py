@@ -63,9 +63,9 @@ def load_of(harness: Harness, num_streams: int, model: str) -> StageDriver:
     raise KeyError(harness.stage)
 
 
-def ids_of(stream: int, place: int, num: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
+def ids_of(stream: int, position: int, num: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
     """Output ids; no two streams have the same."""
-    return (FIRST_ID + (stream * 131 + np.arange(place, place + num) * 17) % NUM_IDS).astype(np.int32)
+    return (FIRST_ID + (stream * 131 + np.arange(position, position + num) * 17) % NUM_IDS).astype(np.int32)
 
 
 class _NothingToClose:
@@ -229,9 +229,9 @@ class DetokenizeDriver(_NothingToClose):
         self._harness = harness
         self._steps = _Steps(self)
         self._seqs = np.arange(1, num_streams + 1, dtype=np.uint64)
-        self._places = (np.arange(num_streams) * NUM_OUTPUT // num_streams).astype(np.int32)
+        self._positions = (np.arange(num_streams) * NUM_OUTPUT // num_streams).astype(np.int32)
         """Staggered, so that the streams don't all end in one step."""
-        self._starts = self._places.copy()
+        self._starts = self._positions.copy()
         self._counts = np.ones(num_streams, np.int32)
         self._next_seq = num_streams + 1
         self._options = msgspec.Raw(msgspec.msgpack.encode(m.GenerationOptions()))
@@ -264,8 +264,8 @@ class DetokenizeDriver(_NothingToClose):
     def _settle(self) -> None:
         put = partial(self._harness.arena("schedule.0").put, readers=("detokenize.0",))
         ids = (FIRST_ID + (self._seqs.astype(np.int64) * 131 + self._starts * 17) % NUM_IDS).astype(np.int32)
-        self._places += 1
-        is_last = self._places >= NUM_OUTPUT
+        self._positions += 1
+        is_last = self._positions >= NUM_OUTPUT
         message = m.Settled(
             seqs=put(self._seqs.tobytes()),
             starts=put(self._starts.tobytes()),
@@ -276,9 +276,9 @@ class DetokenizeDriver(_NothingToClose):
         self._harness.send(message, "schedule.0")
         self._steps.sent(len(self._seqs))
         self._starts += 1
-        for place in np.flatnonzero(is_last).tolist():
-            self._seqs[place] = self._next_seq
-            self._places[place] = self._starts[place] = 0
+        for index in np.flatnonzero(is_last).tolist():
+            self._seqs[index] = self._next_seq
+            self._positions[index] = self._starts[index] = 0
             self._open(self._next_seq)
             self._next_seq += 1
 
@@ -291,7 +291,7 @@ class GatewayDriver:
         self._steps = _Steps(self)
         self._sink = Sink(harness.address, model, num_streams, NUM_OUTPUT, mark=MARK, poller=harness.poller)
         self._request_ids: list[int] = []
-        self._places: list[int] = []
+        self._positions: list[int] = []
         """Tokens that each open stream has received; below, the number it will receive."""
         self._lefts: list[int] = []
         self._num_streams = num_streams
@@ -329,7 +329,7 @@ class GatewayDriver:
         self._request_ids.append(submit.request_id)
         # staggered, so that the streams don't all end in one step
         first = self._num_begun * NUM_OUTPUT // self._num_streams if self._num_begun < self._num_streams else 0
-        self._places.append(0)
+        self._positions.append(0)
         self._lefts.append(NUM_OUTPUT - first)
         self._num_begun += 1
 
@@ -342,9 +342,9 @@ class GatewayDriver:
             attempts=[1] * num,
             indexes=[0] * num,
             texts=[TEXT] * num,
-            text_offsets=[place * size for place in self._places],
-            ids=(FIRST_ID + np.array(self._places, np.int32)).tobytes(),
-            id_offsets=self._places,
+            text_offsets=[index * size for index in self._positions],
+            ids=(FIRST_ID + np.array(self._positions, np.int32)).tobytes(),
+            id_offsets=self._positions,
             num_ids=[1] * num,
             finishes=[0 if left else int(m.Finish.LENGTH) for left in self._lefts],
             stop_reasons=[None] * num,
@@ -353,5 +353,5 @@ class GatewayDriver:
         self._steps.sent(num)
         alive = [i for i, left in enumerate(self._lefts) if left]
         self._request_ids = [self._request_ids[i] for i in alive]
-        self._places = [self._places[i] + 1 for i in alive]
+        self._positions = [self._positions[i] + 1 for i in alive]
         self._lefts = [self._lefts[i] for i in alive]

@@ -18,7 +18,7 @@ JSON_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array
 OTHER = "other"
 """Stands for all names that are no types of JSON."""
 
-_BITS = {name: 1 << place for place, name in enumerate((*sorted(JSON_TYPES), OTHER))}
+_BITS = {name: 1 << index for index, name in enumerate((*sorted(JSON_TYPES), OTHER))}
 _TYPE_BITS = _BITS | {"number": _BITS["number"] | _BITS["integer"]}
 _ANY = (1 << len(_BITS)) - 1
 
@@ -171,10 +171,10 @@ class TypeTable:
             gained = allowed & ~node.allowed
             if node.need > 1:
                 node.counts = node.counts or [0] * len(_BITS)
-                for place, bit in enumerate(_BITS.values()):
+                for index, bit in enumerate(_BITS.values()):
                     if allowed & bit:
-                        node.counts[place] += 1
-                        gained &= ~bit if node.counts[place] < node.need else _ANY
+                        node.counts[index] += 1
+                        gained &= ~bit if node.counts[index] < node.need else _ANY
             if gained:
                 node.allowed |= gained
                 todo += [(user, gained) for user in node.users]

@@ -39,8 +39,8 @@ class CallStart:
             return False
         is_possible = at == len(text)
         rest = text[at : at + MAX_NAME_CHARS]
-        place = bisect_left(self._sorted, rest)
-        is_possible |= place < len(self._sorted) and self._sorted[place].startswith(rest)
+        index = bisect_left(self._sorted, rest)
+        is_possible |= index < len(self._sorted) and self._sorted[index].startswith(rest)
         for length in self._lengths:  # a name may begin with another one
             if rest[:length] in self._names:
                 end = self._find(text, at + length, self._after_name)
@@ -51,8 +51,8 @@ class CallStart:
 
     def _find(self, text: str, at: int, options: Sequence[str]) -> int | bool | None:
         """The end of an option at `at`. False if there is none, None if that needs more text."""
-        place = skip_space(text, at)
-        if place - at > MAX_SPACE_CHARS:
+        index = skip_space(text, at)
+        if index - at > MAX_SPACE_CHARS:
             return False
-        found = starts_with(text, place, options)
-        return False if found is None else None if found == "" else place + len(found)
+        found = starts_with(text, index, options)
+        return False if found is None else None if found == "" else index + len(found)

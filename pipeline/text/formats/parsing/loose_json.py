@@ -289,9 +289,9 @@ class LooseValue:
             return end + len(self._quote)
         held = next(
             (
-                place
-                for place in range(max(at, len(text) - len(self._quote) + 1), len(text))
-                if self._quote.startswith(text[place:])
+                index
+                for index in range(max(at, len(text) - len(self._quote) + 1), len(text))
+                if self._quote.startswith(text[index:])
             ),
             len(text),
         )

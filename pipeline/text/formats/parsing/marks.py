@@ -31,9 +31,9 @@ class Marks:
 
     def held(self, text: str, at: int = 0) -> int:
         """The offset of the longest suffix of `text[at:]` that is a prefix of a mark; `len(text)` if there is none."""
-        for place in range(max(at, len(text) - self._longest + 1), len(text)):
-            if text[place] in self._firsts and text[place:] in self._beginnings:
-                return place
+        for index in range(max(at, len(text) - self._longest + 1), len(text)):
+            if text[index] in self._firsts and text[index:] in self._beginnings:
+                return index
         return len(text)
 
 

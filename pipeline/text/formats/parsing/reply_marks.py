@@ -34,7 +34,7 @@ class ReplyMarks:
     def __init__(self, ids: Mapping[str, int] = NO_MARKS, *, shows_specials: bool = False) -> None:
         self.ids = ids
         self.shows_specials = shows_specials
-        self._characters = {mark: chr(FIRST + place) for place, mark in enumerate(ids)}
+        self._characters = {mark: chr(FIRST + index) for index, mark in enumerate(ids)}
         self._by_id = {ids[mark]: character for mark, character in self._characters.items()}
         self._texts = {character: mark for mark, character in self._characters.items()}
         self.hidden = frozenset() if shows_specials else frozenset(self._texts)

@@ -219,12 +219,12 @@ class XmlParser(CallParser):
     def _in_value(self, text: str, at: int, out: list[Event]) -> int:
         if self._string == UNKNOWN:
             self._string = OUTSIDE if text[at] in '[{"' else None
-        begin = place = at
+        begin = index = at
         state = self._string
         while (found := self._value_end.search(text, at)) is not None:
-            before, (place, at) = place, found.span()
+            before, (index, at) = index, found.span()
             if state is not None:
-                state = _string_state(text, before, place, state)
+                state = _string_state(text, before, index, state)
                 if len(found[0]) > 1 and state != OUTSIDE:
                     self._hid_tag = True
                     continue
@@ -233,11 +233,11 @@ class XmlParser(CallParser):
             has_tag = found[0] == self._tags.after_value
             match self._ends_with_tag(text, at) if has_tag else self._ends_without_tag(text, found):
                 case True if has_tag:
-                    return self._end_value(text[begin:place], out, at, drops_line=self._tags.has_lines)
+                    return self._end_value(text[begin:index], out, at, drops_line=self._tags.has_lines)
                 case True:
-                    return self._end_value(text[begin:place], out, place, drops_line=True)
+                    return self._end_value(text[begin:index], out, index, drops_line=True)
                 case None:
-                    held = place - (text[place - 1 : place] == "\n" and place > begin)
+                    held = index - (text[index - 1 : index] == "\n" and index > begin)
                     break
         else:
             held = self._held(text, at)
@@ -248,10 +248,10 @@ class XmlParser(CallParser):
 
     def _again(self, text: str, at: int, out: list[Event]) -> int:
         """Read a value again of which a string has no end: it is no JSON, so all tags count."""
-        whole, place = "".join(self._value) + text[at:], 0
+        whole, index = "".join(self._value) + text[at:], 0
         self._value, self._string, self._hid_tag, self._hides_tags = [], None, False, False
-        while place < len(whole):
-            place = self._read(whole, place, out)
+        while index < len(whole):
+            index = self._read(whole, index, out)
         return len(text)
 
     def _is_whole(self, rest: str) -> bool:
@@ -262,10 +262,10 @@ class XmlParser(CallParser):
 
     def _held(self, text: str, at: int) -> int:
         """Where the end of a value may begin, of which the text has no more than a part."""
-        for place in range(max(at, len(text) - max(map(len, self._value_ends))), len(text)):
-            rest = text[place:].removeprefix("\n")
+        for index in range(max(at, len(text) - max(map(len, self._value_ends))), len(text)):
+            rest = text[index:].removeprefix("\n")
             if any(mark.startswith(rest) for mark in self._value_ends):
-                return place
+                return index
         return len(text)
 
     def _end_value(self, rest: str, out: list[Event], end: int, *, drops_line: bool) -> int:

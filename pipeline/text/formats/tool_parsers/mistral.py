@@ -78,28 +78,28 @@ class MistralParser(ListParser):
         if end is None or end.start() == at or end.start() - at > MAX_NAME_CHARS:
             self._no_call(out)
             return at
-        name, place = text[at : end.start()], end.start()
-        if text.startswith(self._call_id, place):
-            begin = _ID_END.search(text, place + len(self._call_id))
-            if begin is None and len(text) - place <= MAX_NAME_CHARS:
+        name, index = text[at : end.start()], end.start()
+        if text.startswith(self._call_id, index):
+            begin = _ID_END.search(text, index + len(self._call_id))
+            if begin is None and len(text) - index <= MAX_NAME_CHARS:
                 return self._hold(text, at)
-            if begin is None or begin.start() - place > MAX_NAME_CHARS:
+            if begin is None or begin.start() - index > MAX_NAME_CHARS:
                 self._no_call(out)
                 return at
-            place = begin.start()
-        elif self._call_id.startswith(text[place:]):
+            index = begin.start()
+        elif self._call_id.startswith(text[index:]):
             return self._hold(text, at)
-        if text.startswith(self._arguments, place):
-            place += len(self._arguments)
-        elif self._arguments.startswith(text[place:]):
+        if text.startswith(self._arguments, index):
+            index += len(self._arguments)
+        elif self._arguments.startswith(text[index:]):
             return self._hold(text, at)
-        elif text[place] != "{":
+        elif text[index] != "{":
             self._no_call(out)
             return at
-        self._candidate.append(self._without_hidden(text[at:place]))
+        self._candidate.append(self._without_hidden(text[at:index]))
         self._in_list = False
         self._open(CallObject.of_arguments(self._num_calls, name))
-        return place
+        return index
 
     def _after_call(self, text: str, at: int, out: list[Event]) -> int:
         end = self._after_item(text, at) if self._in_list else None

@@ -15,7 +15,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.backend import Library, library_of_draft, make_program
 from pipeline.stages.execute.cpu.drafts.eagle import EagleHead, Target
 from pipeline.stages.execute.cpu.drafts.eagle3 import Eagle3Head
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.drafts.draft_model import MAX_CATCH_UP, DraftModel, prepared_draft, require_all_positions
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.kv import KVPlan
@@ -38,7 +38,7 @@ class CpuDraftModel(DraftModel):
         max_num_seqs = settings.schedule.max_num_seqs
         library = library_of_draft(settings, config, of_model)
         weights = Weights(folder, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
-        panels = PanelPlace.of(folder, weights.files) if library and settings.execute.keep_packed_weights else None
+        panels = PanelLocation.of(folder, weights.files) if library and settings.execute.keep_packed_weights else None
         self._inputs = StepInputs(MAX_CATCH_UP + max_num_seqs, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         self._sampling_inputs = SamplingInputs(max_num_seqs, config.vocab_size)
         own = replace(kv, max_model_len=self._max_len, layout=undivided(config.num_layers))

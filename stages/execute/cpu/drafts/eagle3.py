@@ -49,11 +49,11 @@ class Eagle3Head(EagleHead):
             np.asarray(weights.vector(f"model.layers.0.{name}.weight", hidden))
             for name in ("input_layernorm", "hidden_norm")
         )
-        self._places: IntArray | None = None
+        self._target_ids: IntArray | None = None
         """The model's id of each id of the reduced vocabulary."""
         if weights.has("d2t"):
             offsets = weights.integers("d2t", eagle3.draft_vocab_size)
-            self._places = (np.arange(eagle3.draft_vocab_size) + offsets).astype(np.int32)
+            self._target_ids = (np.arange(eagle3.draft_vocab_size) + offsets).astype(np.int32)
         program = self._program
         program.attention_of_given(attention_weights(config, weights, 0, num_inputs=2 * hidden), 2 * hidden)
         program.mlp(mlp_weights(config, weights, 0))
@@ -76,7 +76,7 @@ class Eagle3Head(EagleHead):
         return normed
 
     def _fill_sampling_inputs(self, rows: IntArray, positions: IntArray) -> None:
-        if self._places is None:
+        if self._target_ids is None:
             super()._fill_sampling_inputs(rows, positions)
             return
         sampling, num = self._sampling_inputs, len(rows)
@@ -86,7 +86,7 @@ class Eagle3Head(EagleHead):
         sampling.logprobs.clear(num)
 
     def _ids_of(self, drawn: IntArray) -> IntArray:
-        if self._places is None:
+        if self._target_ids is None:
             return drawn
-        ids: IntArray = np.where(drawn == NO_ID, NO_ID, self._places[drawn]).astype(np.int32)
+        ids: IntArray = np.where(drawn == NO_ID, NO_ID, self._target_ids[drawn]).astype(np.int32)
         return ids

@@ -11,7 +11,7 @@ from pipeline.kernels.step_inputs import StepInputs
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import Library
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.cpu.pytorch.calls import Buffer
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
@@ -52,7 +52,7 @@ def streamed_program(
     kv: KVPlan,
     num_threads: int,
     swap: SwapArray | None = None,
-    panels: PanelPlace | None = None,
+    panels: PanelLocation | None = None,
     lora: LoraPlan | None = None,
     ranks: RankGroup | None = None,
     part: Part | None = None,

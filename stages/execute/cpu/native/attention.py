@@ -49,7 +49,7 @@ class NativeAttention:
         """Ranks compute their share of the heads; the results of all heads are `gathered`."""
         self._library, self._program, self._memory, self._config = library, program, memory, config
         self._inputs, self._norms, self._layers, self._share = inputs, norms, layers, share
-        self._places = kv.layout.places
+        self._layer_locations = kv.layout.layer_locations
         self._num_blocks, self._max_model_len = kv.num_blocks, kv.max_model_len
         max_num_tokens = inputs.max_num_tokens
         self._queries = memory.rows(max_num_tokens, len(share.heads) * config.head_dim)
@@ -70,7 +70,7 @@ class NativeAttention:
             native.NativeLayerMemory(
                 memory.allocate(kv.num_blocks * self._layer_bytes), len(share.kv_heads), config.head_dim, kv_type
             )
-            for _ in range(kv.layout.num_places)
+            for _ in range(kv.layout.layers_per_group)
         ]
         """By place in a block."""
         self._calibrated: list[CalibratedLayer] = []
@@ -79,24 +79,22 @@ class NativeAttention:
     def record(
         self,
         weights: AttentionWeights,
-        place: int = 0,
+        slot: int = 0,
         inputs_at: "Callable[[ActivationForm], native.NativeRows] | None" = None,
     ) -> None:
-        """Record a layer after its norm, whose results are at `place`, or of other inputs."""
+        """Record a layer after its norm, whose results are at `slot`, or of other inputs."""
         config, library, share = self._config, self._library, self._share
-        group, kv_place = self._places[self._layers.begin()]
-        kv = ctypes.byref(self._layer_kv(weights, group, kv_place))
+        group, kv_index = self._layer_locations[self._layers.begin()]
+        kv = ctypes.byref(self._layer_kv(weights, group, kv_index))
         library.program_use_tables(
             self._program, self._inputs.group_slots[group].ctypes.data, self._inputs.group_tables[group].ctypes.data
         )
-        self._record_qkv(weights, kv, place, inputs_at or partial(self._norms.rows, place=place))
+        self._record_qkv(weights, kv, slot, inputs_at or partial(self._norms.rows, slot=slot))
         width = config.num_heads * config.head_dim
         matrix = weights.out.matrices[0]
         rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * config.head_dim)
         if weights.gate is not None:
-            products = self._memory.products(
-                weights.gate, rows_of(range(width)), partial(self._norms.rows, place=place)
-            )
+            products = self._memory.products(weights.gate, rows_of(range(width)), partial(self._norms.rows, slot=slot))
             library.program_products(self._program, self._gates, products, len(products), width)
             rows, floats = native.NativeRows(self._layers.wide, width * 4), True
         plan = self._plan(weights.window or 0, group)
@@ -135,7 +133,7 @@ class NativeAttention:
         )
 
     def _record_qkv(
-        self, weights: AttentionWeights, kv: Any, place: int, inputs_at: Callable[[ActivationForm], native.NativeRows]
+        self, weights: AttentionWeights, kv: Any, slot: int, inputs_at: Callable[[ActivationForm], native.NativeRows]
     ) -> None:
         """Record the matmuls of queries, keys and values, their norms and rotation, and the writing of keys and
         values."""
@@ -149,15 +147,15 @@ class NativeAttention:
             for heads in kinds:
                 self._gather_qkv(weights.qkv, heads, inputs_at)
             self._layers.barrier("qkv")
-            places = native.NativeHeadShare(num_heads, num_kv_heads, share.heads.start, share.kv_heads.start)
+            head_share = native.NativeHeadShare(num_heads, num_kv_heads, share.heads.start, share.kv_heads.start)
             library.program_qkv_rows(
                 *(self._program, self._queries, len(share.heads), kv, *angles, norms, self._query_form, self._qkv),
-                ctypes.byref(places),
+                ctypes.byref(head_share),
             )
         else:
             order = turning_order(num_heads + num_kv_heads, [head for kind in kinds for head in kind], config.head_dim)
             products = self._memory.products(weights.qkv, order, inputs_at)
-            self._layers.adapt(QKV, weights.qkv, config.hidden_size, place)
+            self._layers.adapt(QKV, weights.qkv, config.hidden_size, slot)
             library.program_qkv(
                 *(self._program, self._queries, products, len(products), len(share.heads), kv, *angles),
                 *(norms, self._query_form, self._qkv),
@@ -178,9 +176,9 @@ class NativeAttention:
         (product,) = found
         library.program_linear(self._program, out, product.rows, product.matrix, len(heads) * config.head_dim)
 
-    def _layer_kv(self, weights: AttentionWeights, group: int, place: int) -> native.NativeLayerMemory:
+    def _layer_kv(self, weights: AttentionWeights, group: int, index: int) -> native.NativeLayerMemory:
         """The keys and values of a layer in this KV group, at this place in a block."""
-        config, kv = self._config, self._kv[place]
+        config, kv = self._config, self._kv[index]
         of_biases = key_center(config, weights, self._max_model_len)
         is_calibrated = kv.type == KVType.INT8 and allows_center(config)
         if of_biases is None and not is_calibrated:

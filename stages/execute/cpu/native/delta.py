@@ -50,7 +50,7 @@ class NativeDelta:
         delta = config.delta
         assert delta is not None
         self._layers.begin()
-        products = memory.products(weights.inputs, rows_of(range(shape.inputs)), partial(self._norms.rows, place=0))
+        products = memory.products(weights.inputs, rows_of(range(shape.inputs)), partial(self._norms.rows, slot=0))
         library.program_products(self._program, self._in, products, len(products), shape.inputs)
         vectors = weights.conv, weights.rates, weights.dt_bias, weights.head_norm
         sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled

@@ -56,22 +56,22 @@ class NativeLayers:
 
     def begin(self) -> int:
         """Record that a layer begins. Returns its place in this program."""
-        place = self.num
-        self._library.program_layer(self._program, self._first_layer + place)
+        index = self.num
+        self._library.program_layer(self._program, self._first_layer + index)
         self.num += 1
-        return place
+        return index
 
     def barrier(self, what: str) -> None:
         """Record that all ranks have computed what was recorded before; `what` names the last of it."""
         self._gathered.barrier(self._program, what, self.last)
 
     def adapt(
-        self, targets: tuple[Target, ...], linear: Linear, depth: int, place: int, *, interleaved: bool = False
+        self, targets: tuple[Target, ...], linear: Linear, depth: int, slot: int, *, interleaved: bool = False
     ) -> None:
-        """Let adapters change the matmul that is recorded next, which reads the results of the norm at `place`."""
+        """Let adapters change the matmul that is recorded next, which reads the results of the norm at `slot`."""
         if self._lora is not None:
             form = self._memory.form(linear.matrices[0])
-            rows, layer = self._norms.rows(form, place), self.num - 1
+            rows, layer = self._norms.rows(form, slot), self.num - 1
             self._lora.record(self._program, layer, targets, rows, form, depth, interleaved=interleaved)
 
     def written(

@@ -113,7 +113,7 @@ class NativeLora:
             if layout.num_bytes:
                 adapter.rank = sum(layout.ranks)
                 assert adapter.rank <= self._stride, f"an adapter of rank {adapter.rank}, at most {self._stride} fit"
-                for place, (matrix, num_bytes) in enumerate(
+                for index, (matrix, num_bytes) in enumerate(
                     zip(self._matrices(site, layout, file), layout.num_bytes, strict=True)
                 ):
                     target = buffer[begin : begin + num_bytes]
@@ -121,12 +121,12 @@ class NativeLora:
                     if matrix is None:
                         continue
                     target.view(np.uint16).reshape(matrix.shape)[:] = matrix
-                    if place == 0:
+                    if index == 0:
                         adapter.a = target.ctypes.data
                     else:
-                        adapter.b[place - 1] = target.ctypes.data
-                for place, rank in enumerate(layout.ranks):
-                    adapter.ranks[place] = rank
+                        adapter.b[index - 1] = target.ctypes.data
+                for index, rank in enumerate(layout.ranks):
+                    adapter.ranks[index] = rank
             adapters.append(adapter)
             time.sleep(0)  # the thread of the steps may have waited for the interpreter
         return PackedAdapter(buffer, adapters)

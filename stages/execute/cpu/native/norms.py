@@ -23,29 +23,29 @@ class NativeNorms:
         self._rows: dict[tuple[ActivationForm, int], native.NativeRows] = {}
         """By form and place: parallel layers read the results of two norms."""
 
-    def rows(self, form: ActivationForm, place: int = 0) -> native.NativeRows:
+    def rows(self, form: ActivationForm, slot: int = 0) -> native.NativeRows:
         """The output of norms in a form. Norms write several if the matrices after them need several."""
-        if (form, place) not in self._rows:
-            self._rows[form, place] = self._memory.rows(self._max_num_tokens, self._config.hidden_size, form)
-        return self._rows[form, place]
+        if (form, slot) not in self._rows:
+            self._rows[form, slot] = self._memory.rows(self._max_num_tokens, self._config.hidden_size, form)
+        return self._rows[form, slot]
 
     def record_before(
-        self, program: int, norm: Norm | None, linear: Linear, place: int = 0, written: Collection[ActivationForm] = ()
+        self, program: int, norm: Norm | None, linear: Linear, slot: int = 0, written: Collection[ActivationForm] = ()
     ) -> set[ActivationForm]:
         """Record the norm before a matmul, in every form that its matrices need and that is not in `written`. Returns
         these forms."""
         forms = dict.fromkeys(self._memory.form(matrix) for matrix in linear.matrices)
         for form in forms:
             if form not in written:
-                self.record(program, form, norm, place=place)
+                self.record(program, form, norm, slot=slot)
         return set(forms)
 
     def record(
-        self, program: int, form: ActivationForm, norm: Norm | None, *, place: int = 0, sampled: bool = False
+        self, program: int, form: ActivationForm, norm: Norm | None, *, slot: int = 0, sampled: bool = False
     ) -> None:
         """Record a norm in one form, of all tokens or of those that are sampled."""
         size, eps = self._config.hidden_size, self._config.rms_norm_eps
-        rows = self.rows(form, place)
+        rows = self.rows(form, slot)
         if norm is not None and self._config.norm == "rms":
             weight = self._memory.vector(norm.weight)
             self._library.program_norm(program, rows, form, self._residual, weight, size, eps, sampled)

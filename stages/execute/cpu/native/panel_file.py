@@ -33,7 +33,7 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.own_files import OpenFolder
 from pipeline.runtime.files.regular_files import open_regular
 from pipeline.runtime.model.model_folder import PANELS
-from pipeline.stages.execute.ranks.place import ALONE, RankPlace
+from pipeline.stages.execute.ranks.context import ALONE, RankContext
 from pipeline.stages.execute.weights import TensorFile
 
 MIN_BYTES = 64 * 1024**2
@@ -66,23 +66,23 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class PanelPlace:
+class PanelLocation:
     """Where the packed matrices of some weight files are kept."""
 
     path: Path
     weights: str
 
     @classmethod
-    def of(cls, folder: Path, files: Sequence[TensorFile], place: RankPlace = ALONE) -> "PanelPlace | None":
+    def of(cls, folder: Path, files: Sequence[TensorFile], context: RankContext = ALONE) -> "PanelPlace | None":
         """The place for the weight files of a prepared folder, of several ranks for the part of one; None if packing
         takes no time worth a file."""
         if sum(file.num_bytes for file in files) < MIN_BYTES:
             return None
         name = PANELS
-        if place.num_stages > 1:
-            name += f".pp{place.stage}of{place.num_stages}"
-        if place.num_ranks > 1:
-            name += f".{place.rank}of{place.num_ranks}"
+        if context.num_stages > 1:
+            name += f".pp{context.stage}of{context.num_stages}"
+        if context.num_ranks > 1:
+            name += f".{context.rank}of{context.num_ranks}"
         return cls(folder / name, "|".join(file.fingerprint() for file in files))
 
 
@@ -97,8 +97,8 @@ def key_of(packed: native.PackedMatrix, names: Sequence[str], order: IntArray) -
 class PanelStore:
     """The packed matrices of one model: those of the file, and new ones, for which `save` writes another file."""
 
-    def __init__(self, library: ctypes.CDLL, thread_pool: native_library.ThreadPool, place: PanelPlace) -> None:
-        self._library, self._place = library, place
+    def __init__(self, library: ctypes.CDLL, thread_pool: native_library.ThreadPool, location: PanelLocation) -> None:
+        self._library, self._location = library, location
         self._address, self._mapped_bytes = 0, 0
         self._copy: native.ByteArray | None = None
         self._found: dict[str, Panel] = {}
@@ -112,7 +112,7 @@ class PanelStore:
 
     def _open(self, thread_pool: native_library.ThreadPool) -> None:
         """Map the file. Raises OSError, ValueError or struct.error if it can't be used."""
-        fd = open_regular(self._place.path)
+        fd = open_regular(self._location.path)
         try:
             end = os.fstat(fd).st_size - TAIL.size
             if end < 0:
@@ -122,7 +122,7 @@ class PanelStore:
                 raise ValueError("it has no contents")
             begin = end - length
             contents = msgspec.json.decode(os.pread(fd, length, begin), type=Contents)
-            if contents.layout != native.PANEL_LAYOUT or contents.weights != self._place.weights:
+            if contents.layout != native.PANEL_LAYOUT or contents.weights != self._location.weights:
                 raise ValueError("it has other weights")
             if any(p.offset < 0 or p.num_bytes < 0 or p.offset + p.num_bytes > begin for p in contents.panels):
                 raise ValueError("its panels are not in it")
@@ -181,7 +181,7 @@ class PanelStore:
     def _write(self, memory: list[Any]) -> None:
         """`memory` is only kept alive."""
         log = logging.getLogger("pipeline")
-        path = self._place.path
+        path = self._location.path
         try:
             extents, _tail = self._extents()  # `_tail` is kept alive
             total = int(extents[:, 1].sum())
@@ -203,7 +203,7 @@ class PanelStore:
         try:
             if error := _write_file(self._library, fd, extents, self._stopped):
                 raise OSError(error, os.strerror(error))
-            name = self._place.path.name
+            name = self._location.path.name
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder.fd)
             # With the descriptor of a folder this is linkat, which follows the link to the file.
@@ -222,7 +222,7 @@ class PanelStore:
             padded = -(-num_bytes // PAGE) * PAGE
             parts += [(address, num_bytes), (0, padded - num_bytes)]
             end += padded
-        text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._place.weights, panels))
+        text = msgspec.json.encode(Contents(native.PANEL_LAYOUT, self._location.weights, panels))
         tail = np.frombuffer(text + TAIL.pack(len(text), MAGIC), np.uint8)
         parts.append((tail.ctypes.data, len(tail)))
         return np.array(parts, np.uint64), tail

@@ -24,7 +24,7 @@ from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
 from pipeline.stages.execute.cpu.native.memory import NativeMemory, have_one_format, rows_of, swiglu_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
-from pipeline.stages.execute.cpu.native.panel_file import PanelPlace, PanelStore
+from pipeline.stages.execute.cpu.native.panel_file import PanelLocation, PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.cpu.native.supported import unsupported
 from pipeline.stages.execute.cpu.program import MasksLate, Program
@@ -66,7 +66,7 @@ class NativeProgram(Program):
         swap: SwapArray | None = None,
         activations: Activations = "int12",
         kv_type: KVType = KVType.BF16,
-        panels: PanelPlace | None = None,
+        panels: PanelLocation | None = None,
         lora: LoraPlan | None = None,
         ranks: RankGroup | None = None,
         part: Part | None = None,
@@ -193,13 +193,13 @@ class NativeProgram(Program):
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         self._capture_residual()
         # Both norms come before attention changes the residual.
-        place = 0 if mlp.norm is None else 1
+        slot = 0 if mlp.norm is None else 1
         written = self._norms.record_before(self._handle, attention.norm, attention.qkv)
         self._norms.record_before(
-            self._handle, mlp.norm or attention.norm, mlp.gate_up, place, set() if place else written
+            self._handle, mlp.norm or attention.norm, mlp.gate_up, slot, set() if slot else written
         )
         self._attention.record(attention)
-        self._feed_forward(mlp, place)
+        self._feed_forward(mlp, slot)
 
     def borrow_head(self, other: Program) -> None:
         assert isinstance(other, NativeProgram)
@@ -221,7 +221,7 @@ class NativeProgram(Program):
                 else self._memory.pack((head.matrix,), rows_of(self._share.vocab), head.bias)
             )
         self._head = packed
-        places = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
+        target = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
         form = self._memory.form(head.matrix)
         form_of_logits = config.logit_scale, config.logit_softcap or 0.0
         self._norms.record(self._handle, form, norm, sampled=True)
@@ -229,13 +229,13 @@ class NativeProgram(Program):
         self._library.program_sample(
             self._handle,
             self._norms.rows(form),
-            *places,
+            *target,
             ctypes.byref(self._ticket),
             ctypes.byref(native.NativeSamplingArrays.of(self._sampling_inputs)),
         )
         # A second program with the same residual and head, for the logprobs of tokens that are not sampled.
         arrays = self._step_arrays()
-        arrays.sampled = self._scores.places.ctypes.data
+        arrays.sampled = self._scores.token_indices.ctypes.data
         self._scoring = self._library.program_new(self._thread_pool.handle, ctypes.byref(arrays))
         self._gathered.use(self._scoring)
         # Rank 0 may still read the logits of the scores before.
@@ -243,7 +243,7 @@ class NativeProgram(Program):
         self._norms.record(self._scoring, form, norm, sampled=True)
         self._library.program_logit_form(self._scoring, *form_of_logits)
         scores = native.NativeScoreArrays.of(self._scores)
-        self._library.program_score(self._scoring, self._norms.rows(form), *places, ctypes.byref(scores))
+        self._library.program_score(self._scoring, self._norms.rows(form), *target, ctypes.byref(scores))
 
     def finish_loading(self) -> None:
         self._attention.calibrate(self.run if self._link is None else partial(self._run_while_loading, self._link))
@@ -358,8 +358,8 @@ class NativeProgram(Program):
             self._memory.free()
             self._swap = None
 
-    def _feed_forward(self, weights: MlpWeights, place: int = 0) -> None:
-        """Record the feed-forward layer after its norm, whose results are at `place`."""
+    def _feed_forward(self, weights: MlpWeights, slot: int = 0) -> None:
+        """Record the feed-forward layer after its norm, whose results are at `slot`."""
         config = self._config
         inner, activation = config.intermediate_size, native.ACTIVATIONS[config.activation]
         part = self._share.inner
@@ -367,12 +367,12 @@ class NativeProgram(Program):
         if config.gated:
             one_format = have_one_format(weights.gate_up.matrices)
             order = swiglu_order(inner, part) if one_format else np.concatenate([rows_of(part), inner + rows_of(part)])
-            products = self._memory.products(weights.gate_up, order, partial(self._norms.rows, place=place))
-            self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, place, interleaved=one_format)
+            products = self._memory.products(weights.gate_up, order, partial(self._norms.rows, slot=slot))
+            self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, slot, interleaved=one_format)
             self._library.program_swiglu(self._handle, rows, floats, products, len(products), activation)
         else:
-            products = self._memory.products(weights.gate_up, rows_of(part), partial(self._norms.rows, place=place))
-            self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, place)
+            products = self._memory.products(weights.gate_up, rows_of(part), partial(self._norms.rows, slot=slot))
+            self._layers.adapt(gate_up(config), weights.gate_up, config.hidden_size, slot)
             self._library.program_activate(self._handle, rows, floats, products, len(products), activation, len(part))
         self._layers.barrier("gate_up")
         self._layers.add(self._gated, inner, weights.down, weights.post_norm, DOWN, "down")

@@ -37,7 +37,7 @@ class RankMemory:
         if ranks is None:
             return
         if self._vocab is None:
-            num_bytes = self._library.best_bytes(num_threads * ranks.place.num_ranks, max_num_samples)
+            num_bytes = self._library.best_bytes(num_threads * ranks.context.num_ranks, max_num_samples)
             vocab = ranks.share.vocab
             self._vocab = native.NativeVocabShare(
                 ranks.handle, self._allocate(num_bytes), num_threads, vocab.start, len(vocab)

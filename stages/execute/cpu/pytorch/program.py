@@ -71,7 +71,7 @@ class TorchProgram(Program):
         self._num_layers, self._max_model_len = 0, kv.max_model_len
         self._table: tuple[AnyMatrix, Tensor] | None = None
         self._memory = ops.kv_allocate(
-            kv.layout.num_places,
+            kv.layout.layers_per_group,
             kv.num_blocks,
             config.num_kv_heads,
             config.head_dim,
@@ -80,7 +80,7 @@ class TorchProgram(Program):
         )
         self.kv: list[LayerKV] = layers_of(self._memory, config.num_kv_heads, config.head_dim)
         """By place in a block."""
-        self._places = kv.layout.places
+        self._layer_locations = kv.layout.layer_locations
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
         self._sampler = Sampler(ops, sampling_inputs)
@@ -250,8 +250,8 @@ class TorchProgram(Program):
 
     def _attend(self, out: Buffer, x: Buffer, weights: AttentionWeights) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        group, place = self._places[self._num_layers]
-        kv = self.kv[place]
+        group, index = self._layer_locations[self._num_layers]
+        kv = self.kv[index]
         self._num_layers += 1
         if (center := key_center(config, weights, self._max_model_len)) is not None:
             kv = kv._replace(center=torch.from_numpy(center))
@@ -325,7 +325,7 @@ class TorchProgram(Program):
         assert self._head is not None
         with torch.inference_mode():
             last, logits = self._last.storage[: scores.num], self._logits.storage[: scores.num]
-            ops.take_rows(last, self._calls.view(self._x), torch.from_numpy(scores.places[: scores.num]))
+            ops.take_rows(last, self._calls.view(self._x), torch.from_numpy(scores.token_indices[: scores.num]))
             ops.logits(logits, last, self._head)
             for op, argument in self._finish:
                 op(logits, argument)

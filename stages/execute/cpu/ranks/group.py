@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.context import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankContext, RankLateError
 from pipeline.stages.execute.ranks.share import Share
 from pipeline.stages.execute.ranks.shared_memory import map_shared, pages_of
 from pipeline.stages.execute.ranks.steps import StepNumbers
@@ -41,14 +41,14 @@ class Outcome(IntEnum):
 class RankGroup:
     """Owned by the runner. All ranks allocate the same memory in the same order."""
 
-    def __init__(self, library: ctypes.CDLL, place: RankPlace, share: Share) -> None:
+    def __init__(self, library: ctypes.CDLL, context: RankContext, share: Share) -> None:
         """Raises UserError if the shared memory can't be had."""
-        self.place, self.share = place, share
+        self.context, self.share = context, share
         self._library = library
         self._end = 0
         self._kept: list[Any] = []
-        header = self.allocate(library.ranks_bytes(place.num_ranks))
-        self.handle = library.ranks_new(header.ctypes.data, place.rank, place.num_ranks, native.SPINS, 0)
+        header = self.allocate(library.ranks_bytes(context.num_ranks))
+        self.handle = library.ranks_new(header.ctypes.data, context.rank, context.num_ranks, native.SPINS, 0)
         self._set_timeout(LOAD_TIMEOUT_S)
         self.ids: IntArray | None = None
         """The ids that a step sampled, in shared memory."""
@@ -56,12 +56,12 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.context.rank
 
     def allocate(self, num_bytes: int) -> native.ByteArray:
         """Shared memory, zeros at first, that lives until `close`. Raises UserError if there is too little."""
         size = pages_of(num_bytes)
-        array = map_shared(self.place.fd, self._end, size, TENSOR_PARALLEL, populate=True)
+        array = map_shared(self.context.fd, self._end, size, TENSOR_PARALLEL, populate=True)
         self._end += size
         self._kept.append(array)
         return array
@@ -77,7 +77,7 @@ class RankGroup:
         barriers have the deadline of the settings. Raises RankLateError."""
         if self._library.ranks_begin(self.handle, 1) == Begun.LATE:
             raise self.late_error()
-        self._set_timeout(self.place.timeout_s)
+        self._set_timeout(self.context.timeout_s)
 
     def _set_timeout(self, seconds: float) -> None:
         self._library.ranks_set_timeout(self.handle, int(seconds * 1000))
@@ -119,12 +119,12 @@ class RankGroup:
         rank, layer = ctypes.c_int(), ctypes.c_int()
         at = self._library.ranks_late(self.handle, ctypes.byref(rank), ctypes.byref(layer)).decode()
         where = f"{at}, layer {layer.value}" if layer.value >= 0 else at
-        number = self.place.first_of(self.place.stage) + rank.value
-        return self.place.late_error(f"execute.{number}", f"at {where}", self._numbers.step_id)
+        number = self.context.first_of(self.context.stage) + rank.value
+        return self.context.late_error(f"execute.{number}", f"at {where}", self._numbers.step_id)
 
     def waited_s(self) -> float:
         """How long this rank has waited for others."""
-        return float(self._library.ranks_waited_s(self.handle, self.place.rank))
+        return float(self._library.ranks_waited_s(self.handle, self.context.rank))
 
     def close(self) -> None:
         if self.handle:

@@ -19,11 +19,11 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.stages.execute.ranks.place import (
+from pipeline.stages.execute.ranks.context import (
     LOAD_TIMEOUT_S,
     PIPELINE_PARALLEL,
+    RankContext,
     RankLateError,
-    RankPlace,
     StepAbandonedError,
 )
 from pipeline.stages.execute.ranks.shared_memory import map_shared
@@ -44,30 +44,30 @@ class PPLink:
     """Owned by the runner. All ranks lay out the same memory."""
 
     def __init__(
-        self, library: ctypes.CDLL, place: RankPlace, max_num_tokens: int, hidden_size: int, max_num_ids: int
+        self, library: ctypes.CDLL, context: RankContext, max_num_tokens: int, hidden_size: int, max_num_ids: int
     ) -> None:
         """Steps have at most `max_num_tokens` tokens, and sample at most `max_num_ids` ids. Raises UserError if the
         shared memory can't be had."""
-        self._place, self._library = place, library
-        self._num_slots = place.num_stages
-        num_drawn = 2 * place.num_stages
+        self._context, self._library = context, library
+        self._num_slots = context.num_stages
+        num_drawn = 2 * context.num_stages
         slot = _rounded(HIDDEN_HEADER.itemsize + 4 * max_num_tokens * hidden_size)
         drawn = _rounded(DRAWN_HEADER.itemsize + 4 * max_num_ids)
-        board = _rounded(library.board_bytes(place.num_stages * place.num_ranks))
+        board = _rounded(library.board_bytes(context.num_stages * context.num_ranks))
         begin_hidden = board + num_drawn * drawn
         memory = map_shared(
-            place.link_fd, 0, begin_hidden + (place.num_stages - 1) * self._num_slots * slot, PIPELINE_PARALLEL
+            context.link_fd, 0, begin_hidden + (context.num_stages - 1) * self._num_slots * slot, PIPELINE_PARALLEL
         )
         self._memory = memory
-        self._handle = library.board_new(memory.ctypes.data, place.number, native.SPINS, 0)
+        self._handle = library.board_new(memory.ctypes.data, context.number, native.SPINS, 0)
         self._drawn = [memory[begin : begin + drawn] for begin in range(board, begin_hidden, drawn)]
 
         def hidden_after(stage: int) -> list[native.ByteArray]:
             first = begin_hidden + stage * self._num_slots * slot
             return [memory[first + i * slot : first + (i + 1) * slot] for i in range(self._num_slots)]
 
-        self._in = hidden_after(place.stage - 1) if place.stage else []
-        self._out = [] if place.is_last_stage else hidden_after(place.stage)
+        self._in = hidden_after(context.stage - 1) if context.stage else []
+        self._out = [] if context.is_last_stage else hidden_after(context.stage)
         self._hidden_size = hidden_size
         self._numbers = StepNumbers()
         self._set_timeout(LOAD_TIMEOUT_S)
@@ -80,10 +80,10 @@ class PPLink:
         """Wait until all ranks of all stages have loaded their weights: steps may come as soon as one of them has. From
         then on, waits have the deadline of the settings. Raises RankLateError."""
         self._library.board_post(self._handle, LOADED)
-        for rank in range(self._place.num_ranks * self._place.num_stages):
+        for rank in range(self._context.num_ranks * self._context.num_stages):
             if not self._library.board_wait(self._handle, rank, LOADED):
                 raise self._late_error(rank)
-        self._set_timeout(self._place.timeout_s * (PATIENCE if self._place.num_ranks > 1 else 1.0))
+        self._set_timeout(self._context.timeout_s * (PATIENCE if self._context.num_ranks > 1 else 1.0))
 
     def _set_timeout(self, seconds: float) -> None:
         self._library.board_set_timeout(self._handle, int(seconds * 1000))
@@ -112,7 +112,7 @@ class PPLink:
         the seconds that the stages before took for it. Raises RankLateError and StepAbandonedError."""
         slot = self._in[self.number % self._num_slots]
         header = slot[: HIDDEN_HEADER.itemsize].view(HIDDEN_HEADER)
-        self._await(self._place.first_of(self._place.stage - 1), self.number)
+        self._await(self._context.first_of(self._context.stage - 1), self.number)
         self._check(header)
         num_tokens = int(header["num_tokens"][0])
         assert num_tokens == len(into), f"the stage before has computed {num_tokens} tokens, not {len(into)}"
@@ -123,7 +123,7 @@ class PPLink:
     def send(self, hidden: FloatArray, seconds: float) -> None:
         """Write the step's hidden states, [tokens, hidden_size], for the next stage. `seconds` are those that it has
         taken so far. Raises RankLateError."""
-        self._await(self._place.first_of(self._place.stage + 1), self.number - self._num_slots)
+        self._await(self._context.first_of(self._context.stage + 1), self.number - self._num_slots)
         slot = self._out[self.number % self._num_slots]
         self._states(slot, len(hidden))[:] = hidden
         header = slot[: HIDDEN_HEADER.itemsize].view(HIDDEN_HEADER)
@@ -132,8 +132,8 @@ class PPLink:
 
     def publish(self, ids: IntArray) -> None:
         """Rank 0 of the last stage: write the ids of the step for the stages before. Raises RankLateError."""
-        for rank in range(self._place.first_of(self._place.stage)):
-            self._await(rank, self.number - self._place.num_stages)
+        for rank in range(self._context.first_of(self._context.stage)):
+            self._await(rank, self.number - self._context.num_stages)
         slot = self._drawn[self.number % len(self._drawn)]
         header = slot[: DRAWN_HEADER.itemsize].view(DRAWN_HEADER)
         begin = DRAWN_HEADER.itemsize
@@ -142,7 +142,7 @@ class PPLink:
 
     def await_ids(self, number: int) -> IntArray:
         """The ids of a step, counted as `number`. Raises RankLateError and StepAbandonedError."""
-        self._await(self._place.first_of(self._place.num_stages - 1), number)
+        self._await(self._context.first_of(self._context.num_stages - 1), number)
         slot = self._drawn[number % len(self._drawn)]
         header = slot[: DRAWN_HEADER.itemsize].view(DRAWN_HEADER)
         self._check(header, number)
@@ -189,10 +189,10 @@ class PPLink:
 
     def _late_error(self, rank: int) -> RankLateError:
         layer = self._library.board_layer(self._handle, rank)
-        is_last = rank >= self._place.first_of(self._place.num_stages - 1)
+        is_last = rank >= self._context.first_of(self._context.num_stages - 1)
         where = "the end of the step before" if layer < -1 else "the head" if is_last else "the embedding"
         where = f"layer {layer}" if layer >= 0 else where
-        return self._place.late_error(f"execute.{rank}", f"at {where}", self._numbers.step_id)
+        return self._context.late_error(f"execute.{rank}", f"at {where}", self._numbers.step_id)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -16,7 +16,7 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.sampling.sampling_inputs import NO_ID
 from pipeline.kernels.step_inputs import IntArray, LongArray
 from pipeline.stages.execute.cpu.ranks.pp_link import PPLink
-from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import RowTable
 
 
@@ -32,8 +32,8 @@ class Promise(NamedTuple):
 class PPStage:
     """Owned by the runner. A rank of the last stage has no promises: it knows all ids."""
 
-    def __init__(self, link: PPLink, place: RankPlace, rows: RowTable) -> None:
-        self._link, self._place, self._rows = link, place, rows
+    def __init__(self, link: PPLink, context: RankContext, rows: RowTable) -> None:
+        self._link, self._context, self._rows = link, context, rows
         self._promises: deque[Promise] = deque()
         self._epochs: LongArray = np.zeros(len(rows.num_ids), np.int64)
         self._promised: LongArray = np.zeros(len(rows.num_ids), np.int64)
@@ -64,9 +64,9 @@ class PPStage:
     def await_ids(self, rows: IntArray) -> None:
         """Append the ids that were promised to these rows, and those of all steps before. Raises RankLateError and
         StepAbandonedError."""
-        if self._place.is_last_stage:
+        if self._context.is_last_stage:
             return
-        needed = self._link.number - self._place.num_stages
+        needed = self._link.number - self._context.num_stages
         if len(rows):
             needed = max(needed, int(np.maximum.reduce(self._promised[rows])))
         while self._promises and self._promises[0].number <= needed:
@@ -83,21 +83,21 @@ class PPStage:
 
     def receive(self, residual: FloatArray) -> None:
         """Get the hidden states [tokens, hidden_size] from the stage before. Raises as `await_ids`."""
-        if self._place.stage:
-            self._before_s = self._link.receive(residual, copies=self._place.rank == 0)
+        if self._context.stage:
+            self._before_s = self._link.receive(residual, copies=self._context.rank == 0)
 
     def send(self, residual: FloatArray) -> None:
         """Give the hidden states to the next stage. Raises RankLateError."""
-        if not self._place.is_last_stage and self._place.rank == 0:
+        if not self._context.is_last_stage and self._context.rank == 0:
             self._link.send(residual, time.monotonic() - self._began_s + self.elsewhere_s)
 
     def end(self, sampled: IntArray, ids: IntArray) -> None:
         """The step is computed. It samples for these rows, and in the last stage it has sampled `ids`, with `NO_ID` for
         rows that end without one. Raises RankLateError."""
-        if not self._place.is_last_stage:
+        if not self._context.is_last_stage:
             number = self._link.number
             self._promises.append(Promise(number, sampled.copy(), self._epochs[sampled]))
             self._promised[sampled] = number
-        elif self._place.rank == 0:
+        elif self._context.rank == 0:
             self._link.publish(ids)
         self._link.end()

@@ -72,7 +72,7 @@ class HeadModel(DeviceModel):
         self._x = torch.zeros(sizes[0], 2 * hidden, dtype=dtype, device=where)
         self.hidden = torch.zeros(sizes[0], hidden, dtype=torch.float32, device=where)
         """[max_num_tokens, H]: what a step reads besides its ids; written before it."""
-        self.places: Tensor | None = None
+        self.target_ids: Tensor | None = None
         """The model's id of each id of a reduced vocabulary, [draft_vocab_size] int64."""
         if self._eagle3 is None:
             self._record(config, weights, target)
@@ -97,8 +97,8 @@ class HeadModel(DeviceModel):
         assert self._eagle3 is not None
         num_ids = self._eagle3.draft_vocab_size
         if weights.has("d2t"):
-            places = np.arange(num_ids) + weights.integers("d2t", num_ids)
-            self.places = torch.from_numpy(places.astype(np.int64)).to(where)
+            target_ids = np.arange(num_ids) + weights.integers("d2t", num_ids)
+            self.target_ids = torch.from_numpy(target_ids.astype(np.int64)).to(where)
         self.attention(attention_weights(config, weights, 0, num_inputs=2 * hidden))
         self.mlp(mlp_weights(config, weights, 0))
         self._given = self._x
@@ -126,8 +126,8 @@ class HeadModel(DeviceModel):
 
     def likeliest(self, num: int) -> Tensor:
         """The model's ids of the largest of `num` samples' logits, with a reduced vocabulary: [num] int64."""
-        assert self.places is not None
-        return self.places[self.logits[:num].argmax(-1)]
+        assert self.target_ids is not None
+        return self.target_ids[self.logits[:num].argmax(-1)]
 
     def _fc_of(self, states: Tensor) -> Tensor:
         return functional.linear(states.to(self._dtype), self._fc, self._fc_bias).float()
@@ -143,9 +143,9 @@ class HeadModel(DeviceModel):
             residual.copy_(functional.linear(x, self._fc, self._fc_bias))
             return
         eps, normed = float(self._config.rms_norm_eps), self._normed[:num]
-        for place, (states, weights) in enumerate(zip((residual, hidden), self._norms, strict=True)):
+        for index, (states, weights) in enumerate(zip((residual, hidden), self._norms, strict=True)):
             norm.add_norm(normed, states, None, weights, eps)
-            x[:, place * width : (place + 1) * width].copy_(normed)
+            x[:, index * width : (index + 1) * width].copy_(normed)
         residual.copy_(normed if self._eagle3.norm_before_residual else hidden)
 
 
@@ -245,11 +245,11 @@ class DeviceEagleHead(EagleProposer[Tensor]):
             self._flush()  # `propose` has done so; a step's changes may be many, if it waits for the steps before it
             self.steps.release(self.steps.launch(rows, starts, counts, samples, is_forward_only=True))
             return np.zeros(0, np.int32), hidden[:0]
-        step = self.steps.launch(rows, starts, counts, samples, is_forward_only=self._model.places is not None)
+        step = self.steps.launch(rows, starts, counts, samples, is_forward_only=self._model.target_ids is not None)
         states = self.steps.hidden_states(step).of(0, len(hidden))
         if len(hidden) > len(rows):
             states = states.index_select(0, self._device.send(step.batch.sampled.astype(np.int64)))
-        if self._model.places is None:
+        if self._model.target_ids is None:
             return self.steps.ids_of(step), states
         # Noise belongs to the model's ids, so the likeliest ones are proposed.
         ids: IntArray = self._model.likeliest(len(step.batch.sampled)).to("cpu", torch.int32).numpy()

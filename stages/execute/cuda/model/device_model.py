@@ -219,14 +219,15 @@ class DeviceModel(DeviceLayers):
         num_partials_in = 0 if split_k_partials is None else len(split_k_partials)
         return fused.fuses(num, num_partials_in, matrix.num_columns, matrix.num_programs(op, num))
 
-    def score(self, hidden_states: HiddenStates, places: Tensor) -> Tensor:
-        """Logits of tokens `places` [S] int32 of the last step: [S, V] float32; on ranks that don't sample, no rows."""
-        last, logits = self._last[: len(places)], self.logits[: len(places)]
+    def score(self, hidden_states: HiddenStates, token_indices: Tensor) -> Tensor:
+        """Logits of tokens `token_indices` [S] int32 of the last step: [S, V] float32; on ranks that don't sample, no
+        rows."""
+        last, logits = self._last[: len(token_indices)], self.logits[: len(token_indices)]
         norm.take_norm(
             last,
             hidden_states.residual,
             hidden_states.split_k_partials,
-            places,
+            token_indices,
             self._norm,
             float(self._config.rms_norm_eps),
         )
@@ -234,8 +235,8 @@ class DeviceModel(DeviceLayers):
         if ranks is None:
             linear.logits(logits, last, self._head)
         else:
-            linear.logits(ranks.own_logits(len(places)), last, self._head)
-            ranks.gather_logits(logits, len(places))
+            linear.logits(ranks.own_logits(len(token_indices)), last, self._head)
+            ranks.gather_logits(logits, len(token_indices))
             if not ranks.is_first:
                 return logits
         config = self._config
@@ -260,9 +261,9 @@ def _weight(norm: NormWeights | None) -> Tensor:
 
 
 def allocate_kv(
-    config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device, num_places: int | None = None
+    config: ModelConfig, num_blocks: int, dtype: torch.dtype, where: torch.device, layers_per_group: int | None = None
 ) -> Tensor:
-    """KV memory of blocks with `num_places` layers, by default all. It is zeroed, because kernels read unwritten slots
-    under a mask, and NaN passes it."""
+    """KV memory of blocks with `layers_per_group` layers, by default all. It is zeroed, because kernels read unwritten
+    slots under a mask, and NaN passes it."""
     layer = kv_cache.shape_of(num_blocks, config.num_kv_heads, config.head_dim, dtype)
-    return torch.zeros((num_places or config.num_layers, 2, *layer), dtype=dtype, device=where)
+    return torch.zeros((layers_per_group or config.num_layers, 2, *layer), dtype=dtype, device=where)

@@ -206,11 +206,11 @@ class DeviceLayers(ProgramBuilder):
     def use(self, kv: Tensor, max_model_len: int, layout: KVLayout | None = None) -> None:
         """Set the KV memory and the longest sequence, once all weights are loaded. Without a layout, each layer has its
         own memory."""
-        places = (layout or undivided(len(self._attentions))).places
+        layer_locations = (layout or undivided(len(self._attentions))).layer_locations
         self._attention.use(max_model_len)
         for i, ((weights, qkv, out), mlp) in enumerate(zip(self._attentions, self._mlps, strict=True)):
-            group, place = places[i]
-            layer = self._attention.layer(weights, kv[place, 0], kv[place, 1], group)
+            group, index = layer_locations[i]
+            layer = self._attention.layer(weights, kv[index, 0], kv[index, 1], group)
             norm_weights, after = self._norm_weights(weights.norm), self._after(weights.post_norm)
             self._layers.append((AttentionOnDevice(norm_weights, qkv, out, after, layer), mlp))
         self._attentions, self._mlps = [], []

@@ -92,12 +92,12 @@ class DeviceLora:
             a = values[site.a_at : site.b_at].reshape(len(site.targets), -1, site.num_inputs)
             b = values[site.b_at : site.end].reshape(self._plan.max_rank, -1)
             begin = 0
-            for place, (target, outputs) in enumerate(zip(site.targets, site.num_outputs, strict=True)):
+            for index, (target, outputs) in enumerate(zip(site.targets, site.num_outputs, strict=True)):
                 if (pair := file.matrices(site.layer, target)) is not None:
                     down, up = (array.view(item) for array in pair)
-                    rank = ranks[site.number, place] = len(down)
+                    rank = ranks[site.number, index] = len(down)
                     order = row_order(self._config, target)
-                    a[place, :rank] = down
+                    a[index, :rank] = down
                     b[:rank, begin : begin + outputs] = (up if order is None else up[order]).T
                 begin += outputs
         return values, ranks

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankLateError, RankPlace
+from pipeline.stages.execute.ranks.context import LOAD_TIMEOUT_S, TENSOR_PARALLEL, RankContext, RankLateError
 from pipeline.stages.execute.ranks.shared_memory import Bytes, map_shared, pages_of
 from pipeline.stages.execute.ranks.steps import StepNumbers
 
@@ -42,10 +42,10 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 class RankBoard:
     """Owned by the runner. Every wait has a deadline. Raises UserError if the shared memory can't be had."""
 
-    def __init__(self, place: RankPlace) -> None:
-        self.place = place
-        self._lines = self.allocate(0, place.num_ranks * LINE_WORDS * 8).view(np.int64).reshape(-1, LINE_WORDS)
-        self._own = self._lines[place.rank]
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self._lines = self.allocate(0, context.num_ranks * LINE_WORDS * 8).view(np.int64).reshape(-1, LINE_WORDS)
+        self._own = self._lines[context.rank]
         self._numbers = StepNumbers()
         self._timeout_s, self._is_loading = LOAD_TIMEOUT_S, True
         self._checked_s = self._excused_s = time.monotonic()
@@ -56,7 +56,7 @@ class RankBoard:
     def allocate(self, begin: int, num_bytes: int) -> Bytes:
         """Bytes of the memory that all ranks share, from a byte on: whole pages, zeros at first."""
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        return map_shared(self.place.fd, begin, pages_of(num_bytes), TENSOR_PARALLEL)[:num_bytes]
+        return map_shared(self.context.fd, begin, pages_of(num_bytes), TENSOR_PARALLEL)[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +64,7 @@ class RankBoard:
 
     def loaded(self) -> None:
         """From now on, the deadline is that of steps."""
-        self._timeout_s, self._is_loading = self.place.timeout_s, False
+        self._timeout_s, self._is_loading = self.context.timeout_s, False
 
     def beat(self) -> None:
         """This rank's loop runs."""
@@ -146,15 +146,15 @@ class RankBoard:
         silent_s = (time.monotonic_ns() - int(beats.min())) / 1e9
         if int(steps.min()) < int(steps.max()):
             return self._stood(f"execute.{int(steps.argmin())}", "before a step that others have begun")
-        if silent_s > self.place.timeout_s / 2 and int(beats.argmin()) != self.place.rank:
+        if silent_s > self.context.timeout_s / 2 and int(beats.argmin()) != self.context.rank:
             return self._stood(f"execute.{int(beats.argmin())}", "in a step in flight")
         return self._stood("the GPUs of all ranks", "in a step in flight")
 
     def _stood(self, who: str, where: str) -> RankLateError:
-        return self.place.late_error(who, where, self._numbers.step_id)
+        return self.context.late_error(who, where, self._numbers.step_id)
 
     def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self.place.num_ranks) if rank != self.place.rank)
+        return (rank for rank in range(self.context.num_ranks) if rank != self.context.rank)
 
     def _is_excused(self, rank: int | None) -> bool:
         """Whether the rank, or without one any other, waits for another process."""

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from pipeline.errors import UserError
 from pipeline.kernels.triton.launch import INTERPRETED
 from pipeline.stages.execute.cuda.ranks.board import RankBoard
-from pipeline.stages.execute.ranks.place import LOAD_TIMEOUT_S
+from pipeline.stages.execute.ranks.context import LOAD_TIMEOUT_S
 
 
 class Collectives(ABC):
@@ -51,21 +51,21 @@ class TorchCollectives(Collectives):
         backend = "gloo" if INTERPRETED else "nccl"
         if not dist.is_available() or not dist.is_backend_available(backend):
             raise UserError(f"execute.tensor_parallel: the installed torch has no {backend}: install torch for CUDA")
-        if board.place.rank:
+        if board.context.rank:
             self._fd = board.open_file()
         else:
             self._fd = os.memfd_create("ranks-store", os.MFD_CLOEXEC)
             board.publish_file(self._fd)
         if INTERPRETED:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = FileStore(f"/proc/self/fd/{self._fd}", board.place.num_ranks)
+        store = FileStore(f"/proc/self/fd/{self._fd}", board.context.num_ranks)
         device: dict[str, Any] = {} if INTERPRETED else {"device_id": where}  # NCCL connects now, not in a step
         try:
             dist.init_process_group(
                 backend,
                 store=store,
-                rank=board.place.rank,
-                world_size=board.place.num_ranks,
+                rank=board.context.rank,
+                world_size=board.context.num_ranks,
                 timeout=timedelta(seconds=LOAD_TIMEOUT_S),  # the board has the deadline of steps
                 **device,
             )

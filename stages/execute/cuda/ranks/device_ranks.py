@@ -23,7 +23,7 @@ from pipeline.stages.execute.cuda.ranks.collectives import Collectives, TorchCol
 from pipeline.stages.execute.cuda.ranks.cut import ShardBuilder, rank_config
 from pipeline.stages.execute.cuda.ranks.link import RankLink, one_shot_of
 from pipeline.stages.execute.kv import KVPlan
-from pipeline.stages.execute.ranks.place import RankPlace, StepAbandonedError
+from pipeline.stages.execute.ranks.context import RankContext, StepAbandonedError
 from pipeline.stages.execute.ranks.share import Share, share_of, unevenness
 
 Connect = Callable[[RankBoard, torch.device], Collectives]
@@ -38,7 +38,7 @@ class DeviceRanks:
         self,
         settings: Settings,
         config: ModelConfig,
-        place: RankPlace,
+        context: RankContext,
         where: torch.device,
         max_num_samples: int,
         connect: Connect = TorchCollectives,
@@ -46,11 +46,11 @@ class DeviceRanks:
         """Waits for the other ranks. Raises UserError if the model can't be cut into so many, or the ranks can't be
         connected."""
         self.whole = config
-        self.share: Share = share_of(config, place.rank, place.num_ranks)
+        self.share: Share = share_of(config, context.rank, context.num_ranks)
         self.config = rank_config(config, self.share)
-        if self.is_first and (warning := unevenness(config, place.num_ranks)):
+        if self.is_first and (warning := unevenness(config, context.num_ranks)):
             logging.getLogger("pipeline").warning("%s", warning)
-        self.board = RankBoard(place)
+        self.board = RankBoard(context)
         self._collectives = connect(self.board, where)
         one_shot = one_shot_of(self.board, where) if settings.execute.all_reduce == "one_shot" else None
         self.link = RankLink(
@@ -92,11 +92,11 @@ class DeviceRanks:
         self._collectives.close()
 
 
-def join_by(place: RankPlace, connect: Connect = TorchCollectives) -> Join:
+def join_by(context: RankContext, connect: Connect = TorchCollectives) -> Join:
     """Joins the group of ranks at a place; the argument of `CudaRunner`."""
 
     def join(settings: Settings, config: ModelConfig, where: torch.device, max_num_samples: int) -> DeviceRanks:
-        return DeviceRanks(settings, config, place, where, max_num_samples, connect)
+        return DeviceRanks(settings, config, context, where, max_num_samples, connect)
 
     return join
 

@@ -46,20 +46,20 @@ class OneShot:
 
 def one_shot_of(board: RankBoard, where: torch.device) -> OneShot:
     """Waits for the other ranks. Raises UserError if the GPUs can't read each other's memory."""
-    place, num_bytes = board.place, 4 * symmetric_words(board.place.num_ranks)
+    context, num_bytes = board.context, 4 * symmetric_words(board.context.num_ranks)
     if INTERPRETED:  # pages that all processes map
         size = -(-num_bytes // 4096) * 4096
         begin = -(-board.num_bytes // 4096) * 4096
-        areas = [board.allocate(begin + rank * size, num_bytes) for rank in range(place.num_ranks)]
+        areas = [board.allocate(begin + rank * size, num_bytes) for rank in range(context.num_ranks)]
         addresses = [int(area.ctypes.data) for area in areas]
         board.agree([])
-        return OneShot(addresses, place.rank, where, areas)
-    others = [rank for rank in range(place.num_ranks) if rank != place.rank]
+        return OneShot(addresses, context.rank, where, areas)
+    others = [rank for rank in range(context.num_ranks) if rank != context.rank]
     blocked = [rank for rank in others if not torch.cuda.can_device_access_peer(where, rank)]
     if blocked:
         raise UserError(
-            f"execute.all_reduce is 'one_shot', but GPU {place.rank} can't read the memory of GPU {blocked[0]}: set it "
-            "to 'nccl'"
+            f"execute.all_reduce is 'one_shot', but GPU {context.rank} can't read the memory of GPU {blocked[0]}: "
+            "set it to 'nccl'"
         )
     try:
         import torch.distributed._symmetric_memory as symmetric
@@ -75,7 +75,7 @@ def one_shot_of(board: RankBoard, where: torch.device) -> OneShot:
             f"execute.all_reduce is 'one_shot', but torch has no symmetric memory here ({error}): set it to 'nccl'"
         ) from error
     board.agree([])  # all are zeroed
-    return OneShot(addresses, place.rank, where, (memory, handle))
+    return OneShot(addresses, context.rank, where, (memory, handle))
 
 
 class RankLink:

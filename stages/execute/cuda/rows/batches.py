@@ -48,8 +48,8 @@ def batch_of(
     if num_drafts is not None:
         num_drafts = num_drafts[is_sampled]
         num_each = 1 + num_drafts
-        place = np.arange(int(num_each.sum())) - np.repeat(num_each.cumsum() - num_each, num_each)
-        last = (np.repeat(last - num_drafts, num_each) + place).astype(np.int32)
+        offset = np.arange(int(num_each.sum())) - np.repeat(num_each.cumsum() - num_each, num_each)
+        last = (np.repeat(last - num_drafts, num_each) + offset).astype(np.int32)
         sample_rows = np.repeat(sample_rows, num_each)
     return Batch(rows, starts, counts, offsets, num_tokens, last, sample_rows)
 

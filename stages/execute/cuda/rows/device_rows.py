@@ -88,10 +88,10 @@ class DeviceRows:
 
     def propose(self, rows: IntArray, num_drafts: LongArray) -> None:
         """Send the ids that were proposed for these rows, which are behind their known ids in the table."""
-        for place in np.flatnonzero(num_drafts).tolist():
-            row, num = int(rows[place]), int(num_drafts[place])
+        for index in np.flatnonzero(num_drafts).tolist():
+            row, num = int(rows[index]), int(num_drafts[index])
             known = int(self._table.num_ids[row])
-            self.runs.append((self._place_of(row, known), self._table.ids[row, known : known + num].copy()))
+            self.runs.append((self._offset_of(row, known), self._table.ids[row, known : known + num].copy()))
 
     def verified(self, rows: IntArray, num_known: IntArray) -> None:
         """The table has new ids of these rows, from the first `num_known` on, and whether the rows have ended. They are
@@ -106,21 +106,21 @@ class DeviceRows:
             end, has_ended = int(table.num_ids[row]), int(table.ended[row])
             runs.append((self._params + row * NUM_FIELDS, np.array([end, has_ended], np.int32)))
             if end > begin:
-                runs.append((self._place_of(row, begin), table.ids[row, begin:end].copy()))
+                runs.append((self._offset_of(row, begin), table.ids[row, begin:end].copy()))
         self._verified.clear()
         return runs
 
-    def _place_of(self, row: int, place: int) -> int:
+    def _offset_of(self, row: int, position: int) -> int:
         """The offset of an id of a row."""
-        begin: int = self._ids + row * self._table.ids.shape[1] + place
+        begin: int = self._ids + row * self._table.ids.shape[1] + position
         return begin
 
     def append_blocks(self, rows: IntArray, blocks: IntArray, groups: GroupArray) -> None:
         """Append blocks to the table and to the device."""
-        places = self._table.append_blocks(rows, blocks, groups)
-        of = groups.tolist() if len(groups) else [0] * len(places)
-        for i, (row, group, place) in enumerate(zip(rows.tolist(), of, places, strict=True)):
-            self.runs.append((self._begin_of_table(group, row) + place, blocks[i : i + 1]))
+        indices = self._table.append_blocks(rows, blocks, groups)
+        of = groups.tolist() if len(groups) else [0] * len(indices)
+        for i, (row, group, index) in enumerate(zip(rows.tolist(), of, indices, strict=True)):
+            self.runs.append((self._begin_of_table(group, row) + index, blocks[i : i + 1]))
 
     def _begin_of_table(self, group: int, row: int) -> int:
         """The offset of a row's block table in a KV group."""

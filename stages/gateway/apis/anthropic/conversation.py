@@ -130,8 +130,8 @@ def _turns(body: b.CountTokensBody) -> list[_Turn]:
             turns.append(_Turn("system", [text]))
         case [*blocks] if texts := [one.text for one in blocks if not one.text.startswith(BILLING_PREFIX)]:
             turns.append(_Turn("system", texts, has_parts=True))
-    for place, message in enumerate(body.messages):
-        at = f"messages[{place}]"
+    for index, message in enumerate(body.messages):
+        at = f"messages[{index}]"
         if message.role not in b.ROLES:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if not isinstance(message.content, str) and not message.content and message.role != "assistant":
@@ -150,8 +150,8 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
         turn.has_parts |= bool(turn.texts)
         turn.add_text(message.content)
         return
-    for place, block in enumerate(message.content):
-        where = f"{at}.content[{place}]"
+    for index, block in enumerate(message.content):
+        where = f"{at}.content[{index}]"
         match block:
             case b.TextBlockParam(text):
                 turn = _turn_of(turns, role)
@@ -195,13 +195,13 @@ def _result(at: str, block: b.ToolResultBlockParam) -> _Turn:
             turn.texts = [text]
         case blocks:
             turn.has_parts = True
-            for place, one in enumerate(blocks):
+            for index, one in enumerate(blocks):
                 if isinstance(one, b.ToolReferenceBlockParam):
                     turn.texts.append(one.tool_name)
                 elif isinstance(one, b.TextBlockParam):
                     turn.texts.append(one.text)
                 else:
-                    raise not_text(f"{at}.content[{place}]", _MEDIA[type(one)], _TEXT)
+                    raise not_text(f"{at}.content[{index}]", _MEDIA[type(one)], _TEXT)
     if block.is_error and not "".join(turn.texts[:1]).lower().startswith("error"):
         turn.texts[:1] = [ERROR_PREFIX + "".join(turn.texts[:1])]
     return turn

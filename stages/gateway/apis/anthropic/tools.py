@@ -13,7 +13,7 @@ from pipeline.stages.gateway.apis.anthropic.known_tools import KNOWN, is_left_ou
 from pipeline.stages.gateway.errors import ApiError, invalid, unsupported
 from pipeline.stages.gateway.parsing.chat.tools import check_num_tools
 
-_PLACE = re.compile(r"tools\[(\d{1,9})\]")
+_TOOL_INDEX = re.compile(r"tools\[(\d{1,9})\]")
 _NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{b.MAX_TOOL_NAME_CHARS}}}")
 
 
@@ -43,11 +43,11 @@ def left_out(tools: Iterable[b.ToolParam]) -> list[str]:
 
 def in_body(param: str, tools: Sequence[b.ToolParam]) -> str:
     """The path of a tool of the prompt as a path in the body, which also has those that are left out."""
-    found = _PLACE.match(param)
-    places = [place for place, one in enumerate(tools) if not _is_left_out(one)]
-    if found is None or int(found[1]) >= len(places):
+    found = _TOOL_INDEX.match(param)
+    indices = [index for index, one in enumerate(tools) if not _is_left_out(one)]
+    if found is None or int(found[1]) >= len(indices):
         return param
-    return f"tools[{places[int(found[1])]}]{param[found.end() :]}"
+    return f"tools[{indices[int(found[1])]}]{param[found.end() :]}"
 
 
 def _is_left_out(tool: b.ToolParam) -> bool:
@@ -91,8 +91,8 @@ def _checked_names(tools: Sequence[b.ToolParam], caps: Caps) -> set[str]:
     """Check the tools. Returns their names."""
     check_num_tools(tools, caps)
     names: set[str] = set()
-    for place, tool in enumerate(tools):
-        at = f"tools[{place}]"
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}]"
         if _is_left_out(tool):
             continue
         if tool.type not in (None, "custom", *KNOWN):

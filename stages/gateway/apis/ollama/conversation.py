@@ -23,8 +23,8 @@ def messages_of(messages: Sequence[b.OllamaMessage]) -> list[MessageParam]:
     num_all = sum(len(message.tool_calls or ()) for message in messages)
     spare = (one for number in itertools.count(num_all) if (one := _numbered(number)) not in taken)
     found = []
-    for place, message in enumerate(messages):
-        at = f"messages[{place}]"
+    for index, message in enumerate(messages):
+        at = f"messages[{index}]"
         if message.role not in b.ROLES:
             raise invalid(f"{at}.role", f"'{at}.role' must be one of {', '.join(b.ROLES)}", "invalid_value")
         if message.images:
@@ -71,21 +71,21 @@ class _OpenCalls:
         self._all = deque(range(len(calls)))
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
-        for place, call in enumerate(calls):
-            self._by_id.setdefault(call.id or "", deque()).append(place)
+        for index, call in enumerate(calls):
+            self._by_id.setdefault(call.id or "", deque()).append(index)
             assert call.function is not None, "Ollama's calls are those of functions"
-            self._by_name.setdefault(call.function.name, deque()).append(place)
+            self._by_name.setdefault(call.function.name, deque()).append(index)
 
     def answered(self, message: b.OllamaMessage) -> str | None:
         """The id of the call that a tool's message answers, which is then no longer open. If none is open, the id that
         the message gives."""
         if wanted := message.tool_call_id:
-            places = self._by_id.get(wanted)
+            indices = self._by_id.get(wanted)
         else:
-            places = self._by_name.get(message.tool_name) if message.tool_name else self._all
-        while places:
-            place = places.popleft()
-            if self._is_open[place]:
-                self._is_open[place] = False
-                return self._calls[place].id
+            indices = self._by_name.get(message.tool_name) if message.tool_name else self._all
+        while indices:
+            index = indices.popleft()
+            if self._is_open[index]:
+                self._is_open[index] = False
+                return self._calls[index].id
         return wanted or None

@@ -83,9 +83,9 @@ class Rendering:
         ids = prompt_request.prompt_ids.tolist()
         body, parsed = self._body, self._parsed
         name = request.parsed.request_id or parsed.dialect.id_prefix + request.id.rpartition("-")[2]
-        place = request.prompt_requests.index(prompt_request)
+        index = request.prompt_requests.index(prompt_request)
         return Rendered(
-            request_id=f"{name}-{place}" if len(request.prompt_requests) > 1 else name,
+            request_id=f"{name}-{index}" if len(request.prompt_requests) > 1 else name,
             token_ids=ids,
             sampling_params=self._params(body, len(ids)),
             model=parsed.model,

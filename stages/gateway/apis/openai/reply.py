@@ -245,11 +245,11 @@ class Events(ReplyEvents):
         deltas = reader.deltas(text) if text else []
         if is_over:
             deltas = deltas + reader.rest() or [ChatDelta()]
-        for place, delta in enumerate(deltas, 1):
+        for index, delta in enumerate(deltas, 1):
             details = formatter.take(text)
             text = ""
             choice = ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids)
-            if is_over and place == len(deltas):
+            if is_over and index == len(deltas):
                 choice.finish_reason = reader.finish_reason(finish_reason(sequence))
                 choice.stop_reason = sequence.stop_reason
             yield self._event(choice)

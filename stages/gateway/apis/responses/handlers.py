@@ -165,10 +165,10 @@ class ResponsesApi:
         if not (text.isascii() and text.isdecimal() and len(text) <= 3 and 1 <= int(text) <= MAX_LIMIT):
             raise invalid("limit", f"'limit' must be an integer from 1 to {MAX_LIMIT}", "invalid_value")
         if (after := query.get("after")) is not None:
-            places = [place for place, one in enumerate(items) if one.item.id == after]
-            if not places:
+            indices = [index for index, one in enumerate(items) if one.item.id == after]
+            if not indices:
                 raise invalid("after", f"'after' is '{shown(after)}', which is not an input item", "invalid_value")
-            items = items[places[0] + 1 :]
+            items = items[indices[0] + 1 :]
         page = [one.item for one in items[: _num_of_page(items, int(text))]]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
         found = ItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items))

@@ -224,10 +224,10 @@ class InputItem(msgspec.Struct):
     status: str | None = None
 
 
-def item_of(place: int, item: InputItem, seed: str) -> Item | None:
+def item_of(index: int, item: InputItem, seed: str) -> Item | None:
     """Check an entry of `input`. Returns None if it refers to a stored item. `seed` is for the id of an item without
     one. Raises ApiError."""
-    at = f"input[{place}]"
+    at = f"input[{index}]"
     match _type_of(at, item):
         case "message":
             return _message(at, item, seed)

@@ -58,7 +58,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
     found = [] if instructions is None else [m.ChatMessage("system", instructions)]
     turn: _Turn | None = None
     call_ids: set[str] = set()
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         is_own = not isinstance(item, CallOutputItem) and (
             not isinstance(item, MessageItem) or item.role == "assistant"
         )
@@ -80,7 +80,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], num_stored: int
                 turn.add_reasoning([part.text for part in item.content or item.summary])
             case FunctionCallOutputItem() | CustomToolCallOutputItem():
                 if item.call_id not in call_ids:
-                    param = f"input[{place - num_stored}].call_id"
+                    param = f"input[{index - num_stored}].call_id"
                     message = f"'{param}' is {shown(item.call_id)!r}, and no call before it has this call_id"
                     raise invalid(param, message, "invalid_value")
                 found.append(m.ChatMessage("tool", item.output, tool_call_id=item.call_id))

@@ -53,9 +53,9 @@ class OutputBuilder:
     def feed(self, deltas: list[ChatDelta], logprobs: Iterable[TokenLogprob] = ()) -> Iterator[ResponseEvent]:
         """Add deltas, and the logprobs of the tokens that have arrived with them."""
         self._pending += logprobs
-        for place, delta in enumerate(deltas):
+        for index, delta in enumerate(deltas):
             if delta.content is not UNSET and delta.content:
-                yield from self._text(delta.content, is_last=place == len(deltas) - 1)
+                yield from self._text(delta.content, is_last=index == len(deltas) - 1)
             elif delta.reasoning is not UNSET and delta.reasoning:
                 yield from self._reasoning(delta.reasoning)
             elif delta.tool_calls is not UNSET:
@@ -125,13 +125,13 @@ class OutputBuilder:
             self._pending = []
             return pending
         end = begin + len(text.encode())
-        taken, rest, place = [], [], 0
+        taken, rest, offset = [], [], 0
         for one, size in zip(pending, sizes, strict=True):
-            if place >= end:
+            if offset >= end:
                 rest.append(one)
-            elif place + size > begin:
+            elif offset + size > begin:
                 taken.append(one)
-            place += size
+            offset += size
         self._pending = rest
         return taken
 

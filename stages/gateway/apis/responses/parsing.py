@@ -189,9 +189,9 @@ def _check(response: ResponsesBody) -> None:
         raise unsupported("response_format", "use text.format")
     if response.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "a response has no place for them")
-    for place, name in enumerate(response.include or ()):
+    for index, name in enumerate(response.include or ()):
         if name not in INCLUDES:
-            raise unsupported(f"include[{place}]", f"'{shown(name)}' is not one of {', '.join(INCLUDES)}")
+            raise unsupported(f"include[{index}]", f"'{shown(name)}' is not one of {', '.join(INCLUDES)}")
     if (reasoning := response.reasoning) is not None:
         for name in ("summary", "generate_summary"):
             if getattr(reasoning, name) not in (None, "auto"):
@@ -237,13 +237,13 @@ def _new_items(
         case given:
             check_num_messages(before.num_parts + len(given), limits)
             items: list[SizedItem] = []
-            for place, one in enumerate(given):
+            for index, one in enumerate(given):
                 if one.type in LEFT_OUT_ITEMS:
                     continue
-                if (item_of_body := item_of(place, one, f"{seed} {place}")) is not None:
+                if (item_of_body := item_of(index, one, f"{seed} {index}")) is not None:
                     items.append(sized(item_of_body))
                     continue
-                param = f"input[{place}].id"
+                param = f"input[{index}].id"
                 items.append(referred := stored.item(param, one.id or ""))
                 num_bytes += referred.num_bytes
                 stored.check_size(param, num_bytes)

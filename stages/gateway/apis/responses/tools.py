@@ -52,8 +52,8 @@ class ChatTools:
         self._paths: list[str] = []
         """Of the chat's functions in the body"""
         self._each: list[_ChatTool] = []
-        for place, tool in enumerate(tools):
-            self._add(f"tools[{place}]", tool)
+        for index, tool in enumerate(tools):
+            self._add(f"tools[{index}]", tool)
 
     @property
     def json(self) -> bytes:
@@ -69,11 +69,11 @@ class ChatTools:
                     raise invalid(f"{at}.name", f"'{at}.name' is required")
                 if not tool.tools:
                     raise invalid(f"{at}.tools", f"'{at}.tools' is required: the functions of the namespace")
-                for place, one in enumerate(tool.tools):
+                for index, one in enumerate(tool.tools):
                     if one.type not in ("function", "custom"):
-                        param = f"{at}.tools[{place}].type"
+                        param = f"{at}.tools[{index}].type"
                         raise unsupported(param, f"'{shown(one.type)}' is not function or custom")
-                    self._add_one(f"{at}.tools[{place}]", one, tool.name, tool.description if place == 0 else None)
+                    self._add_one(f"{at}.tools[{index}]", one, tool.name, tool.description if index == 0 else None)
             case _ if tool.name is None:
                 self.left_out.append(shown(tool.type))
                 return
@@ -133,28 +133,28 @@ class ChatTools:
             raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required", "invalid_value")
         if choice.tools is None:
             raise invalid("tool_choice.tools", "'tool_choice.tools' is required")
-        places: dict[tuple[str, str | None], set[int]] = {}
-        for place, one in enumerate(self._each):
+        by_name: dict[tuple[str, str | None], set[int]] = {}
+        for index, one in enumerate(self._each):
             name, is_custom = self._named(one.function.name)
-            places.setdefault(("custom" if is_custom else "function", name), set()).add(place)
+            by_name.setdefault(("custom" if is_custom else "function", name), set()).add(index)
             if (called := self.called.get(one.function.name)) is not None and called.namespace is not None:
-                places.setdefault(("namespace", called.namespace), set()).add(place)
+                by_name.setdefault(("namespace", called.namespace), set()).add(index)
         left_out = set(self.left_out)
         chosen: dict[tuple[str, str | None], set[int]] = {}
-        for place, tool in enumerate(choice.tools):
+        for index, tool in enumerate(choice.tools):
             if shown(tool.type) in left_out and tool.name is None:
                 continue
             # Each set once: a namespace of thousands of tools may be named thousands of times.
-            found = places.get((tool.type, tool.name), set())
+            found = by_name.get((tool.type, tool.name), set())
             if not found or (len(found) > 1 and tool.type != "namespace"):
                 how = "several" if found else "none"
                 what = f"{shown(tool.type)} {shown(tool.name or '')!r}"
-                message = f"'tool_choice.tools[{place}]' is {what}, and {how} of 'tools' is this one"
-                raise invalid(f"tool_choice.tools[{place}]", message, "invalid_value")
+                message = f"'tool_choice.tools[{index}]' is {what}, and {how} of 'tools' is this one"
+                raise invalid(f"tool_choice.tools[{index}]", message, "invalid_value")
             chosen[tool.type, tool.name] = found
-        allowed = {place for found in chosen.values() for place in found}
-        self._each = [one for place, one in enumerate(self._each) if place in allowed]
-        self._paths = [one for place, one in enumerate(self._paths) if place in allowed]
+        allowed = {index for found in chosen.values() for index in found}
+        self._each = [one for index, one in enumerate(self._each) if index in allowed]
+        self._paths = [one for index, one in enumerate(self._paths) if index in allowed]
         return choice.mode
 
     def _named(self, name: str) -> tuple[str, bool]:
@@ -173,8 +173,8 @@ class ChatTools:
         """A path or a text with paths, as in the body."""
 
         def of(found: "re.Match[str]") -> str:
-            place = int(found[1])
-            return self._paths[place] if place < len(self._paths) else found[0]
+            index = int(found[1])
+            return self._paths[index] if index < len(self._paths) else found[0]
 
         return _OF_CHAT.sub(of, text)
 

@@ -82,7 +82,7 @@ def chat_prompt(body: Conversation, messages: Sequence[MessageParam], caps: Caps
         raise invalid("continue_final_message", message, "invalid_value")
     tools, choice, name = chat_tools(body.tools, body.tool_choice, caps)
     return m.ChatPrompt(
-        [chat_message(place, message) for place, message in enumerate(with_ids(messages))],
+        [chat_message(index, message) for index, message in enumerate(with_ids(messages))],
         not goes_on if generate is None else generate,
         continue_final_message=goes_on,
         tools=tools,
@@ -180,9 +180,9 @@ def _strict_calls(prompt: m.ChatPrompt, formats: ChatFormats, max_bytes: int) ->
 # --------------------------------------------------------------------------------------------------------- messages
 
 
-def chat_message(place: int, message: MessageParam) -> m.ChatMessage:
+def chat_message(index: int, message: MessageParam) -> m.ChatMessage:
     """One message of a chat. Raises ApiError."""
-    at, role = f"messages[{place}]", message.role
+    at, role = f"messages[{index}]", message.role
     if role == "function":
         raise invalid(f"{at}.role", f"'{at}.role' function is deprecated: use tool, and tool_call_id", "invalid_value")
     if not ROLE.fullmatch(role):
@@ -229,10 +229,10 @@ def _calls(at: str, message: MessageParam) -> list[m.ToolCall]:
         return []
     if message.role != "assistant":
         raise invalid(f"{at}.tool_calls", f"'{at}.tool_calls' is only allowed if role is assistant", "invalid_value")
-    for place, call in enumerate(message.tool_calls):
+    for index, call in enumerate(message.tool_calls):
         if call.type not in ("function", "custom"):
-            raise unsupported(f"{at}.tool_calls[{place}].type", "tools are functions or custom tools")
-    return [_call(f"{at}.tool_calls[{place}]", call) for place, call in enumerate(message.tool_calls)]
+            raise unsupported(f"{at}.tool_calls[{index}].type", "tools are functions or custom tools")
+    return [_call(f"{at}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)]
 
 
 def _call(at: str, call: ToolCallParam) -> m.ToolCall:

@@ -20,22 +20,22 @@ def with_ids(messages: Sequence[MessageParam]) -> Sequence[MessageParam]:
     found = list(messages)
     taken = {call.id for message in messages for call in message.tool_calls or ()}
     numbers = iter(range(10**9))
-    place = 0
-    while place < len(found):
-        end = place + 1
-        if calls := found[place].tool_calls:
+    index = 0
+    while index < len(found):
+        end = index + 1
+        if calls := found[index].tool_calls:
             while end < len(found) and found[end].role == "tool":
                 end += 1
-            given = _Calls(place, calls, found[place + 1 : end])
+            given = _Calls(index, calls, found[index + 1 : end])
             answers = given.answers()
             ids = [call.id or _new_id(numbers, taken) for call in calls]
             each = [replace(call, id=one) for call, one in zip(calls, ids, strict=True)]
-            found[place] = replace(found[place], tool_calls=each)
+            found[index] = replace(found[index], tool_calls=each)
             for result, call in answers.items():
-                found[place + 1 + result] = replace(found[place + 1 + result], tool_call_id=ids[call])
-        elif found[place].role == "tool" and not found[place].tool_call_id:
-            raise _required(place, "the id of the tool call that it answers")
-        place = end
+                found[index + 1 + result] = replace(found[index + 1 + result], tool_call_id=ids[call])
+        elif found[index].role == "tool" and not found[index].tool_call_id:
+            raise _required(index, "the id of the tool call that it answers")
+        index = end
     return found
 
 
@@ -46,24 +46,24 @@ def _lacks_id(message: MessageParam) -> bool:
 
 
 class _Calls:
-    """The calls of the message at `place`, and the results that follow."""
+    """The calls of the message at `index`, and the results that follow."""
 
-    def __init__(self, place: int, calls: Sequence[ToolCallParam], results: Sequence[MessageParam]) -> None:
-        self._place = place
+    def __init__(self, index: int, calls: Sequence[ToolCallParam], results: Sequence[MessageParam]) -> None:
+        self._index = index
         self._calls = calls
         self._results = results
 
     def answers(self) -> dict[int, int]:
         """The places of the results without an id, and of the calls that they answer. Raises ApiError."""
         calls, results = self._calls, self._results
-        without = [place for place, result in enumerate(results) if not result.tool_call_id]
+        without = [index for index, result in enumerate(results) if not result.tool_call_id]
         given = {result.tool_call_id for result in results if result.tool_call_id}
-        nameless = [place for place, call in enumerate(calls) if not call.id]
+        nameless = [index for index, call in enumerate(calls) if not call.id]
         if nameless and not given <= {call.id for call in calls}:
-            param = f"messages[{self._place}].tool_calls[{nameless[0]}].id"
+            param = f"messages[{self._index}].tool_calls[{nameless[0]}].id"
             message = f"'{param}' is required: a result has a 'tool_call_id' that no call of this message has"
             raise invalid(param, message)
-        left = [place for place, call in enumerate(calls) if not call.id or call.id not in given]
+        left = [index for index, call in enumerate(calls) if not call.id or call.id not in given]
         if without and given and (len(left), len(without)) != (1, 1):
             raise self._unclear(without[0], "other results of the same calls have one, so their order does not say it")
         if len(without) > len(left):
@@ -71,11 +71,11 @@ class _Calls:
         return dict(zip(without, left, strict=False))
 
     def _unclear(self, result: int, why: str) -> ApiError:
-        return _required(self._place + 1 + result, why)
+        return _required(self._index + 1 + result, why)
 
 
-def _required(place: int, why: str) -> ApiError:
-    param = f"messages[{place}].tool_call_id"
+def _required(index: int, why: str) -> ApiError:
+    param = f"messages[{index}].tool_call_id"
     return invalid(param, f"'{param}' is required: {why}")
 
 

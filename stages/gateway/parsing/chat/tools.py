@@ -110,8 +110,8 @@ def chat_tools(raw: Raw, raw_choice: Raw, caps: Caps) -> ChatTools:
     written = msgspec.json.decode(b'{"tools":%s}' % bytes(raw), type=_RawTools).tools or [] if tools else []
     kept = [
         _as_function(tool.custom) if tool.custom is not None and tool.type == "custom" else one
-        for place, (tool, one) in enumerate(zip(tools, written, strict=True))
-        if allowed is None or place in allowed
+        for index, (tool, one) in enumerate(zip(tools, written, strict=True))
+        if allowed is None or index in allowed
     ]
     if choice == "required" and not kept:
         raise invalid("tool_choice", "'tool_choice' required needs a tool in 'tool_choice.allowed_tools.tools'")
@@ -137,8 +137,8 @@ def _checked_tools(raw: Raw, caps: Caps) -> list[Tool]:
     tools = checked(raw, "tools", _Tools).tools or []
     check_num_tools(tools, caps)
     names: set[str] = set()
-    for place, tool in enumerate(tools):
-        at = f"tools[{place}]"
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}]"
         if tool.type not in ("function", "custom"):
             raise unsupported(f"{at}.type", "tools are functions or custom tools")
         at = f"{at}.{tool.type}"
@@ -183,33 +183,33 @@ def _choice(raw: Raw, tools: list[Tool]) -> tuple[str, str, set[int] | None]:
                 raise invalid(param, f"'{param}' must be auto or required", "invalid_value")
             return mode, "", _allowed(named, tools)
         case _NamedChoice() as named_choice:
-            place = _place(named_choice, "tool_choice", _places(tools))
-            found = tools[place].named
+            index = _index_of(named_choice, "tool_choice", _indices(tools))
+            found = tools[index].named
             assert found is not None
             return "named", found.name, None
 
 
 def _allowed(named: Iterable[_NamedChoice], tools: list[Tool]) -> set[int]:
-    places, at = _places(tools), "tool_choice.allowed_tools.tools"
-    return {_place(one, f"{at}[{place}]", places) for place, one in enumerate(named)}
+    indices, at = _indices(tools), "tool_choice.allowed_tools.tools"
+    return {_index_of(one, f"{at}[{index}]", indices) for index, one in enumerate(named)}
 
 
-def _places(tools: Iterable[Tool]) -> dict[tuple[str, str], int]:
-    return {(tool.type, tool.named.name): place for place, tool in enumerate(tools) if tool.named is not None}
+def _indices(tools: Iterable[Tool]) -> dict[tuple[str, str], int]:
+    return {(tool.type, tool.named.name): index for index, tool in enumerate(tools) if tool.named is not None}
 
 
-def _place(choice: _NamedChoice, at: str, places: dict[tuple[str, str], int]) -> int:
+def _index_of(choice: _NamedChoice, at: str, indices: dict[tuple[str, str], int]) -> int:
     """The place of the tool that the choice names."""
     if choice.type not in ("function", "custom"):
         raise unsupported(f"{at}.type", "use function or custom")
     named = choice.function if choice.type == "function" else choice.custom
     if named is None:
         raise invalid(f"{at}.{choice.type}", f"'{at}.{choice.type}' is required")
-    place = places.get((choice.type, named.name))
-    if place is None:
+    index = indices.get((choice.type, named.name))
+    if index is None:
         message = f"'{at}' names {shown(named.name)!r}, which is not one of 'tools'"
         raise invalid(at, message, "invalid_value")
-    return place
+    return index
 
 
 def checked(raw: Raw, name: str, kind: type[T]) -> T:

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field, field_validator
 
 
-class Place(BaseModel):
+class SourceLine(BaseModel):
     file: str = Field(pattern=r"^[a-z]{1,8}\.py$")
     line: int = Field(ge=1, le=99)
 
@@ -19,7 +19,7 @@ class Ticket(BaseModel):
 
     kind: Literal["bug", "feature"]
     is_urgent: bool
-    places: list[Place] = Field(min_length=1, max_length=1)
+    lines: list[SourceLine] = Field(min_length=1, max_length=1)
 
 
 class Anything(BaseModel, extra="allow"):
@@ -93,7 +93,7 @@ def test_a_reply_that_fails_validation_is_requested_again(url: str, model: str, 
 def test_partial_objects_are_streamed(url: str, model: str, mode: instructor.Mode) -> None:
     parts = list(client_of(url, mode).chat.completions.create_partial(response_model=Ticket, **request_for(model)))
     assert len(parts) > 3
-    assert parts[0].kind is None or parts[0].places is None, "the first object is partial"
+    assert parts[0].kind is None or parts[0].lines is None, "the first object is partial"
     Ticket.model_validate(parts[-1].model_dump())
 
 

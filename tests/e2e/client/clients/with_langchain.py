@@ -184,7 +184,7 @@ def _bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of a byte-level vocabulary stands for."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
 def close(one: list[float], other: list[float]) -> bool:

@@ -77,8 +77,8 @@ def main() -> None:
 def _step(num_rows: int, position: int) -> m.Step:
     rows = np.arange(num_rows)
     # All rows have the same length, so all of them get a block in one step of sixteen.
-    place, is_first = position // BLOCK_SIZE, position % BLOCK_SIZE == 0
-    blocks = [(row, row * BLOCKS_PER_ROW + place) for row in rows.tolist()] if is_first and place else []
+    block_index, is_first = position // BLOCK_SIZE, position % BLOCK_SIZE == 0
+    blocks = [(row, row * BLOCKS_PER_ROW + block_index) for row in rows.tolist()] if is_first and block_index else []
     return make_step([(row, position, 1, True) for row in rows.tolist()], blocks=blocks, step_id=position)
 
 

@@ -242,19 +242,19 @@ def _serve_plan(runner: Any, vocab_size: int) -> int:
 
 def _serve_requests(runner: Any, settings: Settings, folder: Path, vocab_size: int) -> int:
     """Run requests with all options, several at once, and with adapters where they are loaded."""
-    prompt, ways = tuple(3 + place % (vocab_size - 3) for place in range(9)), WAYS
+    prompt, ways = tuple(3 + index % (vocab_size - 3) for index in range(9)), WAYS
     if settings.lora.runtime_loading:
         adapter = convert(write_adapter(folder / "peft", ModelConfig.load(folder), rank=8), folder, "f32", 8)
         ways = [*WAYS, *({**way, "adapter_id": adapter} for way in WAYS)]
     requests = [
         Request(
-            (*prompt, 3 + place),
+            (*prompt, 3 + index),
             1 if "pooling" in way else 12,
-            n=2 if place % 5 == 1 else 1,
-            at_step=place // 3,
+            n=2 if index % 5 == 1 else 1,
+            at_step=index // 3,
             fields=tuple(way.items()),
         )
-        for place, way in enumerate(ways)
+        for index, way in enumerate(ways)
     ]
     requests.append(Request(prompt * 8, 4, at_step=2))
     limits = {

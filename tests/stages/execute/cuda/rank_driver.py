@@ -20,7 +20,7 @@ from pipeline.stages.execute.cuda.ranks.collectives import Collectives
 from pipeline.stages.execute.cuda.ranks.device_ranks import join_by
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.publishing import Sampled
-from pipeline.stages.execute.ranks.place import RankPlace
+from pipeline.stages.execute.ranks.context import RankContext
 from tests.stages.execute.driver import Driver
 
 TIMEOUT_S = 60.0
@@ -46,7 +46,7 @@ class Turns:
 
 class ThreadCollectives(Collectives):
     def __init__(self, board: RankBoard, turns: Turns) -> None:
-        self._rank, self._turns = board.place.rank, turns
+        self._rank, self._turns = board.context.rank, turns
 
     def _exchange(self, own: Tensor) -> list[Tensor]:
         turns = self._turns
@@ -99,9 +99,9 @@ class RankRunners:
 
         def load(rank: int) -> CudaRunner:
             swap = memoryview(bytearray(swap_bytes)) if swap_bytes else None
-            place = RankPlace(rank, num_ranks, self.fd, TIMEOUT_S)
+            context = RankContext(rank, num_ranks, self.fd, TIMEOUT_S)
             with turns.lock:
-                join = join_by(place, lambda board, where: ThreadCollectives(board, turns))
+                join = join_by(context, lambda board, where: ThreadCollectives(board, turns))
                 return CudaRunner(config, folder, swap, join=join)
 
         try:

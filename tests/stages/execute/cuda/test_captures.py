@@ -56,9 +56,9 @@ class StepMasks(FakeMasks):
     def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
         self.num_requests += 1
         allowed = np.zeros((len(rows), 32 * self.words.shape[1]), np.uint8)
-        for place, row in enumerate(rows.tolist()):
-            allowed[place, row % 3 : VOCAB_SIZE : 3] = 1
-            allowed[place, : 30 * (self.num_requests % 4)] = 0
+        for index, row in enumerate(rows.tolist()):
+            allowed[index, row % 3 : VOCAB_SIZE : 3] = 1
+            allowed[index, : 30 * (self.num_requests % 4)] = 0
         self.words[: len(rows)] = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
         return np.flatnonzero(rows >= 0)
 

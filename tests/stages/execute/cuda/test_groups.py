@@ -47,8 +47,8 @@ class ExactGroups:
     def forward(self, step: StepArrays, *, decodes: bool) -> None:
         for group in range(len(GROUPS)):
             slots = step.of_group(group).slots.numpy()
-            for place in np.flatnonzero(slots >= 0).tolist():
-                self._kv[int(slots[place]) // 16, int(slots[place]) % 16] = float(step.ids[place] * MAX_GROUPS + group)
+            for index in np.flatnonzero(slots >= 0).tolist():
+                self._kv[int(slots[index]) // 16, int(slots[index]) % 16] = float(step.ids[index] * MAX_GROUPS + group)
         logits = self._logits[: step.num_samples].zero_()
         for i, row in enumerate(step.sample_rows.tolist()):
             if self._rows.params[row, Field.ENDED]:

@@ -24,7 +24,7 @@ from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.steps import TIMES, CudaSteps
 from pipeline.stages.execute.loop import PAUSE_S, serve
 from pipeline.stages.execute.publishing import Sampled
-from pipeline.stages.execute.ranks.place import StepAbandonedError
+from pipeline.stages.execute.ranks.context import StepAbandonedError
 from tests.stages.execute.driver import make_step, row_add
 from tests.stages.execute.loop_driver import INTS, ScriptedInbox, stage_of
 
@@ -39,7 +39,7 @@ class IdleRunner:
         self.rows = SimpleNamespace(num_live=0)
         self.num_over = self.num_captured = 0
         self.ranks = self.adapters = None
-        self.answers, self.place = True, ""
+        self.answers, self.rank_name = True, ""
         self.publish: Callable[[LaunchedStep, Sampled], None] = lambda launched_step, sampled: None
 
     def launch(self, step: m.Step, take: Any) -> LaunchedStep:

@@ -42,17 +42,17 @@ class QueueEvent:
     """A point in the queue."""
 
     def __init__(self, device: "Queued") -> None:
-        self._device, self._place = device, 0
+        self._device, self._position = device, 0
 
     def record(self) -> None:
-        self._place = self._device.num_enqueued
+        self._position = self._device.num_enqueued
 
     def synchronize(self) -> None:
-        self._device.run_until(self._place)
+        self._device.run_until(self._position)
 
     def query(self) -> bool:
         self._device.go_on()
-        return self._device.num_run >= self._place
+        return self._device.num_run >= self._position
 
     def wait(self) -> None:
         pass
@@ -80,8 +80,8 @@ class Queued(Interpreted):
         if not self.is_serving:
             self.run_until(self.num_enqueued)
 
-    def run_until(self, place: int) -> None:
-        while self._queue and self.num_run < place:
+    def run_until(self, position: int) -> None:
+        while self._queue and self.num_run < position:
             self._queue.popleft()()
             self.num_run += 1
 
@@ -125,7 +125,7 @@ def plan(seed: int) -> list[m.Step]:
         for row in range(NUM_ROWS):
             if row not in rows and (chance.random() < 0.6 or not rows):
                 prompt = [chance.randrange(3, 250) for _ in range(chance.randint(1, 20))]
-                blocks = [row * BLOCKS_PER_ROW + place for place in range(BLOCKS_PER_ROW)]
+                blocks = [row * BLOCKS_PER_ROW + position for position in range(BLOCKS_PER_ROW)]
                 options = m.GenerationOptions(seed=number, **{"ignore_eos": True, **chance.choice(WAYS)})
                 adds.append(row_add(row, prompt, blocks, options, generation=number + 1))
                 rows[row] = [len(prompt), 0, len(prompt) + chance.randint(1, 12)]

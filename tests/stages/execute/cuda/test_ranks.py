@@ -20,7 +20,7 @@ from pipeline.stages.execute.cuda.ranks import device_ranks as ranks
 from pipeline.stages.execute.cuda.ranks import link as rank_link
 from pipeline.stages.execute.cuda.ranks.board import RankBoard
 from pipeline.stages.execute.cuda.runner import CudaRunner
-from pipeline.stages.execute.ranks.place import RankLateError, RankPlace
+from pipeline.stages.execute.ranks.context import RankContext, RankLateError
 from tests.stages.execute import checkpoints, tiny_architectures
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver
@@ -199,7 +199,7 @@ def test_what_cannot_be_cut_is_refused(
 @pytest.fixture
 def boards() -> Iterator[list[RankBoard]]:
     fd = os.memfd_create("ranks")
-    yield [RankBoard(RankPlace(rank, 2, fd, 0.2)) for rank in range(2)]
+    yield [RankBoard(RankContext(rank, 2, fd, 0.2)) for rank in range(2)]
     os.close(fd)
 
 
@@ -234,7 +234,7 @@ def _rank(rank: int, folder: Path, fd: int, out: Path) -> None:
     config = msgspec.structs.replace(
         config, execute=msgspec.structs.replace(config.execute, tensor_parallel=2, all_reduce="one_shot")
     )
-    runner = CudaRunner(config, folder, join=ranks.join_by(RankPlace(rank, 2, fd, 60.0)))
+    runner = CudaRunner(config, folder, join=ranks.join_by(RankContext(rank, 2, fd, 60.0)))
     adds = [row_add(row, prompt, [row]) for row, prompt in enumerate(PROMPTS)]
     first = make_step([(row, 0, len(prompt), True) for row, prompt in enumerate(PROMPTS)], adds=adds, step_id=1)
     second = make_step([(row, len(prompt), 1, True) for row, prompt in enumerate(PROMPTS)], step_id=2)

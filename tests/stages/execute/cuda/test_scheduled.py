@@ -55,8 +55,8 @@ class ExactModel:
         slots, kv = step.slots.numpy(), self._kv
         written = slots[slots >= 0]
         assert len(set(written.tolist())) == len(written), "a slot is written twice"
-        for place in np.flatnonzero(slots >= 0).tolist():
-            kv[int(slots[place]) // 16, int(slots[place]) % 16] = float(step.ids[place])
+        for index in np.flatnonzero(slots >= 0).tolist():
+            kv[int(slots[index]) // 16, int(slots[index]) % 16] = float(step.ids[index])
         logits = self._logits[: step.num_samples].zero_()
         for i, row in enumerate(step.sample_rows.tolist()):
             if self._rows.params[row, Field.ENDED]:
@@ -81,13 +81,13 @@ class ExactMasks:
         self._rows -= set(rows.tolist())
 
     def request(self, rows: Any, ids: Any, num_ids: Any, num_drafts: Any = None) -> Any:
-        places = [place for place, row in enumerate(rows.tolist()) if row in self._rows]
-        for place in places:
-            row = rows[place]
+        indices = [index for index, row in enumerate(rows.tolist()) if row in self._rows]
+        for index in indices:
+            row = rows[index]
             token = next_id(ids[row, : num_ids[row]].tolist())
-            self.words[place] = 0
-            self.words[place, token // 32] = 1 << token % 32
-        return np.array(places, np.int64)
+            self.words[index] = 0
+            self.words[index, token // 32] = 1 << token % 32
+        return np.array(indices, np.int64)
 
     def is_done(self) -> bool:
         return True

@@ -20,10 +20,10 @@ def test_the_reply_is_sent_when_the_cache_is_reset(gate: Gate) -> None:
     responses, questions = zip(*(reset(gate) for _ in range(3)), strict=True)
     assert len({question.nonce for question in questions}) == 3
     assert not any(response.done() for response in responses)
-    for place in (1, 0, 2):
-        assert questions[place].gateway == 0
-        gate.rig.send(m.PrefixCacheReset(0, questions[place].nonce, 10 + place), "detokenize.0")
-    assert [response.result().json() for response in responses] == [{"num_blocks": 10 + place} for place in range(3)]
+    for index in (1, 0, 2):
+        assert questions[index].gateway == 0
+        gate.rig.send(m.PrefixCacheReset(0, questions[index].nonce, 10 + index), "detokenize.0")
+    assert [response.result().json() for response in responses] == [{"num_blocks": 10 + index} for index in range(3)]
 
 
 def test_a_missing_reply_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,15 +27,15 @@ class TestShares:
     def test_a_scope_below_its_share_gets_room_from_the_one_with_most(self) -> None:
         room = UploadBudget(MAX_BODY)
         stopped: list[str] = []
-        of_a = [room.upload(functools.partial(stopped.append, f"a{place}"), "a") for place in range(NUM_BODIES)]
+        of_a = [room.upload(functools.partial(stopped.append, f"a{index}"), "a") for index in range(NUM_BODIES)]
         for upload in of_a:
             upload.grow(MAX_BODY)
             upload.complete()
-        of_b = [room.upload(functools.partial(stopped.append, f"b{place}"), "b") for place in range(NUM_BODIES)]
+        of_b = [room.upload(functools.partial(stopped.append, f"b{index}"), "b") for index in range(NUM_BODIES)]
         for upload in of_b[: NUM_BODIES // 2]:
             room.check_room(MAX_BODY, "b")
             upload.grow(MAX_BODY)
-        assert stopped == [f"a{place}" for place in range(NUM_BODIES - 1, NUM_BODIES // 2 - 1, -1)], "the last ones"
+        assert stopped == [f"a{index}" for index in range(NUM_BODIES - 1, NUM_BODIES // 2 - 1, -1)], "the last ones"
         for refuse in (
             lambda: room.check_room(MAX_BODY, "b"),
             lambda: of_b[-1].grow(MAX_BODY),

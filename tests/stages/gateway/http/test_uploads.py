@@ -151,9 +151,9 @@ class TestSlowSenders:
         monkeypatch.setattr("pipeline.http_server.bodies.upload_budget.time.monotonic", lambda: now_s)
         stopped: list[int] = []
         room = UploadBudget(MAX_BODY)
-        uploads = [room.upload(functools.partial(stopped.append, place)) for place in range(NUM_BODIES)]
-        for place, upload in enumerate(uploads):
-            upload.grow(MAX_BODY - 8 * (NUM_BODIES - place))  # the first is the slowest
+        uploads = [room.upload(functools.partial(stopped.append, index)) for index in range(NUM_BODIES)]
+        for index, upload in enumerate(uploads):
+            upload.grow(MAX_BODY - 8 * (NUM_BODIES - index))  # the first is the slowest
         uploads[0].complete()
         now_s = 1.01 * MAX_BODY / MIN_BYTES_PER_S
         fast = room.upload(pytest.fail)

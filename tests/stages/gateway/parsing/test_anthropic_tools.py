@@ -172,7 +172,7 @@ def test_a_tool_that_the_client_runs_may_be_required() -> None:
 
 
 def test_what_is_left_out_is_bounded() -> None:
-    many = [{"type": f"{'a' * 5000}_{20250000 + place}", "name": "x"} for place in range(100)]
+    many = [{"type": f"{'a' * 5000}_{20250000 + index}", "name": "x"} for index in range(100)]
     found = parse(tools=many).left_out
     assert len(found) <= MAX_SHOWN_TYPES and max(map(len, found)) <= MAX_TYPE_CHARS
 

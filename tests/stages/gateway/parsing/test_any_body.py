@@ -153,10 +153,10 @@ class TestAnyBytes:
             assert_parsed_or_rejected(json.dumps(base | fields).encode())
 
     @given(st.binary(min_size=1, max_size=4), st.integers(min_value=0))
-    def test_a_corrupted_request_is_handled(self, garbage: bytes, place: int) -> None:
+    def test_a_corrupted_request_is_handled(self, garbage: bytes, index: int) -> None:
         body = json.dumps(CHAT | {"temperature": 0.5, "stop": ["a"]}).encode()
-        place %= len(body)
-        assert_parsed_or_rejected(body[:place] + garbage + body[place + len(garbage) :])
+        index %= len(body)
+        assert_parsed_or_rejected(body[:index] + garbage + body[index + len(garbage) :])
 
 
 class TestTooManyItems:

@@ -161,8 +161,8 @@ def test_the_reply_has_the_input(tmp_path: Path) -> None:
         for cut in (len(TEXT), TEXT.index("*** End")):
             streamed = gate.post(body | {"stream": True})
             submit = gate.begin()
-            for place in range(0, cut, 7):
-                gate.delta(submit, TEXT[place : min(place + 7, cut)])
+            for index in range(0, cut, 7):
+                gate.delta(submit, TEXT[index : min(index + 7, cut)])
             gate.delta(submit, "", num_ids=0, finish=m.Finish.STOP)
             lines = [line.removeprefix("data: ") for line in streamed.result().text.splitlines() if line]
             deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]

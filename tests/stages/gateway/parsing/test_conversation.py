@@ -173,7 +173,7 @@ class TestTools:
         assert refused(**fields) == (param, code)
 
     def test_the_number_of_tools_is_limited_by_the_settings(self) -> None:
-        tools = [{"type": "function", "function": {"name": f"f{place}"}} for place in range(3)]
+        tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(3)]
         assert refused(caps=Caps(max_tools=2), tools=tools) == ("tools", "invalid_value")
         assert parsed(caps=Caps(max_tools=3), tools=tools)
 

@@ -122,12 +122,12 @@ WIRE = [
 def test_a_field_of_the_protocol_is_refused_or_bounded() -> None:
     decoder = msgspec.msgpack.Decoder(ReceivedMessage)
     wire = msgspec.msgpack.decode(msgspec.msgpack.encode(generate(1, "x", credits=1)))
-    place = next(i for i, field in enumerate(p.Generate.__struct_fields__, 1) if field == "request")
+    index = next(i for i, field in enumerate(p.Generate.__struct_fields__, 1) if field == "request")
     num_parsed = 0
     for value in WIRE:
         changed = [[*wire[:i], value, *wire[i + 1 :]] for i in range(1, len(wire))]
         changed += [
-            [*wire[:place], {**wire[place], name: value}, *wire[place + 1 :]] for name in p.Request.__struct_fields__
+            [*wire[:index], {**wire[index], name: value}, *wire[index + 1 :]] for name in p.Request.__struct_fields__
         ]
         for one in changed:
             try:

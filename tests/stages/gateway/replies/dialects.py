@@ -310,14 +310,14 @@ def kept(
     made.prompt_requests, made.sequences, made.num_open, made.has_begun = [prompt_request], [sequence], 1, True
     dialect.keep(made)
     if dialect.is_plain:
-        for place, piece in enumerate(pieces):
-            sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
+        for index, piece in enumerate(pieces):
+            sequence.extend(piece, sequence.num_chars, np.array([index], np.int32).tobytes(), index)
         sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
         return _zmq_reply(made)
     events = request.dialect.events(made) if request.stream else None
     data = b"" if events is None else events.first()
-    for place, piece in enumerate(pieces):
-        sequence.extend(piece, sequence.num_chars, np.array([place], np.int32).tobytes(), place)
+    for index, piece in enumerate(pieces):
+        sequence.extend(piece, sequence.num_chars, np.array([index], np.int32).tobytes(), index)
         if events is not None:
             data += events.due()
     sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True

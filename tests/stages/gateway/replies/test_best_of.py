@@ -45,7 +45,7 @@ class TestChoice:
 
     def test_equal_sequences_keep_their_order(self) -> None:
         each = [self.sequence(-1.0, -2.0), self.sequence(-1.5), self.sequence(-0.5), self.sequence(-2.0, -1.0)]
-        assert list(map(id, best(each, 4))) == [id(each[place]) for place in (2, 0, 1, 3)]
+        assert list(map(id, best(each, 4))) == [id(each[index]) for index in (2, 0, 1, 3)]
 
     def test_sequences_without_ids_rank_last(self) -> None:
         each = [self.sequence(), self.sequence(-900.0), self.sequence(-float("inf"))]

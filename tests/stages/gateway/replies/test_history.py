@@ -139,7 +139,7 @@ def test_each_reply_is_history(name: str) -> None:
         text, finish = reply_text(model, some), some.choice(FINISHES)
         num = 1 + some.randrange(8)
         pieces = [text[i : i + num] for i in range(0, len(text), num)]
-        for place, dialect in DIALECTS.items():
+        for key, dialect in DIALECTS.items():
             for stream in (False, True):
                 request = parsed(dialect, [user(asked)], NAMES, model.formats, stream)
                 stage = model.rendered(prompt_of(request)).reply_stage
@@ -151,7 +151,7 @@ def test_each_reply_is_history(name: str) -> None:
                 prompt = with_equal_ids(prompt_of(parsed(dialect, history, NAMES, model.formats)))
                 right = msgspec.structs.replace(prompt, messages=expected(dialect, reply, text, asked, result, then))
                 found = model.outcome(prompt, may_refuse=dialect.is_plain)
-                assert found == model.outcome(right, may_refuse=dialect.is_plain), (place, stream, text, whole)
+                assert found == model.outcome(right, may_refuse=dialect.is_plain), (key, stream, text, whole)
                 plain = expected(dialect, reply, text, *map(harmless, (asked, result, then)))
                 other = model.outcome(msgspec.structs.replace(prompt, messages=plain), may_refuse=dialect.is_plain)
                 assert stage_of(found) == stage_of(other)

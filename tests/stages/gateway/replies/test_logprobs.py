@@ -36,8 +36,8 @@ class TestChats:
     def test_tokens_have_their_exact_bytes_however_the_text_is_split(self, gate: Gate) -> None:
         data = TEXT.encode()
         for num in (0, 1, 2, 6):
-            for places in list(combinations(range(1, len(data)), num))[:8]:
-                pieces = cut(data, places)
+            for cuts in list(combinations(range(1, len(data)), num))[:8]:
+                pieces = cut(data, cuts)
                 response = gate.post(CHAT | {"logprobs": True})
                 submit = gate.begin()
                 scores = [-1.0 - i for i in range(len(pieces))]
@@ -132,8 +132,8 @@ class TestCompletions:
     def test_offsets_are_correct_however_the_text_is_split(self, gate: Gate) -> None:
         data = TEXT.encode()
         for num in (0, 1, 2, 6):
-            for places in list(combinations(range(1, len(data)), num))[:8]:
-                pieces = cut(data, places)
+            for cuts in list(combinations(range(1, len(data)), num))[:8]:
+                pieces = cut(data, cuts)
                 response = gate.complete(COMPLETION | {"logprobs": 0})
                 submit = gate.begin()
                 payload = records(*[-1.0] * len(pieces))
@@ -147,7 +147,7 @@ class TestCompletions:
                 assert [list(one) for one in choice["logprobs"]["top_logprobs"]] == [[name] for name in names]
 
     def test_a_special_token_takes_no_text_of_the_ordinary_ones_that_spell_it(self, tmp_path: Path) -> None:
-        added = [{"id": place, "content": text, "special": True} for place, text in ((0, "<s>"), (4, "</s>"))]
+        added = [{"id": index, "content": text, "special": True} for index, text in ((0, "<s>"), (4, "</s>"))]
         (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
         pieces = [b"<s>", b"<s", b">", b"a", b"</s>", b"b"]
         with Gate(tmp_path) as gate:
@@ -255,8 +255,8 @@ class TestStreams:
         submit = gate.begin()
         pieces = cut("a😀b".encode(), (1, 2, 4, 5))
         texts = ["a", "", "", "😀", "b"]
-        for place, (text, piece) in enumerate(zip(texts, pieces, strict=True)):
-            gate.delta(submit, text, records=records(-1.0 - place), pieces=[piece])
+        for index, (text, piece) in enumerate(zip(texts, pieces, strict=True)):
+            gate.delta(submit, text, records=records(-1.0 - index), pieces=[piece])
         gate.delta(submit, "", records=records(-6.0), pieces=[b"<e>"])
         gate.delta(submit, "", num_ids=0, finish=m.Finish.LENGTH)
         events = events_of(response.result().text)
@@ -319,7 +319,7 @@ class TestLargeReplies:
     NUM_IDS = 400
 
     def give(self, gate: Gate, submit: m.Submit) -> None:
-        top = [(place, -1.0 - place) for place in range(20)]
+        top = [(rank, -1.0 - rank) for rank in range(20)]
         payload = records(*[-0.5] * self.NUM_IDS, top=top)
         pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
         for index in range(submit.options.n):

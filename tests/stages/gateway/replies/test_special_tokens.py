@@ -35,7 +35,7 @@ TOOLS = [{"type": "function", "function": FIND}]
 
 def make_tokenizer() -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     return tokenizer
@@ -229,12 +229,12 @@ def test_stop_strings_end_the_text_where_they_did(gate: Gate, stop: str) -> None
 
 def test_a_new_detokenize_repeats_what_the_gateway_has(gate: Gate) -> None:
     body, found = DIALECTS["/v1/chat/completions"]
-    for place, token_id in enumerate(REPLY):
+    for index, token_id in enumerate(REPLY):
         if token_id in BYTES:
             continue
         for streams in (False, True):
             response = gate.post(body | {"stream": streams})
-            Played(gate).answer(REPLY, dies_at=[one for one in (place, place + 1, place + 4) if one >= 3])
+            Played(gate).answer(REPLY, dies_at=[one for one in (index, index + 1, index + 4) if one >= 3])
             assert found(response.result().text, streams=streams) == EXPECTED
 
 

@@ -157,9 +157,9 @@ def test_small_messages_of_one_key_do_not_queue_before_another_key(address: str)
         until(lambda: order.count("flood") == 40 * 500, "all are handled")
 
 
-class TestPlaces:
+class TestCapacity:
     @pytest.fixture(autouse=True)
-    def few_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def low_capacity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(listener, "MAX_CONNECTIONS", 8)
 
     def test_connections_without_hello_keep_no_places_from_others(self, address: str) -> None:

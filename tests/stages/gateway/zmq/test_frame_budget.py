@@ -83,9 +83,9 @@ def test_another_owner_never_waits_for_the_frames_of_one() -> None:
 def test_the_slowest_is_given_up_and_only_for_others() -> None:
     budget: FrameBudget[Sender] = FrameBudget(MAX_BYTES)
     holders = [Sender("a") for _ in range(5)]
-    for place, one in enumerate(holders):
+    for index, one in enumerate(holders):
         receive(budget, one, FRAME)
-        one.num_arrived = 10 * (5 - place)
+        one.num_arrived = 10 * (5 - index)
     late_s = GRACE_S + 1.0
     assert budget.slowest(late_s) is None, "none waits"
     receive(budget, (waits := Sender("a", num_arrived=1)), FRAME)

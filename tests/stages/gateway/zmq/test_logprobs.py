@@ -42,8 +42,8 @@ def expected(token_id: int, num_top: int) -> dict[int, Logprob]:
     """The logprobs that a client decodes for an id."""
     ids = range(token_id, token_id + max(1, num_top))
     return {
-        one: Logprob(logprob(token_id) - place, place + 1 if num_top else None, f"<{one}>", b"<%d>" % one)
-        for place, one in enumerate(ids)
+        one: Logprob(logprob(token_id) - index, index + 1 if num_top else None, f"<{one}>", b"<%d>" % one)
+        for index, one in enumerate(ids)
     }
 
 

@@ -48,7 +48,7 @@ class ZmqGateway:
     """A gateway in a process, with a ZeroMQ server over tcp://."""
 
     def __init__(self, gate: Gate, port: int) -> None:
-        self.gate, self.place, self.address = gate, ("127.0.0.1", port), f"tcp://127.0.0.1:{port}"
+        self.gate, self.host_port, self.address = gate, ("127.0.0.1", port), f"tcp://127.0.0.1:{port}"
         self._process = gate.rig.process  # type: ignore[attr-defined]
         with RawPeer(self.address) as peer:  # one-time allocations
             peer.send(p.Ping(1))
@@ -56,7 +56,7 @@ class ZmqGateway:
         self._begin_bytes = self._process.memory_info().rss
 
     def connect(self, *, hello: bool) -> socket.socket:
-        connection = socket.create_connection(self.place, timeout=PATIENCE_S)
+        connection = socket.create_connection(self.host_port, timeout=PATIENCE_S)
         connection.sendall(HANDSHAKE)
         received = b""
         while b"READY" not in received:

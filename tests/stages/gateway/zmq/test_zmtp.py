@@ -20,16 +20,16 @@ BODIES = st.lists(
 
 def read(decoder: Decoder, data: bytes, sizes: list[int]) -> list[Any]:
     """The events of bytes that are read in pieces of these sizes, repeatedly."""
-    events, place, number = [], 0, 0
-    while place < len(data):
+    events, position, number = [], 0, 0
+    while position < len(data):
         size = min(sizes[number % len(sizes)], zmtp.READ_BYTES)
         if (missing := decoder.missing) is None:
-            decoder.feed(piece := data[place : place + size])
+            decoder.feed(piece := data[position : position + size])
         else:
-            piece = data[place : place + min(size, len(missing))]
+            piece = data[position : position + min(size, len(missing))]
             missing[: len(piece)] = piece
             decoder.fill(len(piece))
-        place, number = place + len(piece), number + 1
+        position, number = position + len(piece), number + 1
         while (event := decoder.next()) is not None:
             events.append(event)
             if isinstance(event, Large):
@@ -78,18 +78,18 @@ def test_a_large_frame_has_no_buffer_until_it_is_admitted_and_then_one_for_what_
     decoder.feed(data[:1000])
     assert decoder.next() == decoder.next() == Large(zmtp.FIRST_BYTES)
     assert decoder.missing is None
-    place = 1000
+    position = 1000
     for num_bytes in (1, 2, 4, 5):
         assert decoder.next() == Large(num_bytes * zmtp.FIRST_BYTES) and decoder.missing is None
         decoder.admit()
         assert decoder.next() is None
-        assert decoder.missing is not None and len(decoder.missing) == num_bytes * zmtp.FIRST_BYTES - (place - 9)
+        assert decoder.missing is not None and len(decoder.missing) == num_bytes * zmtp.FIRST_BYTES - (position - 9)
         num_more = len(decoder.missing)
-        decoder.missing[:] = data[place : place + num_more]
+        decoder.missing[:] = data[position : position + num_more]
         decoder.fill(num_more)
-        place += num_more
+        position += num_more
     assert decoder.next() == ZmtpMessage(data[9:])
-    assert place == len(data) and not decoder.is_inside
+    assert position == len(data) and not decoder.is_inside
 
 
 @pytest.mark.parametrize("kind", [b"DEALER", b"REQ", b"ROUTER"])

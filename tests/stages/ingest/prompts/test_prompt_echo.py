@@ -76,9 +76,9 @@ class TestLookups:
 
     @pytest.mark.parametrize("length", [0, 100, MANY_IDS + 1])
     def test_of_ids_return_their_text(self, rig: Rig, length: int) -> None:
-        place = LETTERS.index("y")
-        reply, ids = accepted(rig, ids_prompt([place] * length), PromptOptions(any_length=True, with_text=True))
-        assert (reply.text, ids) == ("y" * length, [place] * length)
+        token_id = LETTERS.index("y")
+        reply, ids = accepted(rig, ids_prompt([token_id] * length), PromptOptions(any_length=True, with_text=True))
+        assert (reply.text, ids) == ("y" * length, [token_id] * length)
 
     def test_contain_special_tokens_and_invalid_characters(self, rig: Rig) -> None:
         ids = [256, LETTERS.index("h"), LETTERS.index("Ã"), 257, LETTERS.index("Ã")]

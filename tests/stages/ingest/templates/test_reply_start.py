@@ -82,7 +82,7 @@ def tools(text: str) -> str:
     return json.dumps([{"type": "function", "function": {"name": "find", "description": text, "parameters": schema}}])
 
 
-PLACES: dict[str, Callable[[str], ChatPrompt]] = {
+LAST_MESSAGES: dict[str, Callable[[str], ChatPrompt]] = {
     "user": lambda text: ChatPrompt([user(text)]),
     "user's parts": lambda text: ChatPrompt([ChatMessage("user", f"a\n{text}", parts=["a", text])]),
     "system": lambda text: ChatPrompt([ChatMessage("system", text), user("hi")]),
@@ -153,33 +153,33 @@ def test_all_templates_that_reason_are_here() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
 def test_a_reply_begins_where_the_template_says(model: Model) -> None:
     templates, form = templates_of(model.template), form_of(model)
-    assert begun(templates, PLACES["user"]("hi"), form, model.kwargs) == model.after_user
-    assert begun(templates, PLACES["answer"]("hi"), form, model.kwargs) == model.after_user
+    assert begun(templates, LAST_MESSAGES["user"]("hi"), form, model.kwargs) == model.after_user
+    assert begun(templates, LAST_MESSAGES["answer"]("hi"), form, model.kwargs) == model.after_user
     if model.template != "kimi-k2-thinking":  # its template refuses tools in the sandbox
-        assert begun(templates, PLACES["result"]("hi"), form, model.kwargs) == model.after_tool
+        assert begun(templates, LAST_MESSAGES["result"]("hi"), form, model.kwargs) == model.after_tool
 
 
 @pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
 def test_marks_in_what_a_client_writes_change_nothing(model: Model) -> None:
     templates, form = templates_of(model.template), form_of(model)
     texts = [whole(mark) for mark in marks_of(form) for whole in WHOLE]
-    for number, (place, chat) in enumerate(PLACES.items()):
-        if model.template == "kimi-k2-thinking" and place in WITH_CALLS:  # its template refuses them in the sandbox
+    for number, (kind, chat) in enumerate(LAST_MESSAGES.items()):
+        if model.template == "kimi-k2-thinking" and kind in WITH_CALLS:  # its template refuses them in the sandbox
             with pytest.raises(TemplateFailure):
                 begun(templates, chat(HARMLESS), form, model.kwargs)
             continue
         expected = begun(templates, chat(HARMLESS), form, model.kwargs)
-        if place not in UNFINISHED:
-            assert expected == (model.after_tool if place in AFTER_TOOL else model.after_user)
+        if kind not in UNFINISHED:
+            assert expected == (model.after_tool if kind in AFTER_TOOL else model.after_user)
         for text in texts if ALL else texts[number % FEW :: FEW]:
-            if (model.template, place) == ("smollm3", "system") and "/think" in text:
+            if (model.template, kind) == ("smollm3", "system") and "/think" in text:
                 continue  # see the test below
             try:
                 found = begun(templates, chat(text), form, model.kwargs)
             except TemplateFailure:
                 assert model.template == "gpt-oss", text  # it refuses messages with its marks
                 continue
-            assert found == expected, (place, text)
+            assert found == expected, (kind, text)
 
 
 def test_a_template_may_look_for_words_that_are_in_a_mark() -> None:
@@ -187,14 +187,14 @@ def test_a_template_may_look_for_words_that_are_in_a_mark() -> None:
     counts."""
     templates, form = templates_of("smollm3"), FORMS["smollm3"]
     assert form is not None
-    prompt = PLACES["system"]("Never write </think>.")
+    prompt = LAST_MESSAGES["system"]("Never write </think>.")
     text = templates.text(
         msgspec.structs.replace(prompt, template_kwargs='{"enable_thinking": false}'),
         max_chars=10**6, now_s=NOW_S, is_short=False,
     )  # fmt: skip
     assert text.endswith("<|im_start|>assistant\n")
     assert begun(templates, prompt, form, {"enable_thinking": False}) == OPTIONAL
-    assert begun(templates, PLACES["system"]("Never write /no_think </think>."), form) == OVER
+    assert begun(templates, LAST_MESSAGES["system"]("Never write /no_think </think>."), form) == OVER
 
 
 def continued(*messages: ChatMessage, kwargs: Any = ()) -> ChatPrompt:
@@ -332,7 +332,7 @@ def num_renderings(template: str, prompt: ChatPrompt, monkeypatch: pytest.Monkey
 def test_most_chats_are_rendered_once_and_no_chat_more_than_twice(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, marked = PLACES["user"]("hi"), PLACES["user"]("<think>[THINK]<seed:think><|channel>thought\n")
+    asked, marked = LAST_MESSAGES["user"]("hi"), LAST_MESSAGES["user"]("<think>[THINK]<seed:think><|channel>thought\n")
     if template not in ("ministral3", "smollm3"):  # their default system messages explain the marks
         assert num_renderings(template, asked, monkeypatch) == 1
     assert num_renderings(template, marked, monkeypatch) <= 2

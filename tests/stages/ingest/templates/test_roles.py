@@ -64,7 +64,7 @@ def test_a_misspelled_role_is_refused_unless_the_template_mentions_it(role: str,
 
 def test_each_omitted_message_is_found_among_many() -> None:
     source = "{% for m in messages %}{% if m.content != 'no' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
-    many = [ChatMessage(f"role{place}", f"text {place}") for place in range(30)]
+    many = [ChatMessage(f"role{index}", f"text {index}") for index in range(30)]
     text = render(source, *many, is_short=False)
     assert "role29: text 29" in text
     only_some = "{% for m in messages[:25] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -98,7 +98,7 @@ def test_a_message_with_results_can_end_the_chat_and_one_with_calls_be_continued
 
 
 def test_results_of_several_calls_are_one_message() -> None:
-    results: Chat = [{"role": "tool", "tool_call_id": "c", "content": str(place)} for place in range(4)]
+    results: Chat = [{"role": "tool", "tool_call_id": "c", "content": str(index)} for index in range(4)]
     chat: Chat = [{"role": "user", "content": "Hi"}, *results, {"role": "user", "content": "Go"}, results[0]]
     each = written(chat)
     assert [role for role, _ in each] == ["user", "user", "user", "user"]

@@ -55,8 +55,8 @@ def test_free_blocks_are_taken_before_cached_ones_are_evicted() -> None:
 def test_the_tail_of_a_table_is_evicted_before_its_head() -> None:
     pool = BlockPool(3)
     table = [pool.take() for _ in range(3)]
-    for place, block in enumerate(table):
-        pool.register(block, key(place))
+    for index, block in enumerate(table):
+        pool.register(block, key(index))
     pool.release(reversed(table))
     assert [pool.take() for _ in range(3)] == table[::-1]
 

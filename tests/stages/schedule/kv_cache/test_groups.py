@@ -238,7 +238,7 @@ def longest(there: list[set[int]], groups: tuple[KVGroup, ...], num_keys: int, i
     """The formula: the longest prefix that every group can continue behind, one by one."""
     for num in range(num_keys, 0, -1):
         needed = [range(group.first_block(num * BLOCK_SIZE, BLOCK_SIZE), num) for group in groups]
-        if all(places <= there[i] | in_swap[i] for i, places in enumerate(map(set, needed))):
+        if all(drawn <= there[i] | in_swap[i] for i, drawn in enumerate(map(set, needed))):
             return num
     return 0
 
@@ -248,17 +248,17 @@ def longest(there: list[set[int]], groups: tuple[KVGroup, ...], num_keys: int, i
 def test_the_longest_prefix_is_the_one_on_which_all_groups_agree(data: st.DataObject, windows: list[int]) -> None:
     groups = (FULL, *map(KVGroup, windows))
     num_keys = data.draw(st.integers(0, 12))
-    keys = [bytes([place]) * 16 for place in range(num_keys)]
+    keys = [bytes([block_index]) * 16 for block_index in range(num_keys)]
     pool, swap = BlockPool(64), BlockPool(64)
     where: list[list[set[int]]] = []
     for blocks in (pool, swap):
-        places = [set(data.draw(st.lists(st.integers(0, max(0, num_keys - 1))))) for _ in groups]
-        where.append([{place for place in some if place < num_keys} for some in places])
+        drawn = [set(data.draw(st.lists(st.integers(0, max(0, num_keys - 1))))) for _ in groups]
+        where.append([{block_index for block_index in some if block_index < num_keys} for some in drawn])
         for index, some in enumerate(where[-1]):
-            for place in some:
-                blocks.register(blocks.take(), group_key(keys[place], index))
+            for block_index in some:
+                blocks.register(blocks.take(), group_key(keys[block_index], index))
     # With full attention: a run in the cache, then one in swap space.
-    first = next((place for place in range(num_keys) if place not in where[0][0]), num_keys)
+    first = next((block_index for block_index in range(num_keys) if block_index not in where[0][0]), num_keys)
     where[0][0] = set(range(first))
     for with_swap in (False, True):
         lookup = PrefixLookup(pool, swap, groups, BLOCK_SIZE)
@@ -266,6 +266,6 @@ def test_the_longest_prefix_is_the_one_on_which_all_groups_agree(data: st.DataOb
         assert num == longest(where[0], groups, num_keys, where[1] if with_swap else [set()] * len(groups))
         for index, (group, part) in enumerate(zip(groups, found, strict=True)):
             assert part.first == group.first_block(num * BLOCK_SIZE, BLOCK_SIZE) or not num
-            for place, block in enumerate(part.blocks, part.first):
-                key = group_key(keys[place], index)
+            for block_index, block in enumerate(part.blocks, part.first):
+                key = group_key(keys[block_index], index)
                 assert (pool.find(key) if block >= 0 else ~block) == (block if block >= 0 else swap.find(key))

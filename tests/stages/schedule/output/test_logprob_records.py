@@ -133,7 +133,7 @@ def records_of(ids: list[int], num_top: int) -> bytes:
 
 
 def prompt(i: int) -> list[int]:
-    return [(7 * i + 3 * place) % 900 for place in range(20 + 3 * i)]
+    return [(7 * i + 3 * index) % 900 for index in range(20 + 3 * i)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])

@@ -121,7 +121,7 @@ def test_grants_beyond_the_minimum_are_within_the_limits(
         seconds = base_s + sum(
             cost_model.prefill_s(start, count) for (start, _, _), count in zip(prompts, counts, strict=True)
         )
-        last = max((place for place, count in enumerate(counts) if count), default=0)
+        last = max((index for index, count in enumerate(counts) if count), default=0)
         least_s = cost_model.prefill_s(prompts[last][0], MIN_CHUNK) if prompts else 0
         assert seconds <= max(step_s, base_s) + least_s + 1e-6
 

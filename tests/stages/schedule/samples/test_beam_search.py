@@ -18,7 +18,7 @@ LITTLE_MEMORY = {"num_blocks": 22, "max_num_seqs": 12}
 
 
 def prompt_of(i: int) -> list[int]:
-    return [(7 * i + 3 * place) % 900 for place in range(13 + 5 * i)]
+    return [(7 * i + 3 * index) % 900 for index in range(13 + 5 * i)]
 
 
 def check(bench: Bench) -> None:

@@ -52,8 +52,8 @@ def test_a_sequence_alone_does_not_wait_and_decodes_one_id_per_second() -> None:
 
 def test_with_one_row_each_sequence_waits_for_earlier_ones() -> None:
     clock = Clock(max_num_seqs=1)
-    for place in range(3):
-        clock.admit([place] * 5, max_tokens=4)
+    for index in range(3):
+        clock.admit([index] * 5, max_tokens=4)
     for _ in range(12):
         clock.second()
     counts = clock.scheduler.counts()

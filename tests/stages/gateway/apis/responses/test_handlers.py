@@ -187,7 +187,7 @@ def test_a_stream_has_openai_s_events_in_their_order(chat_gate: Gate) -> None:
     chat_gate.finish(submit)
     events = events_of(future.result().text)
     names = [event["type"].removeprefix("response.") for event in events]
-    merged = [name for place, name in enumerate(names) if name != names[place - 1]]
+    merged = [name for index, name in enumerate(names) if name != names[index - 1]]
     assert merged == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta"),
@@ -197,7 +197,7 @@ def test_a_stream_has_openai_s_events_in_their_order(chat_gate: Gate) -> None:
         *("output_item.added", "function_call_arguments.delta"),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
-    assert [events[place]["response"]["status"] for place in (0, 1, -1)] == ["in_progress", "in_progress", "completed"]
+    assert [events[index]["response"]["status"] for index in (0, 1, -1)] == ["in_progress", "in_progress", "completed"]
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert events[-1]["response"]["output"] == items
     stored = chat_gate.client.get(f"{PATH}/{events[0]['response']['id']}").json()

@@ -174,7 +174,7 @@ def test_storing_and_dropping_a_long_conversation_calls_nothing_for_each_item() 
     """It may have as many items as the model takes tokens, and the loop of the gateway waits."""
 
     def num_calls(num_items: int) -> int:
-        items = [MessageItem(f"msg_{place}", "user", "completed", [OutputText("a")]) for place in range(num_items)]
+        items = [MessageItem(f"msg_{index}", "user", "completed", [OutputText("a")]) for index in range(num_items)]
         store = ResponseStore(10, 10**9)
         one = stored("resp_1", *items)
         calls = 0

@@ -169,8 +169,8 @@ def test_a_reply_and_its_results_are_items_of_the_tools(stream: bool) -> None:
     assert (search["type"], search["name"], search["namespace"]) == ("function_call", "search", "mcp__docs")
     assert (shell["name"], json.loads(shell["arguments"])) == ("shell_command", {})
     results = [
-        {"type": item["type"] + "_output", "call_id": item["call_id"], "output": f"{place}"}
-        for place, item in enumerate(output)
+        {"type": item["type"] + "_output", "call_id": item["call_id"], "output": f"{index}"}
+        for index, item in enumerate(output)
     ]
     sent = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in output]
     (chat,) = parsed(codex(*sent, *results)).request.prompts
@@ -182,7 +182,7 @@ def test_a_reply_and_its_results_are_items_of_the_tools(stream: bool) -> None:
         ("shell_command", {}),
     ]
     assert [(one.role, one.content, one.tool_call_id) for one in told] == [
-        ("tool", f"{place}", item["call_id"]) for place, item in enumerate(output)
+        ("tool", f"{index}", item["call_id"]) for index, item in enumerate(output)
     ]
 
 
@@ -205,7 +205,7 @@ def test_the_events_of_a_custom_call() -> None:
 def test_every_cut_of_a_custom_tool_s_arguments_has_the_input_so_far() -> None:
     raw = '{"input": "a\n\tb"}', "a\n\tb"  # models don't always escape them
     for written, whole in ((arguments_of(INPUT), INPUT), (json.dumps({"input": INPUT}, indent=1), INPUT), raw):
-        texts = [input_of(written[:place]) for place in range(written.index(': "') + 3, len(written) + 1)]
+        texts = [input_of(written[:index]) for index in range(written.index(': "') + 3, len(written) + 1)]
         assert all(whole.startswith(text) for text in texts)
         assert texts[0] == "" and texts[-1] == whole
     assert [input_of(text) for text in ("", "{}", '{"patch": "a"}', '["a"]')] == ["", "{}", '{"patch": "a"}', '["a"]']

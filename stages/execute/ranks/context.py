@@ -18,7 +18,7 @@ class StepAbandonedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankContext:
     """A rank's place in the group that computes a stage of the pipeline, and that stage's place."""
 
     rank: int
@@ -61,7 +61,7 @@ class RankPlace:
         return f"pp{self.stage}/tp{self.rank}"
 
 
-ALONE = RankPlace(0, 1, -1, 0.0)
+ALONE = RankContext(0, 1, -1, 0.0)
 """Of a process that computes the whole model."""
 
 TENSOR_PARALLEL = "the ranks of execute.tensor_parallel"
