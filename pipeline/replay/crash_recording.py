@@ -2,7 +2,7 @@
 message that kills the process is in the recording.
 
 Beside a running step the caches are cold, and code costs more to load than to run. So each message is written by two
-calls into C, with nothing encoded anew, and a wake by one; the time of a wake is also what its stage reads first.
+calls into C, with nothing encoded anew, and a turn by one; the time of a turn is also what its stage reads first.
 
 When it is full, its older half goes (rotation.py).
 """
@@ -18,7 +18,7 @@ import msgspec
 from pipeline.replay import format as f
 from pipeline.replay.arrays import copies
 from pipeline.replay.recorder import RecordingContext, header_of
-from pipeline.replay.rotation import facts_in, wake_behind
+from pipeline.replay.rotation import facts_in, turn_behind
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.transport.memories import Memories
@@ -105,19 +105,19 @@ class CrashRecording(RecordingContext):
         """Where the first frame behind half of the room begins."""
         self._senders: dict[tuple[str, int], int] = {}
         """The kinds of frames with messages of a process, by name and incarnation."""
-        self._wake_s = 0.0
+        self._turn_s = 0.0
         """When the last wake began, by time.monotonic()."""
-        self._wake_kind_at = 0
+        self._turn_kind_at = 0
         """Where its frame has its kind, until anything else is written: then 0."""
         header = header_of(launch(), order, from_start=True)
         super().__init__(order, header, memories, log, self._mapped)
         self._put_number(f.BEGIN, time.monotonic())
 
     def monotonic(self) -> float:
-        if self._wake_kind_at:
-            self._memory[self._wake_kind_at] = f.WAKE_AND_CLOCK
-            self._wake_kind_at = 0
-            return self._wake_s
+        if self._turn_kind_at:
+            self._memory[self._turn_kind_at] = f.TURN_AND_CLOCK
+            self._turn_kind_at = 0
+            return self._turn_s
         now_s = time.monotonic()
         if not self.is_over:
             self._put_number(f.CLOCK, now_s)
@@ -126,7 +126,7 @@ class CrashRecording(RecordingContext):
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         if self.is_over:
             return
-        self._wake_kind_at = 0
+        self._turn_kind_at = 0
         kind = self._senders.get((sender, incarnation)) or self._add_sender(sender, incarnation)
         for name in ARENAS:
             if name in body:
@@ -134,17 +134,17 @@ class CrashRecording(RecordingContext):
                 break
         self._put_body(kind, body)
 
-    def took(self) -> None:
+    def end_turn(self) -> None:
         if not self.is_over:
-            self._wake_s = now_s = time.monotonic()
-            self._put_number(f.WAKE, now_s)
-            self._wake_kind_at = 0 if self.is_over else self._mapped.num_bytes - f.NUMBER_BYTES + f.KIND_AT
+            self._turn_s = now_s = time.monotonic()
+            self._put_number(f.TURN, now_s)
+            self._turn_kind_at = 0 if self.is_over else self._mapped.num_bytes - f.NUMBER_BYTES + f.KIND_AT
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         pass
 
     def _put(self, entry: f.Entry) -> None:
-        self._wake_kind_at = 0
+        self._turn_kind_at = 0
         if not self.is_over and self._has_room(len(data := f.frame(entry))):
             self._mapped.put(data)
 
@@ -186,7 +186,7 @@ class CrashRecording(RecordingContext):
         """Drop the older half. Returns whether there is room for a frame of this size then."""
         mapped = self._mapped
         self._facts = self._facts or facts_in(self._memory, mapped.num_bytes)
-        found = wake_behind(self._memory, self._middle, mapped.num_bytes) if self._middle else None
+        found = turn_behind(self._memory, self._middle, mapped.num_bytes) if self._middle else None
         if found is None or self._facts is None:
             return False
         begin, begin_s = found
@@ -198,13 +198,13 @@ class CrashRecording(RecordingContext):
         if len(first) + mapped.num_bytes - begin + size > self._max_bytes:
             return False
         mapped.keep_from(begin, first)
-        self._middle = self._wake_kind_at = 0
+        self._middle = self._turn_kind_at = 0
         return True
 
     def finish(self, reason: str) -> None:
         if not self.is_over:
             super().finish(reason)
-            self._wake_kind_at = 0
+            self._turn_kind_at = 0
             os.ftruncate(self._fd, 0)
 
     def close(self, reason: str = "the stage ended") -> int:

@@ -11,10 +11,10 @@ checksum, and `RAW` is set in their length:
 
     BEGIN            seconds (f64)         the clock, when the recording began
     SENDER           incarnation │ name    of messages with this number, in the bits from SENDER_SHIFT on
-    MESSAGE          the message           part of the next Wake; with the number of its sender
+    MESSAGE          the message           part of the next LoopTurn; with the number of its sender
       … + HAS_ARRAYS size (u32) │ message │ size (u32), bytes of each shared array
-    WAKE             seconds (f64)         all of its messages came
-    WAKE_AND_CLOCK   seconds (f64)         the same, and then a Value of `monotonic` with this time
+    TURN             seconds (f64)         all of its messages came
+    TURN_AND_CLOCK   seconds (f64)         the same, and then a Value of `monotonic` with this time
     CLOCK            seconds (f64)         a Value of `monotonic`
 """
 
@@ -42,7 +42,7 @@ MAX_FRAME_BYTES = 2**30
 """Upper limit of an entry's size. A larger length means that the file is damaged."""
 _HEAD = Struct("<II")
 RAW = 2**31
-CLOCK, MESSAGE, WAKE, WAKE_AND_CLOCK, SENDER, BEGIN = 3, 4, 5, 6, 7, 8
+CLOCK, MESSAGE, TURN, TURN_AND_CLOCK, SENDER, BEGIN = 3, 4, 5, 6, 7, 8
 KINDS = 0xFF
 HAS_ARRAYS = 1 << 8
 SENDER_SHIFT = 9
@@ -97,8 +97,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.stage}.{self.replica}"
 
 
-class Wake(msgspec.Struct, array_like=True, frozen=True, tag="wake"):
-    """The messages of one wake, as parallel lists. Empty after a timeout, or if there were no messages."""
+class LoopTurn(msgspec.Struct, array_like=True, frozen=True, tag="wake"):
+    """The messages of one turn, as parallel lists. Empty after a timeout, or if there were no messages."""
 
     time_ns: int
     """Seconds since the recording began."""
@@ -131,7 +131,7 @@ class SendRefused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
 
 
 class Sent(msgspec.Struct, array_like=True, frozen=True, tag="sent"):
-    """A message that the stage sent here; `arrays` as in `Wake`."""
+    """A message that the stage sent here; `arrays` as in `LoopTurn`."""
 
     peer: str
     """A stage such as `ingest.0`, or a client's request such as `client 12`."""
@@ -148,7 +148,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag="end"):
     """In a replay: counts of what was left out."""
 
 
-Entry = Wake | Value | ObservedEvent | SendRefused | Sent | End
+Entry = LoopTurn | Value | ObservedEvent | SendRefused | Sent | End
 
 _ZEROS = bytes(_HEAD.size)
 _encoder = msgspec.msgpack.Encoder()
@@ -228,17 +228,17 @@ class _RawFrames:
     def __init__(self) -> None:
         self._begun_s = 0.0
         self._senders: dict[int, tuple[str, int]] = {}
-        self._wake = Wake(0, [], [], [], [])
+        self._turn = LoopTurn(0, [], [], [], [])
 
     def entries(self, kind: int, data: bytes) -> list[Entry]:
         """The entries that end with this frame. Raises ValueError if it is of no known kind."""
         if kind & KINDS == MESSAGE:
             sender, incarnation = self._senders[kind >> SENDER_SHIFT]
             body, *arrays = _parts_of(data) if kind & HAS_ARRAYS else [data]
-            self._wake.senders.append(sender)
-            self._wake.incarnations.append(incarnation)
-            self._wake.bodies.append(body)
-            self._wake.arrays.append(arrays)
+            self._turn.senders.append(sender)
+            self._turn.incarnations.append(incarnation)
+            self._turn.bodies.append(body)
+            self._turn.arrays.append(arrays)
             return []
         if kind & KINDS == SENDER:
             (incarnation,) = _INCARNATION.unpack_from(data)
@@ -250,10 +250,10 @@ class _RawFrames:
             return []
         if kind == CLOCK:
             return [Value("monotonic", now_s)]
-        if kind in (WAKE, WAKE_AND_CLOCK):
-            wake = msgspec.structs.replace(self._wake, time_ns=round((now_s - self._begun_s) * 1e9))
-            self._wake = Wake(0, [], [], [], [])
-            return [wake, Value("monotonic", now_s)] if kind == WAKE_AND_CLOCK else [wake]
+        if kind in (TURN, TURN_AND_CLOCK):
+            turn = msgspec.structs.replace(self._turn, time_ns=round((now_s - self._begun_s) * 1e9))
+            self._turn = LoopTurn(0, [], [], [], [])
+            return [turn, Value("monotonic", now_s)] if kind == TURN_AND_CLOCK else [turn]
         raise ValueError(f"kind {kind}")
 
 

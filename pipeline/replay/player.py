@@ -63,13 +63,13 @@ class PlaybackContext(ReplayContext):
         self.memories = Memories()
         for one in header.segments:  # pages that are never written take no memory, so large swap space is fine
             self.memories.add(one.name, memoryview(mmap.mmap(-1, one.num_bytes)))
-        self.num_wakes = self.num_messages = 0
+        self.num_turns = self.num_messages = 0
         self._capture = FileWriter(replay.out)
         self._capture.put(f.MAGIC + f.frame(msgspec.structs.replace(header, has_sent=True)))
-        self._first: list[f.Wake] = []
+        self._first: list[f.LoopTurn] = []
         if header.facts is not None:
             start = msgspec.msgpack.encode(m.Start(header.facts))
-            self._first.append(f.Wake(0, [SUPERVISOR], [1], [start], [[]]))
+            self._first.append(f.LoopTurn(0, [SUPERVISOR], [1], [start], [[]]))
         self._advance()
 
     def add_segment(self, name: str, num_bytes: int) -> None:
@@ -149,14 +149,14 @@ class PlaybackContext(ReplayContext):
 
     # --------------------------------------------------------------------------------------------------- the inbox
 
-    def next_wake(self) -> list[tuple[str, Any]]:
-        """The next wake of a blocking stage: (sender, message) pairs; `Stop` at the end of the recording."""
+    def next_turn(self) -> list[tuple[str, Any]]:
+        """The next turn of a blocking stage: (sender, message) pairs; `Stop` at the end of the recording."""
         while True:
             match self._look():
-                case f.Wake() as wake:
+                case f.LoopTurn() as turn:
                     if self._is_paced:
-                        time.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
-                    return self._give(wake)
+                        time.sleep(max(0.0, self._begun + turn.time_ns / 1e9 - time.monotonic()))
+                    return self._give(turn)
                 case f.ObservedEvent() as event if event.name in self._acts:
                     self.catch_up()
                 case f.ObservedEvent() as event:
@@ -164,14 +164,14 @@ class PlaybackContext(ReplayContext):
                 case None:
                     return self._stop()
 
-    async def next_wake_async(self) -> list[tuple[str, Any]]:
-        """The next wake of an asyncio stage. Events before it are performed or awaited first."""
+    async def next_turn_async(self) -> list[tuple[str, Any]]:
+        """The next turn of an asyncio stage. Events before it are performed or awaited first."""
         while True:
             match self._look():
-                case f.Wake() as wake:
+                case f.LoopTurn() as turn:
                     if self._is_paced:
-                        await asyncio.sleep(max(0.0, self._begun + wake.time_ns / 1e9 - time.monotonic()))
-                    return self._give(wake)
+                        await asyncio.sleep(max(0.0, self._begun + turn.time_ns / 1e9 - time.monotonic()))
+                    return self._give(turn)
                 case f.ObservedEvent() as event if event.name in self._acts:
                     self._advance()
                     if self._partial is None or self._partial.knows(event):
@@ -195,13 +195,13 @@ class PlaybackContext(ReplayContext):
         except TimeoutError:
             raise Divergence(f"{event.name} of {event.key:x} was not done within {MOMENT_S:g} s") from None
 
-    def _look(self) -> "f.Wake | f.ObservedEvent | None":
+    def _look(self) -> "f.LoopTurn | f.ObservedEvent | None":
         """The next entry that makes the stage do something."""
         if self._first:
             return self._first[0]
         while True:
             match self._head:
-                case f.Wake() | f.ObservedEvent() | None:
+                case f.LoopTurn() | f.ObservedEvent() | None:
                     return self._head
                 case f.Value() | f.SendRefused() if not self._is_strict:
                     self._advance()
@@ -212,14 +212,14 @@ class PlaybackContext(ReplayContext):
                 case _:
                     raise AssertionError(self._head)
 
-    def _give(self, wake: f.Wake) -> list[tuple[str, Any]]:
+    def _give(self, turn: f.LoopTurn) -> list[tuple[str, Any]]:
         if self._first:
             self._first.pop(0)
         else:
             self._advance()
-        self.num_wakes += 1
+        self.num_turns += 1
         given: list[tuple[str, Any]] = []
-        for sender, body, arrays in zip(wake.senders, wake.bodies, wake.arrays, strict=True):
+        for sender, body, arrays in zip(turn.senders, turn.bodies, turn.arrays, strict=True):
             try:
                 message = self._decoder.decode(body)
             except msgspec.DecodeError as error:
@@ -271,12 +271,12 @@ class PlaybackContext(ReplayContext):
             self._changed.set()
 
     def _where(self, what: str) -> str:
-        return f"{self._reader.path}, after wake {self.num_wakes}: {what}"
+        return f"{self._reader.path}, after wake {self.num_turns}: {what}"
 
     def close(self) -> int:
         self._reader.__exit__()
         counts = self._partial.counts() if self._partial is not None else {}
-        counts |= {"wakes": self.num_wakes, "messages": self.num_messages}
+        counts |= {"turns": self.num_turns, "messages": self.num_messages}
         self._capture.put(f.frame(f.End("end of the recording" if self._is_over else "the stage was stopped", counts)))
         self._capture.put_end()
         self._capture.wait()

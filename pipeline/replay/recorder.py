@@ -152,7 +152,7 @@ class RecordingContext(ReplayContext):
         self._ended = ""
         self._lease_s = order.lease_s or float("inf")
         self._kept_s = time.monotonic()
-        self._wake: tuple[list[str], list[int], list[bytes], list[list[bytes]]] = ([], [], [], [])
+        self._turn: tuple[list[str], list[int], list[bytes], list[list[bytes]]] = ([], [], [], [])
         self._writer.put(f.MAGIC + f.frame(header))
         if self.path:
             log.info("recording", extra={"fields": {"file": self.path}})
@@ -181,13 +181,13 @@ class RecordingContext(ReplayContext):
 
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         if not self.is_over:
-            senders, incarnations, bodies, arrays = self._wake
+            senders, incarnations, bodies, arrays = self._turn
             senders.append(sender)
             incarnations.append(incarnation)
             bodies.append(body)
             arrays.append(copies(message, self._memories))
 
-    def took(self) -> None:
+    def end_turn(self) -> None:
         if self.is_over:
             return
         now_ns = time.monotonic_ns()
@@ -196,9 +196,9 @@ class RecordingContext(ReplayContext):
             return
         if self.ends_alone():
             return
-        wake, self._wake = self._wake, ([], [], [], [])
+        turn, self._turn = self._turn, ([], [], [], [])
         self._num_to_skip = max(0, self._num_to_skip - 1)
-        self._put(f.Wake(now_ns - self._begun_ns, *wake))
+        self._put(f.LoopTurn(now_ns - self._begun_ns, *turn))
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         if self._has_sent and not self.is_over and not self._num_to_skip:

@@ -38,24 +38,24 @@ class ReplayInbox(Inbox[T]):
 
     def take(self) -> T | None:
         while not self._left:
-            self._left = self._replay.next_wake()
+            self._left = self._replay.next_turn()
         sender, message = self._left.pop(0)
-        return self._took(sender, message)
+        return self._taken(sender, message)
 
-    def took(self) -> None:
+    def end_turn(self) -> None:
         """Does nothing: the playback context tracks wakes."""
 
     def receive_all(self) -> list[T]:
         left, self._left = self._left, []
-        return [self._took(*one) for one in left or self._replay.next_wake()]
+        return [self._taken(*one) for one in left or self._replay.next_turn()]
 
     def wait_all(self, timeout_s: float) -> list[T]:
         return self.receive_all()
 
     async def replayed(self) -> list[T]:
-        return [self._took(*one) for one in await self._replay.next_wake_async()]
+        return [self._taken(*one) for one in await self._replay.next_turn_async()]
 
-    def _took(self, sender: str, message: T) -> T:
+    def _taken(self, sender: str, message: T) -> T:
         self.num_received += 1
         self.last_sender = sender
         if isinstance(message, m.PeerRestarted) and self.on_peer_restarted is not None:

@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 START = msgspec.msgpack.encode("start")
 """The tag in an encoded `Start`."""
 MAX_FRAMES = 10_000
-"""The stage's `Start` is among so many first frames, and a wake ends within so many."""
+"""The stage's `Start` is among so many first frames, and a turn ends within so many."""
 
 _start = msgspec.msgpack.Decoder(m.Start)
 
@@ -30,14 +30,14 @@ def facts_in(memory: memoryview, num_bytes: int) -> m.ExecuteFacts | None:
     return None
 
 
-def wake_behind(memory: memoryview, begin: int, num_bytes: int) -> tuple[int, float] | None:
+def turn_behind(memory: memoryview, begin: int, num_bytes: int) -> tuple[int, float] | None:
     """Where the first whole wake begins behind a frame that begins at `begin`, and its time; None if there is none."""
     has_ended, found = False, -1
     for offset, kind, _ in f.raw_frames(memory, begin, num_bytes, MAX_FRAMES):
-        is_wake = kind in (f.WAKE, f.WAKE_AND_CLOCK)
-        if has_ended and found < 0 and (is_wake or kind & f.KINDS == f.MESSAGE):
+        is_turn = kind in (f.TURN, f.TURN_AND_CLOCK)
+        if has_ended and found < 0 and (is_turn or kind & f.KINDS == f.MESSAGE):
             found = offset
-        if is_wake and found >= 0:
+        if is_turn and found >= 0:
             return found, f.seconds_in(memory, offset)
-        has_ended |= is_wake
+        has_ended |= is_turn
     return None

@@ -49,8 +49,8 @@ class ReplayContext:
     def received(self, sender: str, incarnation: int, body: bytes, message: Any) -> None:
         """A message was taken from the inbox."""
 
-    def took(self) -> None:
-        """The stage has taken all messages of this wake, perhaps none."""
+    def end_turn(self) -> None:
+        """The stage has taken all messages of this turn, perhaps none."""
 
     def sent(self, peer: str, body: bytes, message: Any) -> None:
         """A message was sent."""

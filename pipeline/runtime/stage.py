@@ -147,7 +147,7 @@ class Stage(Generic[T]):
         self._channels.forget(name)
 
     def release(self) -> None:
-        """Send releases of the slabs that were read. Call it once per wake; the next call repeats what a full socket
+        """Send releases of the slabs that were read. Call it once per turn; the next call repeats what a full socket
         refused."""
         self.memories.trim()
         for owner, release in self.arrays.releases():

@@ -4,7 +4,7 @@
      │ ▲              │                               ▲
      │ │              └─stop string found──► stopped ─┘  later ids are dropped; schedule gets an `Abort` and closes
      ▼ │                                                 the sequence like any other
-    resuming  ids that the client already has are decoded in parts, one in a wake; what comes meanwhile waits
+    resuming  ids that the client already has are decoded in parts, one in a turn; what comes meanwhile waits
 
 Output waits in its sequence until `mark_sent`: if a full socket refuses it, the next message has it too.
 """
@@ -29,7 +29,7 @@ from pipeline.text.vocabulary import Vocabulary
 
 E = TypeVar("E", bytes, list[bytes])
 PART_IDS = 4096
-"""Ids of resumed sequences that are decoded in a wake, while the output of all others waits: 1 to 5 ms."""
+"""Ids of resumed sequences that are decoded in a turn, while the output of all others waits: 1 to 5 ms."""
 
 
 class OutputProcessor:
@@ -60,7 +60,7 @@ class OutputProcessor:
         self._resuming: dict[int, OutputSequence] = {}
         """Sequences with ids to decode that their clients already have, by `seq`; they take turns."""
         self._part_ids = self._room = part_ids
-        """Such ids that may still be decoded in this wake."""
+        """Such ids that may still be decoded in this turn."""
         self._bytes = vocabulary.pieces(skip_special_tokens=False)
         """The bytes of each id, for logprobs."""
         self._settled_s = 0.0
@@ -90,7 +90,7 @@ class OutputProcessor:
         return bool(self._resuming)
 
     def resume(self) -> list[m.Abort]:
-        """Decode some of the ids that clients already have. Call it once in a wake. Returns an `Abort` for schedule for
+        """Decode some of the ids that clients already have. Call it once in a turn. Returns an `Abort` for schedule for
         each sequence with a stop string."""
         aborts: list[m.Abort] = []
         self._room = self._part_ids

@@ -4,7 +4,7 @@
         ▲                                    │
         └──────────Abort (stop string)───────┘
 
-It never blocks in a send: messages that a full socket refused are merged and sent in a later wake.
+It never blocks in a send: messages that a full socket refused are merged and sent in a later turn.
 """
 
 import logging

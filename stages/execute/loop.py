@@ -6,7 +6,7 @@ On a GPU, several steps are in flight: the next one is launched before the one b
 result is published before the next step is launched, because the scheduler waits for it. A CPU has computed a step when
 its launch returns.
 
-The shared memory of steps is released once per wake, with the results: the scheduler is awake then, and no core is
+The shared memory of steps is released once per turn, with the results: the scheduler is awake then, and no core is
 taken from a running step.
 """
 

@@ -331,7 +331,7 @@ class GatewayStage:
 
     def _answer_rescaling(self) -> None:
         """Answer as soon as no more is open than this gateway's share: then another gateway may have the rest. Called
-        in each wake; the supervisor's pings come once a second."""
+        in each turn; the supervisor's pings come once a second."""
         admission = self._requests.admission
         fits = admission.num_sequences <= admission.max_sequences and admission.num_bytes <= admission.max_bytes
         if self._rescaling is not None and fits:

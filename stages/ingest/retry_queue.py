@@ -37,7 +37,7 @@ class RetryQueue:
         self._start_timer()
 
     def retry(self) -> None:
-        """Send what the edges accept. Called in each wake, and by a timer while messages are left."""
+        """Send what the edges accept. Called in each turn, and by a timer while messages are left."""
         for outbox, refused in list(self._refused.items()):
             while refused and outbox.send(refused[0]):
                 refused.popleft()

@@ -152,7 +152,7 @@ class SequenceLifecycle:
     def list_suspects(self) -> None:
         """Write down which requests may be the reason if this process or the executor dies: those that run, cleared or
         not, those that steps in flight compute, and those that wait, but not those that are held back. So one that is
-        listed alone was the only one that anything was done for. Call it at the end of each wake, when its output is
+        listed alone was the only one that anything was done for. Call it at the end of each turn, when its output is
         sent. Until then, those that have ended stay suspects. Without a quarantine, ended ones may stay longer, but not
         if nothing is left."""
         is_quarantined = self.quarantine.is_active

@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def now_s(self) -> float:
-        """By time.monotonic(); the caller sets it once per wake."""
+        """By time.monotonic(); the caller sets it once per turn."""
         return self._state.now_s
 
     @now_s.setter

@@ -85,7 +85,7 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
 
 
 class SettledStep(NamedTuple):
-    """A result that was settled in this wake, to be counted."""
+    """A result that was settled in this turn, to be counted."""
 
     step: InFlightStep
     result: m.StepResult
@@ -107,11 +107,11 @@ class ScheduleStage:
         self._depth_tuner = DepthTuner(depths) if depth == "auto" else None
         self._depth: int = depths[0] if depth == "auto" else depth
         self._has_settled = False
-        """Whether a result came in this wake."""
+        """Whether a result came in this turn."""
         self._is_single = False
-        """Whether this wake has one message."""
+        """Whether this turn has one message."""
         self._settled: list[SettledStep] = []
-        """Results of this wake."""
+        """Results of this turn."""
         self._were_due: deque[bool] = deque()
         """For each step in flight: whether it was planned as soon as the executor could take it, rather than when a
         request came to an idle server."""
@@ -323,7 +323,7 @@ class ScheduleStage:
 
     def _settle(self, result: m.StepResult) -> None:
         """Settle a result, after the next step was sent if that needs nothing of it: the executor waits. Other messages
-        of this wake are handled before the next step, as they may change it."""
+        of this turn are handled before the next step, as they may change it."""
         scheduler = self._scheduler
         if len(scheduler.in_flight) == 1 and scheduler.num_running:
             self._execute.wake()  # it sleeps, and a step follows in most cases
@@ -338,7 +338,7 @@ class ScheduleStage:
         self._settled.append(SettledStep(step, result, was_due, begin_s, time.monotonic(), request_ids))
 
     def _account(self) -> None:
-        """Count and trace the results of this wake. The next step goes to the executor first, because it waits."""
+        """Count and trace the results of this turn. The next step goes to the executor first, because it waits."""
         for settled in self._settled:
             step, result = settled.step, settled.result
             metrics = self._scheduler.metrics

@@ -65,7 +65,7 @@ class SchedulerState:
         self.context = context
         self.policy = POLICIES[config.policy]()
         self.now_s = 0.0
-        """By time.monotonic(), set once per wake."""
+        """By time.monotonic(), set once per turn."""
         self.put_step = context.put_for(EXECUTE)
         self.output_puts: list[Put] = []
         """By replica of detokenize."""

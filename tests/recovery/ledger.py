@@ -76,7 +76,7 @@ class Case(msgspec.Struct, eq=False):
     """Schedule has died of it."""
     may_end: bool = False
     """Though it kills schedule, it may get its last ids: by steps after the last plan of a schedule that hands over, or
-    by steps that settle in one wake, before the next plan and report."""
+    by steps that settle in one turn, before the next plan and report."""
     is_too_long: bool = False
     """Schedule refuses it."""
     nums_given: list[int] = []

@@ -33,8 +33,8 @@ ARENA_BYTES = 16 * 1024
 CLOCK_STEP_S = 0.0001
 
 
-class WakeOver(Exception):
-    """All messages of a wake are handled. Ends the loop of a stage that would wait for more."""
+class TurnOver(Exception):
+    """All messages of a turn are handled. Ends the loop of a stage that would wait for more."""
 
 
 class Arrival(NamedTuple):
@@ -135,7 +135,7 @@ def _may_be_full(edge: Edge, message: object) -> bool:
 
 
 class ModelInbox(Inbox[Any]):
-    """An inbox that is filled before each wake."""
+    """An inbox that is filled before each turn."""
 
     def __init__(self, union: Any, incarnations: dict[str, int]) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
@@ -146,7 +146,7 @@ class ModelInbox(Inbox[Any]):
         self.on_peer_restarted: Callable[[m.PeerRestarted], None] | None = None
 
     def fill(self, arrivals: list[Arrival]) -> None:
-        """Begin a wake with these messages."""
+        """Begin a turn with these messages."""
         self._arrived += arrivals
         self._is_taken = False
 
@@ -157,7 +157,7 @@ class ModelInbox(Inbox[Any]):
 
     def wait(self, timeout_s: float) -> bool:
         if not self._arrived:
-            raise WakeOver
+            raise TurnOver
         return True
 
     def receive(self) -> Any:
@@ -176,9 +176,9 @@ class ModelInbox(Inbox[Any]):
         return None
 
     def wait_all(self, timeout_s: float) -> list[Any]:
-        """All messages of the wake, the first time."""
+        """All messages of the turn, the first time."""
         if self._is_taken:
-            raise WakeOver
+            raise TurnOver
         self._is_taken = True
         messages = []
         while (message := self.receive()) is not None:
@@ -324,7 +324,7 @@ class ModelStage(Stage[Any]):
         self.memories.remove(name)
 
     def fill(self, arrivals: list[Arrival]) -> None:
-        """Begin a wake with these messages."""
+        """Begin a turn with these messages."""
         self._model_inbox.fill(arrivals)
         for outbox in self._outboxes.values():
             assert isinstance(outbox, ModelOutbox)

@@ -142,7 +142,7 @@ class Server:
         self.num_scaled: Counter[str] = Counter()
         """How often the number of a stage's processes has changed, or failed to."""
         self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
-        """How likely these are compared with a wake."""
+        """How likely these are compared with a turn."""
         self._num_opened = 0
         self.num_events = 0
         for name in self.names:
@@ -359,11 +359,11 @@ class Server:
             points = poison.MIXED_POINTS if self._is_mixed else ("plan", "settle", "report")
             num_ids = self.rng.randrange(len(case.outcomes[0].ids)) if case.outcomes[0].ids else 0
             self._poisons[case.request_id] = one = poison.Poison(num_ids, self.rng.choice(points))
-            num_in_one_wake = self.settings.schedule.max_steps_in_flight
-            assert isinstance(num_in_one_wake, int)
+            num_in_one_turn = self.settings.schedule.max_steps_in_flight
+            assert isinstance(num_in_one_turn, int)
             num_left = len(case.outcomes[0].ids) - max(num_ids, case.nums_given[0] if case.nums_given else 0)
             # A stream that a client resumes at its end needs no step.
-            case.may_end = num_left <= (num_in_one_wake if one.point in ("plan", "report") else 0)
+            case.may_end = num_left <= (num_in_one_turn if one.point in ("plan", "report") else 0)
 
     def _abort(self) -> None:
         gateway = self.rng.choice(self._gateways)

@@ -20,7 +20,7 @@ from pipeline.stages.schedule.stage import ScheduleStage, _wait_for_start
 from pipeline.text.vocabulary import Vocabulary
 from tests.fakes import FakeExecutor
 from tests.recovery.ledger import Ledger
-from tests.recovery.network import ModelStage, WakeOver
+from tests.recovery.network import ModelStage, TurnOver
 from tests.recovery.poison import Poison, Poisoned, poison, poison_detokenize
 from tests.rig import raw
 
@@ -52,7 +52,7 @@ class ScheduleProcess:
                 self.loop.loop(self._early)
             else:
                 self.loop.loop([])
-        except WakeOver:
+        except TurnOver:
             pass
         if self.loop is not None:
             incarnation = self._stage.launch.incarnation

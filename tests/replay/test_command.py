@@ -107,8 +107,8 @@ def test_messages_of_another_version_are_errors(
 ) -> None:
     with f.RecordingReader(recording) as reader:
         header = reader.header
-    strange = f.Wake(1, ["schedule.0"], [1], [b"\x91\xa6dances"], [[]])
-    outside = f.Wake(1, ["schedule.0"], [1], [_settled_beyond()], [[b"x" * 9]])
+    strange = f.LoopTurn(1, ["schedule.0"], [1], [b"\x91\xa6dances"], [[]])
+    outside = f.LoopTurn(1, ["schedule.0"], [1], [_settled_beyond()], [[b"x" * 9]])
     for entry, words in ((strange, "is not valid in this version"), (outside, "is not in a segment of the recording")):
         (tmp_path / "r").write_bytes(f.MAGIC + f.frame(header) + f.frame(entry) + f.frame(f.End("")))
         code, _, err = run(capsys, "replay", "detokenize", tmp_path / "r", "--inline")

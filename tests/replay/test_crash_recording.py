@@ -63,7 +63,7 @@ def test_a_replay_meets_the_message_that_killed_the_process(tmp_path: Path, box:
     path = tmp_path / "recording"
     path.write_bytes(os.pread(box.recording_fd, size(box), 0))
     with f.RecordingReader(path) as reader:
-        wakes = [entry for entry in reader if isinstance(entry, f.Wake)]
+        wakes = [entry for entry in reader if isinstance(entry, f.LoopTurn)]
     assert wakes[-1].bodies[-1] == msgspec.msgpack.encode(FATAL)
     with pytest.raises(AssertionError, match="sequence 12345 is not open"):
         replay("detokenize", path, tmp_path / "sent", paced=False, inline=True)
@@ -88,7 +88,7 @@ def test_a_full_recording_drops_its_older_half(tmp_path: Path, box: m.BlackBox, 
     path.write_bytes(os.pread(box.recording_fd, size(box), 0))
     with f.RecordingReader(path) as reader:
         assert not reader.header.from_start and reader.header.facts == TEXT_FACTS
-        wakes = [entry for entry in reader if isinstance(entry, f.Wake)]
+        wakes = [entry for entry in reader if isinstance(entry, f.LoopTurn)]
     assert len(wakes) > 1 and wakes[0].time_ns == 0 and wakes[-1].bodies[-1] == msgspec.msgpack.encode(fatal)
     with pytest.raises(AssertionError, match="are missing"):
         replay("detokenize", path, tmp_path / "sent", paced=False, inline=True)
@@ -141,7 +141,7 @@ def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.Blac
         for number in (0, 1, 3):
             for incarnation, message in enumerate(messages[:number], 1):
                 context.received("schedule.0", incarnation, msgspec.msgpack.encode(message), message)
-            context.took()
+            context.end_turn()
             context.monotonic()
             context.event("open", 5, b"data")
         context.randbits(64)
@@ -154,13 +154,13 @@ def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.Blac
             found.append([_without_times(entry) for entry in reader])
             assert bool(reader.flaw) == (each == path), "one has no end: its process has died"
     assert found[0] == found[1] and len(found[0]) == 10
-    wakes = [entry for entry in found[0] if isinstance(entry, f.Wake)]
+    wakes = [entry for entry in found[0] if isinstance(entry, f.LoopTurn)]
     assert [len(wake.bodies) for wake in wakes] == [0, 1, 3]
     assert wakes[2].arrays == [[], [bytes(range(50)), bytes(range(100, 150))], []]
 
 
 def _without_times(entry: f.Entry) -> f.Entry:
-    if isinstance(entry, f.Wake):
+    if isinstance(entry, f.LoopTurn):
         assert entry.time_ns > 0
         return msgspec.structs.replace(entry, time_ns=0)
     return msgspec.structs.replace(entry, number=0) if isinstance(entry, f.Value) else entry

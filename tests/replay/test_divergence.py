@@ -22,7 +22,7 @@ def collector() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of a schedule stage, which reads the clock once per wake."""
+    """A recording of a schedule stage, which reads the clock once per turn."""
     path = tmp_path_factory.mktemp("recorded") / "schedule.rec"
     with Rig("schedule", record=path) as rig:
         rig.start(FACTS)
@@ -57,12 +57,12 @@ def without_a_value(entries: list[f.Entry]) -> None:
 
 
 def with_an_extra_value(entries: list[f.Entry]) -> None:
-    entries.insert(index_of(entries, f.Wake), f.Value("random", 7))
+    entries.insert(index_of(entries, f.LoopTurn), f.Value("random", 7))
 
 
 def with_a_message_refused(entries: list[f.Entry]) -> None:
     """The recorded stage sent to a neighbor to which this one sends nothing."""
-    entries.insert(index_of(entries, f.Wake), f.SendRefused("gateway.0"))
+    entries.insert(index_of(entries, f.LoopTurn), f.SendRefused("gateway.0"))
 
 
 CASES = [

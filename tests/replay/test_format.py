@@ -34,9 +34,9 @@ def header(**changes: Any) -> f.Header:
     return msgspec.structs.replace(plain, **changes)
 
 
-def wake(*messages: Any) -> f.Wake:
+def wake(*messages: Any) -> f.LoopTurn:
     bodies = [msgspec.msgpack.encode(message) for message in messages]
-    return f.Wake(5, ["a.0"] * len(bodies), [1] * len(bodies), bodies, [[] for _ in bodies])
+    return f.LoopTurn(5, ["a.0"] * len(bodies), [1] * len(bodies), bodies, [[] for _ in bodies])
 
 
 def file_of(path: Path, *structs: Any) -> Path:
@@ -110,7 +110,7 @@ def test_settings_and_times_of_a_damaged_file_are_rejected_with_a_clear_error(tm
     for seconds in (float("inf"), float("nan")):
         path = file_of(tmp_path / "r", header())
         with path.open("ab") as file:
-            file.write(f.number_frame(f.WAKE, seconds))
+            file.write(f.number_frame(f.TURN, seconds))
         with pytest.raises(UserError, match=r"an entry before byte .* can't be read: cannot convert float"):
             read(path)
 
@@ -165,7 +165,7 @@ def context_for(path: Path, **order: Any) -> RecordingContext:
 def feed(replay_context: RecordingContext, num: int) -> None:
     for i in range(num):
         replay_context.received("a.0", 1, msgspec.msgpack.encode(m.Ping(i)), m.Ping(i))
-        replay_context.took()
+        replay_context.end_turn()
 
 
 def test_a_recording_ends_at_its_size_limit_and_the_stage_continues(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_recording_without_a_keepalive_ends(tmp_path: Path, monkeypatch: pytes
     assert replay_context.is_over
     replay_context.close()
     entries, _, end = read(tmp_path / "r")
-    assert sum(isinstance(one, f.Wake) for one in entries) == 3, "later wakes are not recorded"
+    assert sum(isinstance(one, f.LoopTurn) for one in entries) == 3, "later turns are not recorded"
     assert end == f.End("its command was not heard from for 6 s")
 
 
@@ -274,9 +274,9 @@ def test_wakes_are_recorded_as_the_inbox_returned_them(tmp_path: Path) -> None:
         context.term()
     assert [first, *others] == [m.Ping(0), m.Ping(1), m.Ping(2)]
     entries, _, _ = read(tmp_path / "r")
-    wakes = [one for one in entries if isinstance(one, f.Wake)]
+    wakes = [one for one in entries if isinstance(one, f.LoopTurn)]
     assert len(wakes[0].bodies) == 1
-    assert len(wakes[-1].bodies) == 0, "a wait that times out is a wake, too"
+    assert len(wakes[-1].bodies) == 0, "a wait that times out is a turn, too"
     assert sum(len(one.bodies) for one in wakes) == 3
     assert {(s, i) for one in wakes for s, i in zip(one.senders, one.incarnations, strict=True)} == {("gateway.0", 3)}
     assert sum(isinstance(one, f.Sent) for one in entries) == 3

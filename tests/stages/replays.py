@@ -14,7 +14,7 @@ def entries(path: Path) -> list[f.Entry]:
 
 
 def messages_in(path: Path) -> int:
-    return sum(len(one.bodies) for one in entries(path) if isinstance(one, f.Wake))
+    return sum(len(one.bodies) for one in entries(path) if isinstance(one, f.LoopTurn))
 
 
 def replays_alike(stage: str, recording: Path, *, inline: bool = True) -> ReplayComparison:

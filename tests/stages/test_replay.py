@@ -80,7 +80,9 @@ def test_a_replay_of_detokenize_sends_the_same_also_in_its_own_process(text_dir:
     comparison = replays_alike("detokenize", recording)
     assert set(comparison.sent) == {"gateway.0", "schedule.0"}
     assert replays_alike("detokenize", recording, inline=False) == comparison
-    arrays = [len(array) for one in entries(recording) if isinstance(one, f.Wake) for a in one.arrays for array in a]
+    arrays = [
+        len(array) for one in entries(recording) if isinstance(one, f.LoopTurn) for a in one.arrays for array in a
+    ]
     assert max(arrays) > 4096, "the file contains the data from shared memory"
 
 
@@ -388,7 +390,9 @@ def test_a_deviation_is_reported_with_its_position(text_dir: Path, tmp_path: Pat
     with f.RecordingReader(recording) as reader:
         frames = [f.frame(reader.header)]
         for one in reader:
-            if isinstance(one, f.Wake) and any(b"\xa6settled" in body or b"\xa7settled" in body for body in one.bodies):
+            if isinstance(one, f.LoopTurn) and any(
+                b"\xa6settled" in body or b"\xa7settled" in body for body in one.bodies
+            ):
                 frames.append(f.frame(f.Value("monotonic", 1.0)))
             frames.append(f.frame(one))
         frames.append(f.frame(f.End("changed")))
@@ -428,7 +432,7 @@ def test_a_paced_replay_takes_as_long_as_the_recording(text_dir: Path, tmp_path:
         talk(rig, 1)
         rig.nothing("gateway", 0.3)
         talk(rig, 10)
-    last_s = max(one.time_ns for one in entries(recording) if isinstance(one, f.Wake)) / 1e9
+    last_s = max(one.time_ns for one in entries(recording) if isinstance(one, f.LoopTurn)) / 1e9
     assert last_s > 0.3
     paced = replay("detokenize", recording, tmp_path / "out", paced=True, inline=True)
     assert paced.took_s >= last_s

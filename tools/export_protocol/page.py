@@ -44,13 +44,13 @@ def table(kind: Any) -> str:
     tag = kind.__struct_config__.tag
     if tag is not None:
         rows.append(f'| 0 | kind | string | – | `"{tag}"` |')
-    for place, field in enumerate(msgspec.structs.fields(kind), int(tag is not None)):
+    for index, field in enumerate(msgspec.structs.fields(kind), int(tag is not None)):
         default = "–"
         if not field.required:
             value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
             default = f"`{shown(value)}`"
         words = _description(hints[field.name])
-        rows.append(f"| {place} | {field.name} | {_type_words(hints[field.name])} | {default} | {words} |")
+        rows.append(f"| {index} | {field.name} | {_type_words(hints[field.name])} | {default} | {words} |")
     return "\n".join(rows)
 
 
@@ -99,7 +99,7 @@ def transcribed(message: Any) -> list[str]:
     """One frame: its direction, its bytes in lines that fit a page, and what they say."""
     data = msgspec.msgpack.encode(message)
     arrow = "client ──►" if isinstance(message, p.ClientMessage) else "◄── server"
-    lines = [data[place : place + 36].hex() for place in range(0, len(data), 36)]
+    lines = [data[index : index + 36].hex() for index in range(0, len(data), 36)]
     return [f"{arrow}  {shown(msgspec.msgpack.decode(data))}", *(f"    {line}" for line in lines)]
 
 

@@ -17,7 +17,7 @@ from tools.scaling_meter.case import MAX_BODY, Case
 ID_BYTES = 4
 VOCAB_SIZE = 1 << 17
 STEP_MS = 20.0
-"""For one row of a step, or one wake, which all sequences share"""
+"""For one row of a step, or one turn, which all sequences share"""
 
 WORDS: Mapping[str, Callable[[int], list[list[int]]]] = {
     "short": lambda n: [[i % VOCAB_SIZE, i * 7 % VOCAB_SIZE] for i in range(n // 2)],

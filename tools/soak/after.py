@@ -9,7 +9,7 @@ from tools.benchmarks.watch import SLACK_FDS, Sample, sample
 IDLE_S = 60.0
 POLL_S = 0.1
 SLACK_ARENA_BYTES = 65536
-"""Time for the next wakes to release what the last messages named."""
+"""Time for the next turns to release what the last messages named."""
 
 
 def leftovers(stats: ServerStats) -> list[str]:

@@ -32,7 +32,7 @@ def add_replay(commands: Commands) -> None:
     parser = commands.add_parser(
         "replay",
         help="drive one stage from a recording",
-        description="Drive one stage from a recording: the same messages in the same wakes, the same clock and random "
+        description="Drive one stage from a recording: the same messages in the same turns, the same clock and random "
         "numbers. What it sends is compared with what the recorded stage sent. Exit code 3 where that is not the same.",
         allow_abbrev=False,
     )

@@ -145,11 +145,11 @@ def _print(path: Path, replayed: Replayed, comparison: ReplayComparison, expecte
     screen.print(f"{path}: {header.name} of version {header.version}, recorded {begun}", markup=False, soft_wrap=True)
     if replayed.flaw:
         screen.print(f"{path}: {replayed.flaw}", markup=False, soft_wrap=True)
-    wakes, messages = counts.pop("wakes"), counts.pop("messages")
+    turns, messages = counts.pop("turns"), counts.pop("messages")
     table = Table()
     for heading in ("direction", "messages", "per second"):
         table.add_column(heading, justify="left" if heading == "direction" else "right")
-    table.add_row(f"received, in {wakes:,} wakes", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
+    table.add_row(f"received, in {turns:,} turns", f"{messages:,}", f"{messages / replayed.took_s:,.0f}")
     for peer, count in sorted(comparison.sent.items()):
         table.add_row(f"sent to {peer}", f"{count:,}", f"{count / replayed.took_s:,.0f}")
     for what, count in counts.items():

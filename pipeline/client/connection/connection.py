@@ -25,7 +25,7 @@ RETRY_S = 0.05
 SUSPENDED_S = 3.0
 """A heartbeat that is so late shows that this process was suspended, and perhaps the server too. Its silence counts
 from then."""
-MAX_WAKE_MESSAGES = 256
+MAX_TURN_MESSAGES = 256
 """Messages handled in one turn of the event loop, so that other tasks get theirs."""
 FINAL_STATUS = 500
 """An `error` below this status, except `silent`, would come again on the next connection."""
@@ -124,7 +124,7 @@ class Connection:
 
     def _wake(self) -> None:
         """Handle received messages, a bounded number of them."""
-        if self._receive(MAX_WAKE_MESSAGES) and not self._socket.closed:
+        if self._receive(MAX_TURN_MESSAGES) and not self._socket.closed:
             self._loop.call_soon(self._wake)
         self._on_turn()
 
@@ -169,7 +169,7 @@ class Connection:
                     self._check_user(fd)
             elif self._welcome.done():
                 if event == zmq.EVENT_DISCONNECTED:
-                    while self._receive(MAX_WAKE_MESSAGES):  # earlier messages
+                    while self._receive(MAX_TURN_MESSAGES):  # earlier messages
                         pass
                     self._lose(ConnectionLost(f"the server at {self._address} closed the connection"))
             elif self._is_ipc:

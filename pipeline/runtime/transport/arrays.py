@@ -67,7 +67,7 @@ class Arrays:
                 self.done(array)
 
     def releases(self) -> list[tuple[str, Release]]:
-        """The releases to send, once per wake: (owner's segment name, message) pairs."""
+        """The releases to send, once per turn: (owner's segment name, message) pairs."""
         if not self._read:
             return []
         read, self._read = self._read, {}

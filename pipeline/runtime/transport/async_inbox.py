@@ -50,7 +50,7 @@ class AsyncInbox(Generic[T]):
                 self._waiter.set_result(None)
 
     async def handle_all(self, handle: Callable[[list[T]], bool]) -> None:
-        """Have the messages of each wake handled, at most `MAX_AT_ONCE` at a time, until `handle` returns False. Raises
+        """Have the messages of each turn handled, at most `MAX_AT_ONCE` at a time, until `handle` returns False. Raises
         what `handle` raises. The wait has no deadline, as in `receive_all`."""
         if self._inbox.is_replayed:
             while handle(await self.receive_all()):
@@ -88,7 +88,7 @@ class AsyncInbox(Generic[T]):
                 self._inbox.wait_s += time.monotonic() - self._woken_s
                 self._woken_s = 0.0
             self._inbox.num_wakes += 1
-            self._inbox.took()
+            self._inbox.end_turn()
         return messages
 
     async def receive_all(self, limit: int = MAX_AT_ONCE) -> list[T]:

@@ -63,7 +63,7 @@ class MessageDecoder(Generic[T]):
 class Inbox(Generic[T]):
     """Receives a stage's messages; `union` is their type.
 
-    It looks only at what a poll found readable, so a wake costs one poll, and for messages from a ring one read.
+    It looks only at what a poll found readable, so a turn costs one poll, and for messages from a ring one read.
 
         poll ──► notice(readable descriptors) ──► take … take ──► poll
 
@@ -141,7 +141,7 @@ class Inbox(Generic[T]):
         """The descriptor that becomes readable after an event, perhaps a message.
 
         It is edge-triggered: using the socket makes it unreadable even if messages are queued. So call `has_message`
-        after each wake, and again before each wait.
+        after each turn, and again before each wait.
         """
         return int(self._socket.get(zmq.FD))
 
@@ -167,7 +167,7 @@ class Inbox(Generic[T]):
         """Whether a message that was noticed waits."""
         if self._may_have_message or self._released:
             return True
-        for edge in self._edges:  # noqa: SIM110 - once per wake: no generator
+        for edge in self._edges:  # noqa: SIM110 - once per turn: no generator
             if edge.is_ready():
                 return True
         return False
@@ -213,10 +213,10 @@ class Inbox(Generic[T]):
         """In a replay: wait for the turn of the next received messages, and return them."""
         raise NotImplementedError
 
-    def took(self) -> None:
-        """Record that the messages since the last call were taken in one wake."""
+    def end_turn(self) -> None:
+        """Record that the messages since the last call were taken in one turn."""
         if self.replay_context is not None:
-            self.replay_context.took()
+            self.replay_context.end_turn()
 
     def receive(self) -> T | None:
         """The next message, or None if none is queued. Raises msgspec.DecodeError as `take` does."""
@@ -224,11 +224,11 @@ class Inbox(Generic[T]):
             self._look()
         message = self.take()
         if message is not None:
-            self.took()
+            self.end_turn()
         return message
 
     def take(self) -> T | None:
-        """The next message that was noticed, for one of several messages of a wake. Call `took` after the last.
+        """The next message that was noticed, for one of several messages of a turn. Call `end_turn` after the last.
 
         Raises msgspec.DecodeError for a message that is not in `union`. Peers are our own stages, so this is a bug and
         ends the stage.
@@ -330,7 +330,7 @@ class Inbox(Generic[T]):
         messages = []
         while (message := self.take()) is not None:
             messages.append(message)
-        self.took()
+        self.end_turn()
         return messages
 
     def wait_all(self, timeout_s: float) -> list[T]:

@@ -26,7 +26,7 @@ class Memories:
         self._has_more |= len(known) > NUM_KEPT
 
     def trim(self) -> None:
-        """Forget the segments before the last one of each writer. Call it when all messages of a wake are handled."""
+        """Forget the segments before the last one of each writer. Call it when all messages of a turn are handled."""
         if self._has_more:
             for known in self._newest_first.values():
                 del known[NUM_KEPT:]

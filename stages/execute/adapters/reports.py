@@ -2,7 +2,7 @@
 
     UseAdapters ──► `AdapterLoader`'s thread reads and packs them ──► its descriptor wakes the loop ──► AdaptersLoaded
 
-What is loaded at a wake is no message, so a recording has it (`ReplayContext.observe`).
+What is loaded at a turn is no message, so a recording has it (`ReplayContext.observe`).
 """
 
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ class AdapterReports:
             stage.inbox.wake_by(slots.loader.fd)
 
     def use(self, message: m.UseAdapters) -> None:
-        """Load these adapters. The answer follows at the next wake, which is at once."""
+        """Load these adapters. The answer follows at the next turn, which is at once."""
         assert self._slots is not None, "adapters are off"
         self._last, self._reported = message, None
         self._slots.use(message.adapter_ids)
@@ -49,7 +49,7 @@ class AdapterReports:
         self._last = None
 
     def poll(self) -> None:
-        """Report what was loaded since the last report. In a replay, what was reported then. Call it at each wake,
+        """Report what was loaded since the last report. In a replay, what was reported then. Call it at each turn,
         before its messages are handled."""
         if self._stage.inbox.is_replayed:
             self._stage.replay_context.catch_up()

@@ -8,7 +8,7 @@ request that exceeds the limit of bytes alone gets here. A prompt's tokens count
 Estimates of tokens may be too low, so their sum may exceed the limit.
 
 A quarter of the bytes is for requests without their output, and no request may need more than three quarters. So one
-request can always end, whatever the others keep. Output may exceed the limit by what one wake brings: then requests are
+request can always end, whatever the others keep. Output may exceed the limit by what one turn brings: then requests are
 preempted (preemption.py).
 """
 

@@ -50,7 +50,7 @@ class Preemption:
         """`_update` will be called."""
 
     def update_soon(self) -> None:
-        """Preempt requests until the rest fits, or resume some, before the messages of the next wake and after the
+        """Preempt requests until the rest fits, or resume some, before the messages of the next turn and after the
         tasks that are ready now: replies that they send have returned their bytes by then. Call it at the end of each
         wake, in the event loop."""
         admission = self._table.admission

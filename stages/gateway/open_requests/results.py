@@ -33,12 +33,12 @@ class ResultHandler:
         self._table = table
         self._metrics = table.metrics
         self._unpublished: dict[int, Request] = {}
-        """By number: requests with output of this wake."""
+        """By number: requests with output of this turn."""
         self._pieces: dict[bytes, bytes] = {}
         """The bytes of tokens in logprob records, once each: log probabilities name the same tokens again and again."""
 
     def publish(self) -> None:
-        """Pass on the output of all messages of a wake. Call it at the end of the wake."""
+        """Pass on the output of all messages of a turn. Call it at the end of the turn."""
         requests, self._unpublished = self._unpublished, {}
         for request in requests.values():
             request.publish()

@@ -36,7 +36,7 @@ class ScriptedInbox:
         self._runner, self._wakes = runner, iter(wakes)
         self.now_s = 100.0
         self.num_captured: list[int] = []
-        """The time of each wake"""
+        """The time of each turn"""
 
     def wake_by(self, fd: int) -> None:
         pass

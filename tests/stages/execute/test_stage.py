@@ -82,7 +82,7 @@ def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None
 
 @pytest.fixture
 def wakes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many messages had been sent before each wake. It must come before `rig`, which starts the stage."""
+    """How many messages had been sent before each turn. It must come before `rig`, which starts the stage."""
     numbers: list[int] = []
     monkeypatch.setattr(Outbox, "wake", lambda outbox: numbers.append(outbox.num_sent))
     return numbers

@@ -35,7 +35,7 @@ MAX_OPEN = 8
 MIN_IDS, MAX_IDS = 8, 24
 """Of a sequence in a turn."""
 WAKE_BYTES = 3 * MAX_IDS * 4000
-"""At most three sequences grow in a wake. An id with its records takes less than 4,000 bytes in a complete reply."""
+"""At most three sequences grow in a turn. An id with its records takes less than 4,000 bytes in a complete reply."""
 BODIES: list[dict[str, Any]] = [
     WHOLE,
     WHOLE | {"n": 2, "max_tokens": 90},
@@ -180,7 +180,7 @@ class History:
         self.gate.accept(submit)
 
     def generate(self) -> None:
-        """A turn: the output of each request grows, in a wake of its own."""
+        """A turn: the output of each request grows, in a turn of its own."""
         self.turn += 1
         self.receive()
         for one in self.dice.sample(list(self.running.values()), len(self.running)):

@@ -50,7 +50,7 @@ def test_sequences_move_to_the_others_when_their_detokenize_goes() -> None:
 
 
 def test_sequences_of_two_processes_that_go_in_one_wake_move_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All messages of a wake are taken, which detaches both processes, before the first of them is handled."""
+    """All messages of a turn are taken, which detaches both processes, before the first of them is handled."""
     really, is_busy, go_on = ScheduleStage._load, threading.Event(), threading.Event()
 
     def load(stage: ScheduleStage) -> m.ScheduleLoad:

@@ -71,7 +71,7 @@ class EagleHead(EagleProposer[FloatArray]):
             library, settings, own_vocab, self._inputs, self._sampling_inputs, scores, own, num_threads
         )
         self._program.embed(None)
-        self._record(own_vocab, weights, target)
+        self._emit(own_vocab, weights, target)
         self._program.finish_loading()
 
     num_states = 2
@@ -85,7 +85,7 @@ class EagleHead(EagleProposer[FloatArray]):
         model = target.config
         return target.weights.matrix("model.embed_tokens.weight", model.vocab_size, model.hidden_size)
 
-    def _record(self, config: ModelConfig, weights: Weights, target: Target) -> None:
+    def _emit(self, config: ModelConfig, weights: Weights, target: Target) -> None:
         """Record the head's layers and the LM head, which is the model's."""
         model = target.config
         without_norm = msgspec.structs.replace(config, pre_norms=False)

@@ -40,7 +40,7 @@ class Eagle3Head(EagleHead):
             return weights.matrix("model.embed_tokens.weight", model.vocab_size, model.hidden_size)
         return super()._embedding_of(weights, target)
 
-    def _record(self, config: ModelConfig, weights: Weights, target: Target) -> None:
+    def _emit(self, config: ModelConfig, weights: Weights, target: Target) -> None:
         eagle3, hidden = config.eagle3, config.hidden_size
         assert eagle3 is not None
         self._normalizes_residual = eagle3.norm_before_residual

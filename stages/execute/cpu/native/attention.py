@@ -76,7 +76,7 @@ class NativeAttention:
         self._calibrated: list[CalibratedLayer] = []
         self._plans: dict[tuple[int, int], int] = {}
 
-    def record(
+    def emit(
         self,
         weights: AttentionWeights,
         slot: int = 0,
@@ -89,7 +89,7 @@ class NativeAttention:
         library.program_use_tables(
             self._program, self._inputs.group_slots[group].ctypes.data, self._inputs.group_tables[group].ctypes.data
         )
-        self._record_qkv(weights, kv, slot, inputs_at or partial(self._norms.rows, slot=slot))
+        self._emit_qkv(weights, kv, slot, inputs_at or partial(self._norms.rows, slot=slot))
         width = config.num_heads * config.head_dim
         matrix = weights.out.matrices[0]
         rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * config.head_dim)
@@ -132,7 +132,7 @@ class NativeAttention:
             layer_bytes=self._layer_bytes,
         )
 
-    def _record_qkv(
+    def _emit_qkv(
         self, weights: AttentionWeights, kv: Any, slot: int, inputs_at: Callable[[ActivationForm], native.NativeRows]
     ) -> None:
         """Record the matmuls of queries, keys and values, their norms and rotation, and the writing of keys and

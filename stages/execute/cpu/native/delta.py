@@ -44,7 +44,7 @@ class NativeDelta:
         self._values = memory.floats(num, shape.values)
         self._out = memory.rows(num, shape.values)
 
-    def record(self, weights: DeltaWeights) -> None:
+    def emit(self, weights: DeltaWeights) -> None:
         """Record a layer after its norm."""
         config, library, memory, shape = self._config, self._library, self._memory, self._shape
         delta = config.delta

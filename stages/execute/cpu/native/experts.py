@@ -62,7 +62,7 @@ class NativeExperts:
             self._shared_wide = gathered.floats(max_num_tokens, _padded(self._shared_inner))
             self._shared_out = memory.floats(max_num_tokens, len(share.hidden))
 
-    def record(self, program: int, weights: ExpertsWeights, to: int, layer: int, *, adds: bool) -> None:
+    def emit(self, program: int, weights: ExpertsWeights, to: int, layer: int, *, adds: bool) -> None:
         """Record a layer after its norm: to = its results, or to += them times the config's factor. `to` is the address
         of float32 [tokens, hidden_size]."""
         library, config, experts, memory = self._library, self._config, self._experts, self._memory

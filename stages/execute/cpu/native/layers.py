@@ -72,7 +72,7 @@ class NativeLayers:
         if self._lora is not None:
             form = self._memory.form(linear.matrices[0])
             rows, layer = self._norms.rows(form, slot), self.num - 1
-            self._lora.record(self._program, layer, targets, rows, form, depth, interleaved=interleaved)
+            self._lora.emit(self._program, layer, targets, rows, form, depth, interleaved=interleaved)
 
     def written(
         self, rows: native.NativeRows, width: int, matrix: AnyMatrix, first: int
@@ -102,7 +102,7 @@ class NativeLayers:
         if form is not ActivationForm.PLAIN and not is_written:
             library.program_quantize(self._program, rows, form, self.wide, width)
         if self._lora is not None and targets:
-            self._lora.record(self._program, self.num - 1, targets, rows, form, width)
+            self._lora.emit(self._program, self.num - 1, targets, rows, form, width)
         part = self._share.hidden
         packed = self._memory.pack(linear.matrices, rows_of(part), linear.bias)
         library.program_stride(self._program, hidden)

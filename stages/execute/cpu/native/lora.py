@@ -73,7 +73,7 @@ class NativeLora:
         """The memory of each slot."""
         self._orders = {target: self._order(target) for target in ("q_proj", "k_proj")}
 
-    def record(
+    def emit(
         self,
         handle: int,
         layer: int,

@@ -29,7 +29,7 @@ class NativeNorms:
             self._rows[form, slot] = self._memory.rows(self._max_num_tokens, self._config.hidden_size, form)
         return self._rows[form, slot]
 
-    def record_before(
+    def emit_before(
         self, program: int, norm: Norm | None, linear: Linear, slot: int = 0, written: Collection[ActivationForm] = ()
     ) -> set[ActivationForm]:
         """Record the norm before a matmul, in every form that its matrices need and that is not in `written`. Returns
@@ -37,10 +37,10 @@ class NativeNorms:
         forms = dict.fromkeys(self._memory.form(matrix) for matrix in linear.matrices)
         for form in forms:
             if form not in written:
-                self.record(program, form, norm, slot=slot)
+                self.emit(program, form, norm, slot=slot)
         return set(forms)
 
-    def record(
+    def emit(
         self, program: int, form: ActivationForm, norm: Norm | None, *, slot: int = 0, sampled: bool = False
     ) -> None:
         """Record a norm in one form, of all tokens or of those that are sampled."""

@@ -147,14 +147,14 @@ class NativeProgram(Program):
     def attention(self, weights: AttentionWeights) -> None:
         self._capture_residual()
         read = weights.qkv if weights.gate is None else Linear((*weights.qkv.matrices, *weights.gate.matrices))
-        self._norms.record_before(self._handle, weights.norm, read)
-        self._attention.record(weights)
+        self._norms.emit_before(self._handle, weights.norm, read)
+        self._attention.emit(weights)
 
     def delta(self, weights: DeltaWeights) -> None:
         assert self._delta is not None
         self._capture_residual()
-        self._norms.record_before(self._handle, weights.norm, weights.inputs)
-        self._delta.record(weights)
+        self._norms.emit_before(self._handle, weights.norm, weights.inputs)
+        self._delta.emit(weights)
 
     def attention_of_given(self, weights: AttentionWeights, width: int) -> None:
         max_num_tokens = self._inputs.max_num_tokens
@@ -165,7 +165,7 @@ class NativeProgram(Program):
             self._library.program_any_norm(
                 self._handle, rows[form], form, self._given[0], self._norms.native_norm(None), width, False
             )
-        self._attention.record(weights, inputs_at=rows.__getitem__)
+        self._attention.emit(weights, inputs_at=rows.__getitem__)
 
     def _capture_residual(self) -> None:
         """Keep the residual before a captured layer, in the precision of activations."""
@@ -177,28 +177,28 @@ class NativeProgram(Program):
             self._library.program_any_norm(self._handle, rows, ActivationForm.PLAIN, self._residual, none, size, False)
 
     def mlp(self, weights: MlpWeights) -> None:
-        self._norms.record_before(self._handle, weights.norm, weights.gate_up)
+        self._norms.emit_before(self._handle, weights.norm, weights.gate_up)
         self._feed_forward(weights)
 
     def experts(self, weights: ExpertsWeights) -> None:
         assert self._experts is not None
-        self._norms.record_before(self._handle, weights.norm, inputs_of(weights))
+        self._norms.emit_before(self._handle, weights.norm, inputs_of(weights))
         layer = self._layers.last
         if weights.post_norm is None:
-            self._experts.record(self._handle, weights, self._residual, layer, adds=True)
+            self._experts.emit(self._handle, weights, self._residual, layer, adds=True)
             return
-        self._experts.record(self._handle, weights, self._layers.branch, layer, adds=False)
+        self._experts.emit(self._handle, weights, self._layers.branch, layer, adds=False)
         self._layers.add_branch(weights.post_norm, "experts")
 
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         self._capture_residual()
         # Both norms come before attention changes the residual.
         slot = 0 if mlp.norm is None else 1
-        written = self._norms.record_before(self._handle, attention.norm, attention.qkv)
-        self._norms.record_before(
+        written = self._norms.emit_before(self._handle, attention.norm, attention.qkv)
+        self._norms.emit_before(
             self._handle, mlp.norm or attention.norm, mlp.gate_up, slot, set() if slot else written
         )
-        self._attention.record(attention)
+        self._attention.emit(attention)
         self._feed_forward(mlp, slot)
 
     def borrow_head(self, other: Program) -> None:
@@ -224,7 +224,7 @@ class NativeProgram(Program):
         target = packed, config.vocab_size, self._logits, self._inputs.max_num_samples
         form = self._memory.form(head.matrix)
         form_of_logits = config.logit_scale, config.logit_softcap or 0.0
-        self._norms.record(self._handle, form, norm, sampled=True)
+        self._norms.emit(self._handle, form, norm, sampled=True)
         self._library.program_logit_form(self._handle, *form_of_logits)
         self._library.program_sample(
             self._handle,
@@ -240,7 +240,7 @@ class NativeProgram(Program):
         self._gathered.use(self._scoring)
         # Rank 0 may still read the logits of the scores before.
         self._gathered.barrier(self._scoring, "scores", -1)
-        self._norms.record(self._scoring, form, norm, sampled=True)
+        self._norms.emit(self._scoring, form, norm, sampled=True)
         self._library.program_logit_form(self._scoring, *form_of_logits)
         scores = native.NativeScoreArrays.of(self._scores)
         self._library.program_score(self._scoring, self._norms.rows(form), *target, ctypes.byref(scores))

@@ -75,12 +75,12 @@ class HeadModel(DeviceModel):
         self.target_ids: Tensor | None = None
         """The model's id of each id of a reduced vocabulary, [draft_vocab_size] int64."""
         if self._eagle3 is None:
-            self._record(config, weights, target)
+            self._emit(config, weights, target)
         else:
-            self._record_eagle3(config, weights, target)
+            self._emit_eagle3(config, weights, target)
         self._states: Tensor | None = None
 
-    def _record(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
+    def _emit(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
         without_norm = msgspec.structs.replace(config, pre_norms=False)
         for layer in range(config.num_layers):
             self.attention(attention_weights(config if layer else without_norm, weights, layer))
@@ -88,7 +88,7 @@ class HeadModel(DeviceModel):
         self._table, self._head = target.table, target.head
         self._norm, self._head_bias = None, target.head_bias
 
-    def _record_eagle3(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
+    def _emit_eagle3(self, config: ModelConfig, weights: Weights, target: DeviceModel) -> None:
         hidden, vocab_size, where = config.hidden_size, config.vocab_size, self._device.where
         self._norms = tuple(
             NormWeights(self._vector(weights.vector(f"model.layers.0.{name}.weight", hidden)))

@@ -216,10 +216,10 @@ def recording(path: Path, entries: list[f.Entry], *, from_start: bool) -> Playba
     return PlaybackContext(m.Replay(str(path), str(path) + ".out", paced=False), m.ExecuteInbox)
 
 
-def wake(*messages: Any) -> f.Wake:
+def turn(*messages: Any) -> f.LoopTurn:
     bodies = [msgspec.msgpack.encode(message) for message in messages]
     num = len(bodies)
-    return f.Wake(0, ["schedule.0"] * num, [1] * num, bodies, [[] for _ in bodies])
+    return f.LoopTurn(0, ["schedule.0"] * num, [1] * num, bodies, [[] for _ in bodies])
 
 
 def complete(step_id: int) -> f.ObservedEvent:
@@ -232,14 +232,14 @@ LAUNCHED = f.Value("monotonic", 1.0)
 def test_a_recording_started_in_the_middle_is_replayed_with_its_own_times(tmp_path: Path) -> None:
     """Ends of steps that were launched before it, or are left out of it, are ignored."""
     entries: list[f.Entry] = [
-        wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
+        turn(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
-        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
+        turn(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
         LAUNCHED,
-        wake(),
+        turn(),
         complete(11),
-        wake(make_step([(0, 1, 1, True)], step_id=13)),
+        turn(make_step([(0, 1, 1, True)], step_id=13)),
         LAUNCHED,
         complete(12),
         complete(13),
@@ -262,15 +262,15 @@ class DrainingRunner(IdleRunner):
 
 def test_results_that_a_later_step_waits_for_are_replayed_at_their_times(tmp_path: Path) -> None:
     entries: list[f.Entry] = [
-        wake(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
+        turn(make_step([(0, 0, 1, True)], adds=[row_add(0, [5], [1])], step_id=11)),
         LAUNCHED,
         complete(10),
-        wake(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
-        wake(make_step([(0, 1, 1, True)], step_id=13)),
+        turn(make_step([(7, 3, 1, True)], step_id=12)),  # a row from before the recording
+        turn(make_step([(0, 1, 1, True)], step_id=13)),
         LAUNCHED,
         complete(11),
         complete(12),
-        wake(make_step([(0, 2, 1, True)], step_id=14)),
+        turn(make_step([(0, 2, 1, True)], step_id=14)),
         LAUNCHED,
         complete(13),
         complete(14),
@@ -287,8 +287,8 @@ def test_results_that_a_later_step_waits_for_are_replayed_at_their_times(tmp_pat
 def test_steps_in_flight_at_the_end_of_a_recording_have_no_results(tmp_path: Path, stops: bool) -> None:
     """Results that a stage waited for before it stopped are recorded."""
     steps = [make_step(step_id=1), make_step(step_id=2)]
-    entries: list[f.Entry] = [LAUNCHED, wake(*steps), LAUNCHED, LAUNCHED, wake(), complete(1)]
-    entries += [wake(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it reached its size limit")]
+    entries: list[f.Entry] = [LAUNCHED, turn(*steps), LAUNCHED, LAUNCHED, turn(), complete(1)]
+    entries += [turn(m.Stop()), complete(2), f.End("it stopped")] if stops else [f.End("it reached its size limit")]
     replay_context = recording(tmp_path / "it.rec", entries, from_start=True)
     stage, sent = stage_of(ReplayInbox(replay_context), replay_context)
     run(stage, IdleRunner())

@@ -143,7 +143,7 @@ def test_each_of_several_choices_continues(gate: Gate) -> None:
     gate.finish(submit, "ort", 1)
     undisturbed = response.result().text
     points = [line for line in points_of(undisturbed).split("\n") if re.match(r": point (\{|0 4 1|1 2 0)", line)]
-    assert len(points) in (2, 3)  # the deltas of one wake make one point
+    assert len(points) in (2, 3)  # the deltas of one turn make one point
     if len(points) == 2:
         points.append(": point 1 2 0 AAAAAA==")
     response = send(gate, "/v1/completions", body, "\n".join(points) + "\n")
