@@ -16,7 +16,7 @@ class GatewaySettings(Frozen, frozen=True):
     zmq: Annotated[
         str,
         Meta(
-            description='Address of the ZeroMQ endpoint: "auto" is ipc://@pipeline/PORT/door with the HTTP port, for '
+            description='Address of the ZeroMQ endpoint: "auto" is ipc://@pipeline/PORT/zmq with the HTTP port, for '
             'processes of this user; or ipc://PATH, ipc://@NAME, tcp://HOST:PORT, or "off".'
         ),
     ] = "auto"

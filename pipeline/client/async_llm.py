@@ -51,7 +51,7 @@ _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
 class AsyncLLM:
     """A model, served by an embedded server or a running one. For one event loop.
 
-    With `address`, such as `ipc://@pipeline/8000/door` or `tcp://host:port`, it attaches to a running server's ZeroMQ
+    With `address`, such as `ipc://@pipeline/8000/zmq` or `tcp://host:port`, it attaches to a running server's ZeroMQ
     endpoint. The server must answer within `timeout_s`. At `tcp://` it may require an API key; the default is
     PIPELINE_API_KEY in the environment.
 

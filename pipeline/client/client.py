@@ -1,6 +1,6 @@
 """`AsyncClient`: a client of a running server, over ZeroMQ.
 
-    async with await AsyncClient.connect("ipc://@pipeline/8000/door") as client:
+    async with await AsyncClient.connect("ipc://@pipeline/8000/zmq") as client:
         async for output in client.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(output.text, end="")
 
@@ -85,7 +85,7 @@ class AsyncClient:
         api_key: str | None = None,
         reconnect_timeout_s: float = RECONNECT_S,
     ) -> "AsyncClient":
-        """Connect to the server whose ZeroMQ address is `address`, such as `ipc://@pipeline/8000/door` or
+        """Connect to the server whose ZeroMQ address is `address`, such as `ipc://@pipeline/8000/zmq` or
         `tcp://host:port`. At `tcp://` a server may require an API key; the default is PIPELINE_API_KEY in the
         environment.
 

@@ -76,7 +76,7 @@ class FixedReplicas:
             elif not problem and health.status in ("draining", "recovering", "late"):
                 if routed.has(name):  # its streams go on
                     routed.drain(name)
-                    log.info("replica takes no requests", extra={"fields": {"replica": name, "why": health.status}})
+                    log.info("replica not ready", extra={"fields": {"replica": name, "why": health.status}})
             elif (problem and num_missed >= NUM_MISSED) or (not problem and health.status in ("dead", "failed")):
                 if routed.has(name) or name not in routed.names:
                     log.warning("replica is down", extra={"fields": {"replica": name, "why": problem or health.status}})

@@ -36,7 +36,7 @@ class Readiness:
         """Raises ApiError, 503, if the supervisor does not run: restarts and shutdowns don't happen then."""
         if self.facts is not None and (silent_s := time.monotonic() - self.pinged_s) > LIVE_S:
             message = f"the supervisor has sent nothing for {silent_s:.0f} s"
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="late")
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="stage_unresponsive")
 
     def require_ready(self) -> m.ExecuteFacts:
         """Return what is known about the model. Raises ApiError, 503, if new requests are refused."""

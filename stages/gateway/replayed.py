@@ -110,7 +110,7 @@ class ReplayedClients:
 
     def _fail_late(self, number: int, data: bytes) -> None:
         if number in self._open_requests:
-            error = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, data.decode(), code="late")
+            error = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, data.decode(), code="stage_unresponsive")
             self._open_requests[number][0].fail(error)
 
     def _reset(self, resetter: PrefixCacheResetter) -> None:

@@ -29,7 +29,7 @@ WELCOME = p.Welcome(
 
 
 def new_address() -> str:
-    return f"ipc://@pipeline/test-{secrets.token_hex(8)}/door"
+    return f"ipc://@pipeline/test-{secrets.token_hex(8)}/zmq"
 
 
 def ids(*each: int) -> bytes:

@@ -17,7 +17,7 @@ def info(addresses: list[str], gateway: int = 0) -> ServerInfo:
     return msgspec.structs.replace(INFO, addresses=addresses, gateway=gateway)
 
 
-IPC = ["ipc://@pipeline/8000/door", "ipc://@pipeline/8000/door.1"]
+IPC = ["ipc://@pipeline/8000/zmq", "ipc://@pipeline/8000/zmq.1"]
 TCP = ["tcp://0.0.0.0:8001", "tcp://0.0.0.0:8002", "tcp://0.0.0.0:8003"]
 
 

@@ -395,4 +395,4 @@ async def test_a_gap_in_the_output_is_an_error(gateway: FakeGateway, client: Asy
 @pytest.mark.parametrize("value", [-1, "1", float("inf"), True])
 async def test_an_invalid_timeout_is_named(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^reconnect_timeout_s must be"):
-        await AsyncClient.connect("ipc://@pipeline/missing/door", reconnect_timeout_s=value)
+        await AsyncClient.connect("ipc://@pipeline/missing/zmq", reconnect_timeout_s=value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.client.connection.zmq_address import address_of, check_free
+from pipeline.client.connection.zmq_address import address_of, check_free, old_address
 from pipeline.config.load import ConfigError, load
 from pipeline.config.values.zmq_setting import is_open_to_others, problem_of
 from pipeline.errors import UserError
@@ -18,8 +18,8 @@ from pipeline.supervisor.shared import bind_policy
     [
         ("off", 0, None),
         ("off", 1, None),
-        ("auto", 0, "ipc://@pipeline/8000/door"),
-        ("auto", 2, "ipc://@pipeline/8000/door.2"),
+        ("auto", 0, "ipc://@pipeline/8000/zmq"),
+        ("auto", 2, "ipc://@pipeline/8000/zmq.2"),
         ("ipc:///run/door", 1, "ipc:///run/door.1"),
         ("tcp://127.0.0.1:9000", 0, "tcp://127.0.0.1:9000"),
         ("tcp://127.0.0.1:9000", 3, "tcp://127.0.0.1:9003"),
@@ -30,6 +30,20 @@ from pipeline.supervisor.shared import bind_policy
 def test_each_gateway_has_its_own_address(setting: str, replica: int, address: str | None) -> None:
     assert problem_of(setting) == ""
     assert address_of(setting, 8000, replica) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "old"),
+    [
+        ("ipc://@pipeline/8000/zmq", "ipc://@pipeline/8000/door"),
+        ("ipc://@pipeline/8000/zmq.2", "ipc://@pipeline/8000/door.2"),
+        ("ipc://@pipeline/1-ab/zmq", None),
+        ("ipc:///run/zmq", None),
+        ("tcp://127.0.0.1:9000", None),
+    ],
+)
+def test_only_the_default_address_has_an_old_name(address: str, old: str | None) -> None:
+    assert old_address(address) == old
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ SMOKE_MINUTES = "0.06"
 
 def random_request(**given: Any) -> RandomRequest:
     fields: dict[str, Any] = {
-        "door": "http",
+        "protocol": "http",
         "streams": True,
         "prompt": "Once",
         "params": {"n": 1, "max_tokens": 4},
@@ -61,12 +61,12 @@ def test_every_feature_is_requested_sometimes() -> None:
     rng = random.Random(1)
     requests = [draw(rng, ALL) for _ in range(500)]
     assert {one.n for one in requests} == {1, 2, 3, 4}
-    assert {(one.door, one.streams) for one in requests} == {("http", True), ("http", False), ("zmq", True)}
+    assert {(one.protocol, one.streams) for one in requests} == {("http", True), ("http", False), ("zmq", True)}
     assert {name for one in requests for name in one.extras} == ALL
     for has in (
         lambda one: "stop" in one.params,
-        lambda one: one.leave_after_s is not None and one.door == "zmq" and one.says_so,
-        lambda one: one.leave_after_s is not None and one.door == "http",
+        lambda one: one.leave_after_s is not None and one.protocol == "zmq" and one.says_so,
+        lambda one: one.leave_after_s is not None and one.protocol == "http",
         lambda one: one.params["temperature"] == 0,
         lambda one: len(one.prompt.split()) >= 500,
         lambda one: len(one.prompt.split()) <= 30,
@@ -247,7 +247,7 @@ def test_an_extra_goes_where_the_zmq_client_accepts_it() -> None:
     import inspect
 
     params, beside = clients._for_zmq(
-        random_request(door="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0})
+        random_request(protocol="zmq", extras={"priority": 2, "cache_salt": "red", "timeout_s": 1.0})
     )
     indices = {*SamplingParams.__struct_fields__, *inspect.signature(AsyncClient.generate).parameters}
     taken = {*beside, *(name for name in EXTRAS if getattr(params, name, None) is not None)}

@@ -81,7 +81,7 @@ try {
 }
 await client.close();
 try {
-  await Client.connect("ipc://@pipeline/absent/door", { timeoutMs: 100 });
+  await Client.connect("ipc://@pipeline/absent/zmq", { timeoutMs: 100 });
 } catch (error) {
   say("no server", { lost: error instanceof ConnectionLost });
 }

@@ -1,8 +1,8 @@
-// A client of Pipeline's ZeroMQ door (docs/protocol.md).
+// A client of Pipeline's ZeroMQ protocol (docs/protocol.md).
 //
 //     import { Client } from "./pipeline-client.mjs";
 //
-//     const client = await Client.connect("ipc://@pipeline/8000/door");
+//     const client = await Client.connect("ipc://@pipeline/8000/zmq");
 //     for await (const output of client.generate("Once upon a time", { max_tokens: 64 })) {
 //       process.stdout.write(output.text);
 //     }
@@ -53,7 +53,7 @@ export class Client {
   }
 
   /**
-   * Connect to the server whose door is at `address`. Rejects with ConnectionLost where none answers in time, and with
+   * Connect to the server whose gateway is at `address`. Rejects with ConnectionLost where none answers in time, and with
    * RequestError where the server can't take this client. After a lost connection, open requests wait
    * `reconnectTimeoutMs` for the next one; with 0 they fail at once.
    */

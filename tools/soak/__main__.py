@@ -162,7 +162,7 @@ class Soak:
     async def _one(self, session: aiohttp.ClientSession, client: AsyncClient, ask: RandomRequest) -> None:
         model = client.info.model
         name = model if self._adapters is None else self._adapters.choose(model)
-        if ask.door == "http":
+        if ask.protocol == "http":
             outcome = await over_http(session, self._server.url, name, ask)
         else:
             outcome = await over_zmq(client, ask, None if name == model else name)

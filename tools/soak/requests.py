@@ -20,7 +20,7 @@ EXTRAS = ("priority", "cache_salt", "timeout_s")
 class RandomRequest(msgspec.Struct, frozen=True):
     """One request of the soak."""
 
-    door: Literal["http", "zmq"]
+    protocol: Literal["http", "zmq"]
     streams: bool
     prompt: str
     params: dict[str, Any]
@@ -51,10 +51,10 @@ def draw(rng: random.Random, known: frozenset[str]) -> RandomRequest:
         params["stop"] = rng.sample(STOPS, rng.randint(1, 3))
     if rng.random() < 0.2:
         params["top_p"] = 0.9
-    door: Literal["http", "zmq"] = rng.choice(("http", "http", "zmq"))
+    protocol: Literal["http", "zmq"] = rng.choice(("http", "http", "zmq"))
     return RandomRequest(
-        door=door,
-        streams=door == "zmq" or rng.random() < 0.7,
+        protocol=protocol,
+        streams=protocol == "zmq" or rng.random() < 0.7,
         prompt=_prompt(rng),
         params=params,
         extras={name: value for name, value in _extras(rng).items() if name in known},

@@ -1,6 +1,6 @@
 """ZeroMQ addresses of the gateways, from the setting `gateway.zmq`.
 
-auto           ipc://@pipeline/<HTTP port>/door     an abstract Unix socket, for this user's processes
+auto           ipc://@pipeline/<HTTP port>/zmq      an abstract Unix socket, for this user's processes
 ipc://…        a path, or an abstract name after @; further replicas append .1, .2 …
 tcp://host:port                                     further replicas use the following ports
 off
@@ -8,6 +8,7 @@ off
 
 import errno
 import os
+import re
 import socket
 import stat
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
         return None
     if problem := problem_of(setting):
         raise UserError(problem)
-    address = f"ipc://@pipeline/{http_port}/door" if setting == AUTO else setting
+    address = f"ipc://@pipeline/{http_port}/zmq" if setting == AUTO else setting
     address = address.replace("tcp://localhost:", "tcp://127.0.0.1:")  # libzmq can't bind to names
     if replica == 0:
         return address
@@ -34,6 +35,13 @@ def address_of(setting: str, http_port: int, replica: int = 0) -> str | None:
         return f"{address}.{replica}"
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + replica}"
+
+
+def old_address(address: str) -> str | None:
+    """Where clients of older releases look for the gateway at `address`; None if that is no address of `auto`. The next
+    release does without."""
+    match = re.fullmatch(r"(ipc://@pipeline/[0-9]+)/zmq(\.[0-9]+)?", address)
+    return f"{match[1]}/door{match[2] or ''}" if match else None
 
 
 def others_of(address: str, addresses: Sequence[str], gateway: int) -> list[tuple[int, str]]:

@@ -101,7 +101,7 @@ def embedded_address(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if address == "off":
         raise UserError("gateway.zmq: can't be off: the Python client needs it")
     if address == "auto":
-        address = f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/door"
+        address = f"ipc://@pipeline/{os.getpid()}-{secrets.token_hex(8)}/zmq"
     return address, {**given, "gateway": {"port": 0, **gateway, "zmq": address}}
 
 

@@ -38,8 +38,9 @@ MAX_DEATHS = 3
 """Replicas that a request may lose without output in between."""
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-RETRIED = ("stage_died", "shutting_down", "draining", "late", "output_lost")
-"""Codes of errors that are about the replica and not about the request."""
+RETRIED = ("stage_died", "shutting_down", "draining", "stage_unresponsive", "late", "output_lost")
+"""Codes of errors that are about the replica and not about the request. `late` is what replicas of the release before
+say for `stage_unresponsive`."""
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """A whole reply is collected up to this size, so that it can be asked for again. A longer one is passed on."""
 STREAM_TYPES = tuple({family.media_type for family in FAMILIES})

@@ -222,5 +222,5 @@ class Restarts:
         except ConnectionError:
             return  # it has closed its socket and is ending; its successor begins with the newest channels
         # It has read nothing for hundreds of messages. Its successor begins with the newest channels too.
-        self._log.error(f"{other} takes no messages; killing it")
+        self._log.error(f"{other} does not accept messages; killing it")
         child.abort()

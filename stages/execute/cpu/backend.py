@@ -179,7 +179,7 @@ def choose_library(
             # OSError: the library was replaced just now.
             problem = str(error)
             if isa != candidates[-1]:
-                log.warning("not computing with %s: %s", isa, problem)
+                log.warning("instruction set %s is not available: %s", isa, problem)
         except compiler.BuildError as error:
             problem = str(error)
             break
@@ -214,7 +214,7 @@ def _kept(kept: KeptLibrary, before: Backend, isa: Isa, log: logging.Logger) -> 
     try:
         loaded = kept.load()
     except (OSError, native_library.IsaUnavailableError) as error:
-        log.warning("not computing with the library of the executor before: %s", error)
+        log.warning("cannot use the library of the previous executor: %s", error)
         return None
     if loaded is None:
         return None

@@ -57,7 +57,7 @@ def run(launch: m.Launch) -> None:
                         pass
                     case m.UseAdapters(incarnation, number, adapter_ids):
                         sent = stage.outbox("schedule").send(m.AdaptersLoaded(incarnation, number, adapter_ids))
-                        assert sent, "the scheduler takes no messages"
+                        assert sent, "the scheduler does not accept messages"
                     case m.Start():
                         heap.freeze()
                     case m.Stop():

@@ -136,7 +136,7 @@ class AdapterRegistry:
             raise overloaded(f"{self._pool.num_busy} adapters are being loaded, and {MAX_PENDING} wait") from None
         except TimeoutError:
             message = f"the adapter was not loaded within {LOAD_TIMEOUT_S:g} s"
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "lora_path", "late") from None
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "lora_path", "stage_unresponsive") from None
         except NotAnAdapter as error:
             # A client learns nothing about other files of the machine.
             self._stage.log.warning("adapter not loaded", extra={"fields": {"why": str(error)}})
@@ -171,4 +171,6 @@ class AdapterRegistry:
             raise overloaded("the queue to the supervisor is full")
         replies, _ = await self._pending.collect(nonce)
         if not replies:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="late")
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive"
+            )

@@ -38,7 +38,7 @@ class PrefixCacheResetter:
         replies, missing = await self._pending.collect(self.begin())
         if missing:
             message = "Timed out waiting for the scheduler; the prefix cache may be reset later"
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="late")
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="stage_unresponsive")
         return Reset(replies[ONLY_PEER])
 
     def begin(self) -> int:

@@ -70,7 +70,9 @@ class LateStages:
         for name, since_s in self._since_s.items():
             if now_s - since_s >= self._timeout_s and _stage_of(name) in needed:
                 message = f"stage {name} has not answered for {now_s - since_s:.0f} s: try again later"
-                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="late", retry_after_s=RETRY_AFTER_S)
+                raise ApiError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, message, code="stage_unresponsive", retry_after_s=RETRY_AFTER_S
+                )
 
     def error_of(self, request: Request) -> ApiError | None:
         """The error of an open request that has waited too long for a late stage; None if it may wait."""

@@ -1,17 +1,28 @@
-"""Binds the socket for ZeroMQ clients: tcp:// or ipc://"""
+"""Binds the sockets for ZeroMQ clients: tcp:// or ipc://"""
 
 import contextlib
+import logging
 import socket
 from pathlib import Path
 
-from pipeline.client.connection.zmq_address import check_free, refusal
+from pipeline.client.connection.zmq_address import check_free, old_address, refusal
 from pipeline.errors import UserError
 
 LISTEN_BACKLOG = 1024
 
 
-def listen(address: str) -> socket.socket:
-    """A bound socket. Raises UserError."""
+def listen(address: str) -> list[socket.socket]:
+    """The bound socket, and one of the address's old name if it has one and nothing listens there. Raises UserError."""
+    sockets = [_listen(address)]
+    if old := old_address(address):
+        try:
+            sockets.append(_listen(old))
+        except UserError as error:
+            logging.getLogger("pipeline").warning("clients that know the old address can't connect: %s", error)
+    return sockets
+
+
+def _listen(address: str) -> socket.socket:
     try:
         check_free(address)
         if address.startswith("ipc://"):

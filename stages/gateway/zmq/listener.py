@@ -12,6 +12,7 @@ Turns, room and connections are shared fairly among API keys, or among addresses
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import time
@@ -97,14 +98,26 @@ class ZmtpListener:
         self._max_connections = max_connections()
         self._is_ipc = address.startswith("ipc://")
         self._path = address.removeprefix("ipc://") if self._is_ipc else ""
-        self._listener = listen(address)
-        self._server: asyncio.Server | None = None
+        self._sockets = listen(address)
+        self._servers: list[asyncio.Server] = []
+        self._uses_old_name = False
 
     async def start(self) -> None:
         """Accept connections."""
         create = self._loop.create_unix_server if self._is_ipc else self._loop.create_server
-        make = lambda: Connection(self, self._max_first_bytes)  # noqa: E731
-        self._server = await create(make, sock=self._listener, backlog=LISTEN_BACKLOG)
+        for accept, listener in zip((self._accept, self._accept_by_old_name), self._sockets, strict=False):
+            self._servers.append(await create(accept, sock=listener, backlog=LISTEN_BACKLOG))
+
+    def _accept(self) -> Connection:
+        return Connection(self, self._max_first_bytes)
+
+    def _accept_by_old_name(self) -> Connection:
+        if not self._uses_old_name:
+            self._uses_old_name = True
+            logging.getLogger("pipeline").warning(
+                "a client connected to …/door, the old name of …/zmq, which the next release does not have"
+            )
+        return self._accept()
 
     @property
     def num_connections(self) -> int:
@@ -346,9 +359,10 @@ class ZmtpListener:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._server is not None:
-            self._server.close()
-        self._listener.close()
+        for server in self._servers:
+            server.close()
+        for listener in self._sockets:
+            listener.close()
         if self._path and not self._path.startswith("@"):
             with contextlib.suppress(FileNotFoundError):
                 Path(self._path).unlink()

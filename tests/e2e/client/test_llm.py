@@ -254,7 +254,7 @@ def test_attaching_to_a_missing_server_raises_an_error() -> None:
 
 
 def test_an_attached_llm_reconnects_to_a_restarted_server(tiny_model: Path, llm: LLM) -> None:
-    address = f"ipc://@pipeline/test-{os.getpid()}/door"
+    address = f"ipc://@pipeline/test-{os.getpid()}/zmq"
     sets = [f"{key}={value}" for key, value in tiny(tiny_model).items() if key != "execute"]
     sets += [f"execute.{key}={value}" for key, value in tiny(tiny_model)["execute"].items()]
     with (

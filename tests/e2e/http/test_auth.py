@@ -43,12 +43,12 @@ class Locked:
         self.keys_file.write_text(f"# a comment\n{FILE_KEY}\n")
         self.keys_file.chmod(0o600)
         self.recording = folder / "gateway.rec"
-        self.door = f"tcp://127.0.0.1:{free_port(2)}"
+        self.zmq_address = f"tcp://127.0.0.1:{free_port(2)}"
         self.server = Server(
             f"gateway.api_keys_file={self.keys_file}",
             "gateway.replicas=2",
             "gateway.admin_port=0",
-            f"gateway.zmq={self.door}",
+            f"gateway.zmq={self.zmq_address}",
             "log_level=debug",
             options=("--instant", "--record", f"gateway.0={self.recording}"),
             environ={"PIPELINE_API_KEYS": KEY},
@@ -96,12 +96,12 @@ def test_python_clients_over_tcp_send_their_key(locked: Locked, monkeypatch: pyt
     monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
     for wrong in (None, "not-a-key"):
         with pytest.raises(RequestError) as refusal:
-            Client(locked.door, api_key=wrong)
+            Client(locked.zmq_address, api_key=wrong)
         assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
-    with Client(locked.door, api_key=FILE_KEY) as client:
+    with Client(locked.zmq_address, api_key=FILE_KEY) as client:
         assert client.info.vocab_size > 0
     monkeypatch.setenv("PIPELINE_API_KEY", KEY)
-    with Client(locked.door) as client:
+    with Client(locked.zmq_address) as client:
         assert client.info.vocab_size > 0
 
 

@@ -63,7 +63,7 @@ def error_pattern(address: str) -> str:
 
 
 def test_a_client_sends_no_hello_to_another_user_s_server(foreign: Serve) -> None:
-    address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
+    address = f"ipc://@pipeline/{secrets.token_hex(8)}/zmq"
     stop_server = foreign(address)
     with pytest.raises(ForeignServer, match=error_pattern(address)):
         Client(address, timeout_s=PATIENCE_S, api_key="secret")
@@ -71,7 +71,7 @@ def test_a_client_sends_no_hello_to_another_user_s_server(foreign: Serve) -> Non
 
 
 async def test_an_llm_that_attaches_to_another_user_s_server_raises_an_error(foreign: Serve) -> None:
-    address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
+    address = f"ipc://@pipeline/{secrets.token_hex(8)}/zmq"
     stop_server = foreign(address)
     llm = AsyncLLM.attach(address, timeout_s=PATIENCE_S)
     with pytest.raises(ServerFailed, match=error_pattern(address)):
@@ -90,7 +90,7 @@ def test_a_command_sends_another_user_s_server_nothing(foreign: Serve) -> None:
 
 async def test_the_next_server_at_an_address_is_checked_too(foreign: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server of a client's connection ends before its welcome, and another user takes its address."""
-    address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
+    address = f"ipc://@pipeline/{secrets.token_hex(8)}/zmq"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     ours = context.socket(zmq.ROUTER)
     ours.setsockopt(zmq.LINGER, 0)
@@ -111,7 +111,7 @@ async def test_the_next_server_at_an_address_is_checked_too(foreign: Serve, monk
 
 def test_a_server_that_starts_later_is_checked(foreign: Serve) -> None:
     """A waiting client checks every connection."""
-    address = f"ipc://@pipeline/{secrets.token_hex(8)}/door"
+    address = f"ipc://@pipeline/{secrets.token_hex(8)}/zmq"
 
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(Client, address, timeout_s=PATIENCE_S)

@@ -102,7 +102,7 @@ def test_the_second_best_instruction_set_replaces_one_that_can_not_be_used(
     assert runner.program.name == "cpu, portable"
     runner.close()
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.getMessage() == f"not computing with amx: {error}"
+    assert warning.getMessage() == f"instruction set amx is not available: {error}"
     with pytest.raises(UserError, match=rf"execute\.kernels is 'amx', but {error}"):
         CpuRunner(settings(dtype="bfloat16", kernels="amx"), tiny)
 
@@ -122,7 +122,7 @@ def test_torch_is_used_after_two_failures(
     assert tried == ["amx", "avx2"]
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert messages == [
-        "not computing with amx: no amx",
+        "instruction set amx is not available: no amx",
         "computing with torch, which is several times slower: no avx2",
     ]
 

@@ -26,7 +26,7 @@ class RawPeer:
     """A DEALER socket as a context manager that connects and disconnects."""
 
     def __init__(self, gate: Gate | str, *, receive_bound: int = 1000, hello: bool = True) -> None:
-        address = gate if isinstance(gate, str) else f"ipc://@pipeline/{gate.address[1]}/door"
+        address = gate if isinstance(gate, str) else f"ipc://@pipeline/{gate.address[1]}/zmq"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -86,7 +86,7 @@ def until(condition: Any, what: str, timeout_s: float = PATIENCE_S) -> None:
 
 
 def address_of(gate: Gate) -> str:
-    return f"ipc://@pipeline/{gate.address[1]}/door"
+    return f"ipc://@pipeline/{gate.address[1]}/zmq"
 
 
 async def do(function: Any, *args: Any) -> Any:

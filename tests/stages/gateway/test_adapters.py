@@ -132,7 +132,7 @@ def test_a_missing_reply_of_the_supervisor_is_503(tmp_path: Path, monkeypatch: p
     with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
         tell(gate, SQL)
         response = gate.client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "late")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "stage_unresponsive")
 
 
 def test_loading_needs_the_setting(tmp_path: Path) -> None:

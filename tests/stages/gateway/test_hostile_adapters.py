@@ -335,7 +335,7 @@ def test_a_load_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with Gate(tmp_path, lora=LoraSettings(runtime_loading=True)) as gate:
         monkeypatch.setattr(adapters, "convert", lambda *_: time.sleep(3600))
         response = gate.client.post("/v1/load_lora_adapter", json=body(0))
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "late")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "stage_unresponsive")
 
 
 def body(number: int) -> dict[str, str]:

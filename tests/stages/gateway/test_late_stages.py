@@ -28,7 +28,7 @@ def make_late(gate: Gate, *names: str, for_s: float = TIMEOUT_S + 5) -> None:
 
 def assert_refused(response: Any, stage: str) -> None:
     error = response.json()["error"]
-    assert (response.status_code, error["code"], error["type"]) == (503, "late", "server_error")
+    assert (response.status_code, error["code"], error["type"]) == (503, "stage_unresponsive", "server_error")
     assert error["message"].startswith(f"stage {stage} has not answered for 3")
     assert response.headers["Retry-After"] == "5"
 
@@ -85,7 +85,7 @@ def test_waiting_requests_fail_when_the_timeout_passes_but_not_those_from_before
         waiting = gate.post(CHAT)
         third = gate.begin()
         error = waiting.result()
-        assert (error.status_code, error.json()["error"]["code"]) == (503, "late")
+        assert (error.status_code, error.json()["error"]["code"]) == (503, "stage_unresponsive")
         assert gate.rig.receive("schedule", m.Abort).request_id == third.request_id
         gate.finish(third, finish=m.Finish.ABORT)
         make_late(gate)

@@ -126,7 +126,7 @@ def test_a_neighbour_that_reads_nothing_any_more_is_killed(
         bench.outboxes["execute.0"].is_full = True
     bench.die("schedule.0")
     assert bench.num_aborts() == {"execute.0": 1}
-    assert "execute.0 takes no messages; killing it" in caplog.text
+    assert "execute.0 does not accept messages; killing it" in caplog.text
 
 
 def test_without_a_free_descriptor_a_restart_is_given_up_with_the_reason(

@@ -187,7 +187,7 @@ class PanelStore:
             total = int(extents[:, 1].sum())
             with OpenFolder(path.parent) as folder:
                 self._keep_in(folder, extents, total)
-            log.info("packed weights kept", extra={"fields": {"file": str(path), "mb": round(total / 1e6)}})
+            log.info("stored packed weights", extra={"fields": {"file": str(path), "mb": round(total / 1e6)}})
         except FileExistsError:
             pass  # another server of this model was faster
         except OSError as error:

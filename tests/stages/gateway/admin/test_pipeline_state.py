@@ -176,4 +176,4 @@ def test_it_is_503_if_the_supervisor_does_not_reply(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(stats, "GRACE_S", -1.95)
     with Gate(tmp_path) as gate:
         response = gate.client.get("/pipeline")
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "late")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "stage_unresponsive")

@@ -31,7 +31,7 @@ def test_a_missing_reply_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with Gate(tmp_path) as gate:
         response, question = reset(gate)
         result = response.result()  # type: ignore[attr-defined]
-        assert (result.status_code, result.json()["error"]["code"]) == (503, "late")
+        assert (result.status_code, result.json()["error"]["code"]) == (503, "stage_unresponsive")
         gate.rig.send(m.PrefixCacheReset(0, question.nonce, 1), "detokenize.0")  # too late
         gate.rig.load()
 

@@ -1,4 +1,4 @@
-"""The access log of a gateway: one line for each request at every door, whatever becomes of it."""
+"""The access log of a gateway: one line for each request at every listener, whatever becomes of it."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Named API keys at every door of a gateway: limits, models, what they have used, and keys that change."""
+"""Named API keys at every listener of a gateway: limits, models, what they have used, and keys that change."""
 
 import hashlib
 import os
@@ -158,7 +158,7 @@ def test_a_minute_has_tpm_tokens(clock: Clock) -> None:
         }
 
 
-# ------------------------------------------------------------------------------------------------------------- doors
+# --------------------------------------------------------------------------------------------------------- listeners
 
 
 def test_requests_above_the_limit_get_429_in_the_form_of_their_api(tmp_path: Path) -> None:

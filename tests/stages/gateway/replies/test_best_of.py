@@ -216,7 +216,7 @@ class TestZmq:
             peer.receive(p.Finished)
 
     async def test_the_client_gets_n_sequences(self, gate: Gate) -> None:
-        address = f"ipc://@pipeline/{gate.address[1]}/door"
+        address = f"ipc://@pipeline/{gate.address[1]}/zmq"
         async with (
             asyncio.timeout(PATIENCE_S),
             await AsyncClient.connect(address, timeout_s=PATIENCE_S) as client,

@@ -1,4 +1,4 @@
-"""Replies in the formats of model families at each door: chats, Anthropic's messages, and responses."""
+"""Replies in the formats of model families by each API: chats, Anthropic's messages, and responses."""
 
 import json
 from pathlib import Path

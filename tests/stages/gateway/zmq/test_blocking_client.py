@@ -43,6 +43,14 @@ class TestBlockingClient:
             client.generate("Hi")
         client.close()
 
+    def test_the_old_address_serves_and_is_warned_of_once(self, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+        for _ in range(2):
+            with Client(address_of(gate).replace("/zmq", "/door")) as client:
+                stream = client.generate("Hi")
+                gate.serve("Hello")
+                assert "".join(output.text for output in stream) == "Hello"
+        assert caplog.text.count("the old name of …/zmq") == 1
+
     def test_a_dropped_client_releases_its_connection_and_threads(self, gate: Gate) -> None:
         client = Client(address_of(gate))
         thread = client._thread
@@ -78,4 +86,4 @@ class TestBlockingClient:
 
     def test_a_missing_server_is_reported(self) -> None:
         with pytest.raises(ConnectionLost):
-            Client.connect("ipc://@pipeline/missing/door", timeout_s=0.05)
+            Client.connect("ipc://@pipeline/missing/zmq", timeout_s=0.05)

@@ -137,7 +137,7 @@ class TestHostilePeers:
             silent = []
             for _ in range(num):
                 one = stack.enter_context(socket.socket(socket.AF_UNIX))
-                one.connect(f"\0pipeline/{gate.address[1]}/door")
+                one.connect(f"\0pipeline/{gate.address[1]}/zmq")
                 one.settimeout(PATIENCE_S)
                 silent.append(one)
             # Half of them send the ZMTP handshake and then nothing; libzmq would keep those open forever.

@@ -118,7 +118,7 @@ class TestServerShutdown:
 
     async def test_a_missing_server_is_reported(self) -> None:
         with pytest.raises(ConnectionLost, match=r"no server answered at .* within 0\.1 s"):
-            await AsyncClient.connect("ipc://@pipeline/missing/door", timeout_s=0.1)
+            await AsyncClient.connect("ipc://@pipeline/missing/zmq", timeout_s=0.1)
         with pytest.raises(ValueError, match="is not a ZeroMQ address"):
             await AsyncClient.connect("nonsense")
 
