@@ -25,7 +25,7 @@ class PromptError(UserError):
         """For programs, as `context_length_exceeded`."""
 
     @property
-    def place(self) -> int | None:
+    def place(self) -> int | None:  # words: ok
         """The old name of `index`, for one more release."""
         warnings.warn("PromptError.place is now PromptError.index", DeprecationWarning, stacklevel=2)
         return self.index

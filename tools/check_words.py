@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keep banned words out of docs, docstrings, comments and string literals.
+"""Keep banned words out of docs, docstrings, comments, string literals and identifiers.
 
     tools/check_words.py             check; each finding is a line `file:line: word`
     tools/check_words.py --update    lower the counts in tools/check_words.txt after mending
@@ -7,8 +7,8 @@
 The words belong to an old private vocabulary of this project; CONTRIBUTING.md says what to write instead. Two kinds of
 exceptions exist:
 
-- A line that contains `words: ok` is not checked. Use it, in a comment or in `<!-- -->`, for quotations and for what a
-  model wrote.
+- A line that contains `words: ok` is not checked. Use it, in a comment or in `<!-- -->`, for quotations, for what a
+  model wrote, and for old names that clients still use.
 - `tools/check_words.txt` lists files that are not yet mended, each with its number of findings. The check fails if a
   file has more findings than listed, and if it has fewer, so that the numbers only go down. `--update` writes the
   numbers of today, also for files that have moved, and refuses to raise their sum.
@@ -16,6 +16,7 @@ exceptions exist:
 
 import argparse
 import ast
+import functools
 import io
 import re
 import sys
@@ -39,6 +40,77 @@ BANNED = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
+_INDEX = "index, offset, slot, position, path or context, whichever it is"
+_NOTIFIED = "notified, informed or reported"
+IDENTIFIERS = {
+    "place": _INDEX,
+    "places": _INDEX,
+    "neutral": "default, or what has no effect",
+    "told": _NOTIFIED,
+    "untold": _NOTIFIED,
+    "door": "listener, address or protocol",
+    "doors": "listeners, addresses or protocols",
+    "desk": "pending replies",
+    "wish": "option or feature",
+    "wishes": "options or features",
+    "nobody": "none, or padding",
+    "somebody": "other",
+    "whoever": "any",
+    "aboard": "suspects",
+    "guilty": "poison",
+    "accuse": "count crashes",
+    "hurry": "expedite",
+    "steer": "control",
+    "unsettle": "revert",
+}
+"""Words of identifiers, split at _ and CamelCase, and what to write instead. The name of a test is a sentence: it is
+checked like other text."""
+CLASSES = frozenset(
+    [
+        "Aside",
+        "Awaited",
+        "Bed",
+        "Crossing",
+        "Cut",
+        "Desk",
+        "Door",
+        "Doors",
+        "Flight",
+        "Gatherer",
+        "Gone",
+        "Judge",
+        "Kept",
+        "Lives",
+        "Made",
+        "Manner",
+        "Means",
+        "Ours",
+        "Outgoing",
+        "Parting",
+        "Pin",
+        "Reach",
+        "Refuse",
+        "Refused",
+        "Said",
+        "Shown",
+        "Siblings",
+        "Silence",
+        "Spread",
+        "Tape",
+        "Tell",
+        "Theirs",
+        "Told",
+        "Used",
+        "Want",
+        "Way",
+        "Whole",
+        "Wishes",
+    ]
+)
+"""Names of classes that say nothing without a noun."""
+FUNCTIONS = {"spell": "write or name it", "took": "end_turn, or what was taken"}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
 FOLDERS = ("config", "docs", "kernels", "pipeline", "shm", "stages", "tests", "tools")
 TEXT_SUFFIXES = (".md", ".toml", ".h", ".cpp", ".mjs")
 """Files that are checked as a whole; of Python files the comments and strings are checked."""
@@ -60,19 +132,43 @@ def findings_in(root: Path = ROOT) -> dict[str, list[Finding]]:
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         text = path.read_text(encoding="utf-8")
-        if name not in EXEMPT and (findings := sorted(check_text(text, is_python=_is_python(path, text)))):
-            found[name] = findings
+        if name in EXEMPT:
+            continue
+        findings = list(check_text(text, is_python := _is_python(path, text)))
+        if is_python:
+            findings += [Finding(1, word) for word in banned_in(path.stem)]
+        if findings:
+            found[name] = sorted(findings)
     return found
 
 
 def check_text(text: str, is_python: bool) -> Iterator[Finding]:
     """The findings of one file's text. Raises SyntaxError if it is meant to be Python and is not."""
     excepted = {number for number, line in enumerate(text.splitlines(), 1) if MARKER in line}
-    for first, last, part in _python_parts(text) if is_python else _lines(text):
+    nodes = _nodes(text) if is_python else []
+    for first, last, part in _python_parts(text, nodes) if is_python else _lines(text):
         if excepted.isdisjoint(range(first, last + 1)):
             for match in BANNED.finditer(part):
                 line = min(last, first + part.count("\n", 0, match.start()))
                 yield Finding(line, match[0].lower())
+    for line, name, node in _names(nodes):
+        if line not in excepted:
+            for word in banned_in(name, type(node)):
+                yield Finding(line, word)
+
+
+@functools.cache
+def banned_in(name: str, kind: type[ast.AST] = ast.Name) -> tuple[str, ...]:
+    """What is banned in an identifier that such a node defines, each with what to write instead."""
+    if name.startswith("test_"):
+        return tuple(match[0] for match in BANNED.finditer(name.replace("_", " ")))
+    if kind is ast.ClassDef and name.strip("_") in CLASSES:
+        return (f"{name}: add a noun",)
+    words = {word.lower() for word in _WORD.findall(name.replace("in_place", ""))}
+    found = [f"{name}: write {IDENTIFIERS[word]}" for word in sorted(words & IDENTIFIERS.keys())]
+    if kind in (ast.FunctionDef, ast.AsyncFunctionDef) and (instead := FUNCTIONS.get(name.strip("_"))):
+        found.append(f"{name}: write {instead}")
+    return tuple(found)
 
 
 def faults(found: dict[str, list[Finding]], listed: dict[str, int]) -> list[str]:
@@ -113,7 +209,35 @@ def _lines(text: str) -> Iterator[tuple[int, int, str]]:
         yield number, number, line
 
 
-def _python_parts(text: str) -> Iterator[tuple[int, int, str]]:
+def _nodes(text: str) -> list[ast.AST]:
+    """All nodes, as ast.walk has them, which is slower."""
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for node in nodes:
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, ast.AST):
+                if value._fields:
+                    nodes.append(value)
+            elif isinstance(value, list):
+                nodes += [one for one in value if isinstance(one, ast.AST)]
+    return nodes
+
+
+def _names(nodes: list[ast.AST]) -> Iterator[tuple[int, str, ast.AST]]:
+    """Line and name of what is defined: classes, functions, parameters, variables and attributes."""
+    for node in nodes:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.lineno, node.name, node
+            case ast.arg():
+                yield node.lineno, node.arg, node
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id, node
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr, node
+
+
+def _python_parts(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, int, str]]:
     """First line, last line and text of each comment and of each string. Of f-strings the code in {} is left out.
 
     Nearly all files have no banned word, and Python's tokenizer takes seconds for all of them: it reads only files in
@@ -122,19 +246,9 @@ def _python_parts(text: str) -> Iterator[tuple[int, int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.end[0], token.string
-    nodes: list[ast.AST] = [ast.parse(text)]
-    for node in nodes:  # as ast.walk does, which is slower
-        if isinstance(node, ast.Constant):
-            if isinstance(node.value, str):
-                yield node.lineno, node.end_lineno or node.lineno, node.value
-        elif not isinstance(node, ast.Name):
-            for name in node._fields:
-                value = getattr(node, name, None)
-                if isinstance(value, ast.AST):
-                    if value._fields:
-                        nodes.append(value)
-                elif isinstance(value, list):
-                    nodes += [one for one in value if isinstance(one, ast.AST)]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.end_lineno or node.lineno, node.value
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -222,8 +222,8 @@ class RoutedReplicas:
             upstream = self._upstreams.get(name)
             url = "" if upstream is None else f"http://{upstream.host}:{upstream.port}"
             numbers = self._numbers.get(name)
-            told = ("", None) if numbers is None else (numbers.backend, numbers.is_batch_invariant)
-            found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0), *told))
+            facts = ("", None) if numbers is None else (numbers.backend, numbers.is_batch_invariant)
+            found.append(ReplicaInfo(name, url, status, self._num_open.get(name, 0), *facts))
         return found
 
     def route(self, prompt: Prompt, avoid: Collection[str] = (), before: Numbers | None = None) -> "RoutedLease":

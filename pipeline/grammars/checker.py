@@ -85,7 +85,7 @@ class Checker:
         self._decoder = msgspec.msgpack.Decoder(Check)
 
     def loop(self) -> None:
-        """Run until ingest ends. Raises Gone then."""
+        """Run until ingest ends. Raises WorkerLostError then."""
         while True:
             for key, _ in self._selector.select(self._next_s()):
                 if key.fileobj is self._socket:

@@ -62,7 +62,7 @@ class Worker:
 
 
 def send(to: socket.socket, data: bytes) -> None:
-    """Send a message. Raises Gone."""
+    """Send a message. Raises WorkerLostError."""
     try:
         to.sendall(LENGTH.pack(len(data)) + data)
     except OSError as error:
@@ -70,7 +70,7 @@ def send(to: socket.socket, data: bytes) -> None:
 
 
 def receive(source: socket.socket) -> bytes:
-    """The next message. Raises Gone."""
+    """The next message. Raises WorkerLostError."""
     (length,) = LENGTH.unpack(_exactly(source, LENGTH.size))
     return _exactly(source, length)
 

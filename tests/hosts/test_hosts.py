@@ -206,7 +206,7 @@ def test_what_the_driver_says_ends_the_server(world: World) -> None:
     assert world.hosts.problem == "ray: no node has 2 free GPUs; nodes have 1, 1"
 
 
-def test_the_end_of_a_process_is_told_with_what_it_left(world: World) -> None:
+def test_the_end_of_a_process_is_reported_with_what_it_left(world: World) -> None:
     world.find()
     child = world.start("execute.0")
     world.hosts.handle(m.ChildStarted("execute.0", 1, 4711), "host.0")

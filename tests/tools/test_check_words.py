@@ -35,7 +35,7 @@ def test_a_banned_word_is_found_in_comments_and_strings(line: str, word: str) ->
 @pytest.mark.parametrize(
     "line",
     [
-        "told = wishes(desk)",
+        "x = told(desk.nobody)",
         'f"{told} and {nobody!r}"',
         "# the folder is_told, retold, untold, desktop, wishbone",
         "# a client that waits; users who read this",
@@ -45,6 +45,42 @@ def test_a_banned_word_is_found_in_comments_and_strings(line: str, word: str) ->
 )
 def test_code_parts_of_words_and_marked_lines_pass(line: str) -> None:
     assert list(check_text(f"{line}\n", is_python=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("class _PanelPlace: pass", "_PanelPlace"),
+        ("class Gone(Exception): pass", "Gone"),
+        ("def next_place(): pass", "next_place"),
+        ("async def took(): pass", "took"),
+        ("def f(places, /): pass", "places"),
+        ("lambda *, kv_place: 0", "kv_place"),
+        ("x.is_told = 1", "is_told"),
+        ("(a, [*NEUTRAL]) = x", "NEUTRAL"),
+        ("{door for door in x}", "door"),
+        ("class A:\n  NEUTRAL: int = 0", "NEUTRAL"),
+    ],
+)
+def test_a_banned_word_is_found_in_what_defines_a_name(line: str, name: str) -> None:
+    (finding,) = check_text(f"x = 1\n{line}\n", is_python=True)
+    assert finding.line == 1 + len(line.splitlines()) and finding.word.startswith(f"{name}: ")
+
+
+def test_the_use_of_a_name_and_words_that_contain_others_pass() -> None:
+    text = "x = place.told\nreplaced = placement = in_place = indoor = 1\nclass Pins: pass\nplace = 1  # words: ok\n"
+    assert list(check_text(text, is_python=True)) == []
+
+
+def test_the_name_of_a_test_is_a_sentence() -> None:
+    text = "def test_a_link_in_place_of_a_door(): pass\ndef test_nobody_waits(): pass\n"
+    assert list(check_text(text, is_python=True)) == [Finding(2, "nobody")]
+
+
+def test_the_name_of_a_module_is_read(tmp_path: Path) -> None:
+    plant(tmp_path, "stages/x/rank_place.py", "")
+    (finding,) = findings_in(tmp_path)["stages/x/rank_place.py"]
+    assert finding.line == 1 and finding.word.startswith("rank_place: ")
 
 
 def test_a_word_in_a_docstring_is_reported_with_its_own_line() -> None:
@@ -60,7 +96,7 @@ def test_a_marker_covers_only_its_own_line_of_a_document() -> None:
 def test_documents_settings_sources_and_scripts_are_read_and_links_are_not(tmp_path: Path) -> None:
     for file in ("README.md", "docs/a.md", "config/a.toml", "kernels/cpu/a.h", "stages/x/a.py"):
         plant(tmp_path, file, "# nobody\n")
-    plant(tmp_path, "tools/run", "#!/usr/bin/env python3\n# nobody\nnobody = 1\n")
+    plant(tmp_path, "tools/run", "#!/usr/bin/env python3\n# nobody\n")
     plant(tmp_path, "tests/data/stories.json", '"nobody"')
     plant(tmp_path, "tests/data/a.md", "nobody")
     (tmp_path / "pipeline").mkdir()

@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 FAST = ("--duration", "200ms", "--concurrency", "1,3", "--seed", "5")
 
 
-class Bed:
+class PeerFolder:
     """A folder with two stand-ins, a tiny model, and the output."""
 
     def __init__(self, folder: Path, gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +69,10 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bed(tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bed:
+def bed(tmp_path: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> PeerFolder:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIPELINE_API_KEY", "secret")
-    return Bed(tmp_path, gguf, capsys)
+    return PeerFolder(tmp_path, gguf, capsys)
 
 
 def read(record: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def assert_ended(record: Path) -> None:
 # --------------------------------------------------------------------------------------------------- complete runs
 
 
-def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: Bed) -> None:
+def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: PeerFolder) -> None:
     engine = bed.folder / "llama-bench"
     engine.write_text(
         "#!/bin/sh\necho loading\n"
@@ -153,7 +153,7 @@ def test_all_servers_are_measured_one_after_the_other_with_the_same_loads(bed: B
     assert (bed.out / "tables.md").read_text(encoding="utf-8").count("| output tok/s, 3, 1 |") == 1
 
 
-def test_a_server_that_does_not_start_is_reported_and_the_others_are_measured(bed: Bed) -> None:
+def test_a_server_that_does_not_start_is_reported_and_the_others_are_measured(bed: PeerFolder) -> None:
     bed.programs("exits", "serves")
     done = bed.run("--loads", "prefill", "--temperature", "0")
     assert done.returncode == 1
@@ -165,7 +165,7 @@ def test_a_server_that_does_not_start_is_reported_and_the_others_are_measured(be
     assert_ended(bed.vllm)
 
 
-def test_failed_requests_are_an_error_exit(bed: Bed) -> None:
+def test_failed_requests_are_an_error_exit(bed: PeerFolder) -> None:
     bed.programs("fails", "serves")
     done = bed.run("--servers", "llama.cpp", "--loads", "prefill", "--temperature", "0")
     assert done.returncode == 1
@@ -173,7 +173,7 @@ def test_failed_requests_are_an_error_exit(bed: Bed) -> None:
     assert_ended(bed.llama)
 
 
-def test_an_interrupted_run_continues_with_resume(bed: Bed) -> None:
+def test_an_interrupted_run_continues_with_resume(bed: PeerFolder) -> None:
     options = ("--loads", "prefill", "--temperature", "0.5")
     bed.programs("serves", "exits")
     assert bed.run(*options).returncode == 1
@@ -191,7 +191,7 @@ def test_an_interrupted_run_continues_with_resume(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_an_interruption_ends_all_processes(bed: Bed, number: signal.Signals, code: int) -> None:
+def test_an_interruption_ends_all_processes(bed: PeerFolder, number: signal.Signals, code: int) -> None:
     # Levels of ten minutes: the run can only end by the signal. A model for vLLM would take longest to write.
     command = bed.command("--duration", "10m", "--servers", "llama.cpp")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -215,25 +215,25 @@ def test_an_interruption_ends_all_processes(bed: Bed, number: signal.Signals, co
 # ------------------------------------------------------------------------------------------------------- processes
 
 
-def serve(bed: Bed, mode: str, deadline_s: float) -> Any:
+def serve(bed: PeerFolder, mode: str, deadline_s: float) -> Any:
     program = fake_peer.write_program(bed.folder / "one", bed.llama, mode)
     return children.serving("one", [str(program), "--port", "{port}"], bed.folder / "log", deadline_s, print)
 
 
-def test_a_server_that_ignores_sigterm_is_killed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_sigterm_is_killed(bed: PeerFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "STOP_S", 0.2)
     with serve(bed, "stays", PATIENCE_S) as server:
         assert read(bed.llama)["group"] == server.pid, "Ctrl-C would reach the server directly"
     assert_ended(bed.llama)
 
 
-def test_a_server_is_ended_after_an_error(bed: Bed) -> None:
+def test_a_server_is_ended_after_an_error(bed: PeerFolder) -> None:
     with pytest.raises(ZeroDivisionError), serve(bed, "serves", PATIENCE_S):
         raise ZeroDivisionError
     assert_ended(bed.llama)
 
 
-def test_waits_have_deadlines_with_names(bed: Bed) -> None:
+def test_waits_have_deadlines_with_names(bed: PeerFolder) -> None:
     sleeping = [sys.executable, "-c", "import time; print('dozing', flush=True); time.sleep(1000)"]
     with pytest.raises(UserError, match=r"a nap: did not end within 0\.5 s.*\n.*dozing"):
         children.run("a nap", sleeping, bed.folder / "log", 0.5, print)
@@ -245,7 +245,7 @@ def test_waits_have_deadlines_with_names(bed: Bed) -> None:
     assert not [one for one in psutil.Process().children() if "time.sleep(1000)" in " ".join(one.cmdline())]
 
 
-def test_a_failed_command_shows_the_end_of_its_output(bed: Bed) -> None:
+def test_a_failed_command_shows_the_end_of_its_output(bed: PeerFolder) -> None:
     failing = [sys.executable, "-c", "print('first'); print('\\n' * 40); print('the reason'); raise SystemExit(3)"]
     with pytest.raises(UserError, match="work: ended with code 3") as caught:
         children.run("work", failing, bed.folder / "log", PATIENCE_S, print)
@@ -254,7 +254,7 @@ def test_a_failed_command_shows_the_end_of_its_output(bed: Bed) -> None:
         children.run("work", ["/no/such/program"], bed.folder / "log", PATIENCE_S, print)
 
 
-def test_progress_is_printed_during_a_long_command(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_printed_during_a_long_command(bed: PeerFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "TELL_EVERY_S", 0.0)
     lines: list[str] = []
     go = bed.folder / "go"
@@ -273,7 +273,7 @@ def test_progress_is_printed_during_a_long_command(bed: Bed, monkeypatch: pytest
 # --------------------------------------------------------------------------------------------------------- options
 
 
-def test_a_dry_run_prints_the_commands_and_runs_none(bed: Bed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_commands_and_runs_none(bed: PeerFolder, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--servers", ",".join(DEFAULT), "--temperature", "0.7", "--duration", "3s", "--concurrency", "4"]
     options += ["--model", str(bed.model), "--out", str(bed.out), "--cache", str(bed.folder / "kept"), "--seed", "5"]
     assert parent.main([*options, "--vllm-python", str(bed.folder / "vllm-python"), "--dry-run"]) == 0
@@ -306,7 +306,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none(bed: Bed, capsys: pytest.Ca
     ],
 )
 def test_invalid_options_are_errors(
-    bed: Bed, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    bed: PeerFolder, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code: Any = parent.main(bed.arguments(*options))
@@ -317,13 +317,13 @@ def test_invalid_options_are_errors(
     assert not bed.llama.exists()
 
 
-def test_a_model_without_a_gguf_file_is_an_error(bed: Bed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_a_gguf_file_is_an_error(bed: PeerFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert parent.main(bed.arguments("--model", str(bed.folder))) == 2
     assert "is neither a .gguf file nor a wheel that contains one" in capsys.readouterr().err
 
 
 def test_missing_build_tools_are_an_error_before_anything_is_run(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bed: PeerFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(bed.folder))
     (bed.folder / "make").touch(0o755)

@@ -57,7 +57,7 @@ def spoil_json(data: bytes, rng: random.Random) -> bytes:
     """Mutate a few values or keys of a JSON document."""
     document = json.loads(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        holder, key = _some_place(document, rng)
+        holder, key = _some_path(document, rng)
         if holder is None:
             break
         match rng.randrange(8):
@@ -84,7 +84,7 @@ def spoil_json(data: bytes, rng: random.Random) -> bytes:
     return text.encode()
 
 
-def _some_place(document: Any, rng: random.Random) -> tuple[Any, Any]:
+def _some_path(document: Any, rng: random.Random) -> tuple[Any, Any]:
     """A container and the key or index of one of its values, at any depth."""
     holder, key = None, None
     here = document

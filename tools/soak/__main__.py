@@ -140,14 +140,14 @@ class Soak:
     async def _load(self, session: aiohttp.ClientSession, client: AsyncClient, end: float) -> None:
         """Keep a changing number of requests in flight. At the end all replies are read."""
         rng, tasks = self._rng, set[asyncio.Task[None]]()
-        target, told = self._most, time.monotonic()
-        phase_end = told + PHASE_S[0]
+        target, reported_s = self._most, time.monotonic()
+        phase_end = reported_s + PHASE_S[0]
         while (now := time.monotonic()) < end:
             if now >= phase_end:
                 target = max(1, round(rng.choice(CONCURRENCIES) * self._most))
                 phase_end = now + rng.uniform(*PHASE_S)
-            if now >= told + REPORT_EVERY_S:
-                told = now
+            if now >= reported_s + REPORT_EVERY_S:
+                reported_s = now
                 print(f"{end - now:5.0f} s to go: {dict(self.outcomes)}", flush=True)
             while len(tasks) < target:
                 tasks.add(asyncio.create_task(self._one(session, client, draw(rng, self._known))))

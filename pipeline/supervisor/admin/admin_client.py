@@ -26,7 +26,7 @@ RETRY_S = 0.005
 STAGES_S = 3.0
 """Time for stages to report their counts."""
 
-_DOOR = re.compile(r"@(pipeline/((\d+)-[0-9a-f]+)/admin)$", re.MULTILINE | re.ASCII)
+_ADMIN_SOCKET = re.compile(r"@(pipeline/((\d+)-[0-9a-f]+)/admin)$", re.MULTILINE | re.ASCII)
 
 R = TypeVar("R")
 
@@ -36,7 +36,7 @@ def find_servers() -> list[str]:
 
     Any user can listen at any name, also one with the pid of another process of ours, which `stop` would end. So a
     server is what listens itself."""
-    named = set(_DOOR.findall(Path("/proc/net/unix").read_text()))
+    named = set(_ADMIN_SOCKET.findall(Path("/proc/net/unix").read_text()))
     found = {name: int(pid) for address, name, pid in named if is_listening(address, int(pid))}
     return sorted(found, key=lambda name: found[name])
 
@@ -71,12 +71,12 @@ class Admin:
     ) -> dict[str, admin_server.StageAnswer]:
         """Send a control request to stages; an empty list means all. Returns their answers by name."""
         self._nonce += 1
-        told = self._ask(
+        reply = self._ask(
             admin_server.StageCommand(self._nonce, stages, request, timeout_s),
             admin_server.StageReplies,
             timeout_s + ANSWER_S,
         )
-        return {answer.stage: answer for answer in told.answers}
+        return {answer.stage: answer for answer in reply.answers}
 
     def restart(self, stage: str, timeout_s: float) -> float:
         """Restart the process of a stage, such as `schedule.0`. Returns the pause in seconds. Raises UserError with the

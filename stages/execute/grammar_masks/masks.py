@@ -255,7 +255,7 @@ class Masks:
         self._requested = [(row, slot) for row, slot in self._requested if slot not in slots]
 
     def _until_ready(self) -> None:
-        """Wait until the process is ready. Raises Gone, with the reason, if it does not start."""
+        """Wait until the process is ready. Raises WorkerLostError, with the reason, if it does not start."""
         self.start()
         if self._is_ready:
             return
@@ -273,14 +273,14 @@ class Masks:
         self._worker.socket.settimeout(self._limit_s)
 
     def _check_ready(self) -> bool:
-        """Whether the process is ready. Raises Gone if it does not start."""
+        """Whether the process is ready. Raises WorkerLostError if it does not start."""
         assert self._worker is not None
         if not self._is_ready and select.select([self._worker.socket], [], [], 0)[0]:
             self._until_ready()
         return self._is_ready
 
     def _send(self, order: Order) -> None:
-        """Raises Gone."""
+        """Raises WorkerLostError."""
         assert self._worker is not None
         send(self._worker.socket, msgspec.msgpack.encode(order))
 

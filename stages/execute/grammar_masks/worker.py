@@ -111,7 +111,7 @@ class MaskWorker:
         self._texts = texts(engine)
 
     def loop(self) -> None:
-        """Handle orders. Raises Gone when the executor ends."""
+        """Handle orders. Raises WorkerLostError when the executor ends."""
         decoder = msgspec.msgpack.Decoder(Order)
         while True:
             self._do(decoder.decode(receive(self._socket)))

@@ -82,8 +82,8 @@ async def test_a_stream_survives_several_deaths_with_output_in_between():
 
 def of_kind(backend: str, *, is_batch_invariant: bool = True) -> FakeReplica:
     replica = FakeReplica()
-    told = {"backend": backend, "batch_invariant": is_batch_invariant}
-    replica.health = 200, {"status": "ok", "kv_blocks": {"total": 100}, **told}
+    reported = {"backend": backend, "batch_invariant": is_batch_invariant}
+    replica.health = 200, {"status": "ok", "kv_blocks": {"total": 100}, **reported}
     return replica
 
 

@@ -101,9 +101,9 @@ def send_all(server: Server, data: bytes) -> bytes:
 
 
 def at_once(server: Server, data: bytes, num: int = NUM_AT_ONCE) -> list[bytes]:
-    with OtherClient(server) as somebody_else, ThreadPoolExecutor(num) as threads:
+    with OtherClient(server) as other_client, ThreadPoolExecutor(num) as threads:
         replies = list(threads.map(lambda _: send_all(server, data), range(num)))
-    somebody_else.assert_served_soon()
+    other_client.assert_served_soon()
     return replies
 
 
@@ -156,11 +156,11 @@ def test_slow_request_lines_delay_no_other_client(server: Server) -> None:
         socket.create_connection((address.hostname or "", address.port or 0), timeout=DEADLINE_S) for _ in range(200)
     ]
     try:
-        with OtherClient(server) as somebody_else:
+        with OtherClient(server) as other_client:
             for connection in connections:
                 for byte in b"GET /ver":
                     connection.send(bytes([byte]))
-        somebody_else.assert_served_soon()
+        other_client.assert_served_soon()
     finally:
         for connection in connections:
             connection.close()

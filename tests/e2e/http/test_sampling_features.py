@@ -101,12 +101,12 @@ def test_sampling_features_are_applied(tiny: Tiny) -> None:
 def test_a_request_without_any_allowed_token_fails_and_others_continue(tiny: Tiny) -> None:
     """At once, found by ingest, or later, found by the executor."""
     (letter,) = tiny.post("/tokenize", prompt="q")["tokens"]
-    for wishes, words in (
+    for features, words in (
         ({"allowed_token_ids": [77], "stop_token_ids": [77], "min_tokens": 2}, "leaves no first token"),
         ({"allowed_token_ids": [letter], "bad_words": ["qq"]}, "No token can be sampled"),
     ):
         with pytest.raises(urllib.error.HTTPError) as failed:
-            tiny.complete(**wishes)
+            tiny.complete(**features)
         with failed.value as response:
             error = json.load(response)["error"]
         assert (response.code, error["param"]) == (400, "allowed_token_ids") and words in error["message"]

@@ -77,7 +77,7 @@ async def until(check: object) -> None:
             await asyncio.sleep(0)
 
 
-async def test_nobody_is_read_who_has_sent_nothing() -> None:
+async def test_a_connection_that_has_sent_nothing_is_not_read() -> None:
     async with fakes(3) as (_, (silent, sending, gone)):
         sending.there.send(b"ab")
         gone.there.close()

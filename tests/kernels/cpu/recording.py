@@ -75,7 +75,7 @@ def exact(matrix: Matrix) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ActivationArray:
     """Activations as an op writes them for a product, or as a test sets them."""
 
     values: np.ndarray
@@ -170,7 +170,7 @@ class Recording:
         """As plain activations store values for this instruction set."""
         return values if self.wide else to_bf16(values)
 
-    def put(self, rows: native.NativeRows, values: np.ndarray, form: ActivationForm) -> Kept:
+    def put(self, rows: native.NativeRows, values: np.ndarray, form: ActivationForm) -> ActivationArray:
         """Store float32 values as the input of a product. Returns what the product reads."""
         num, width = values.shape
         memory = rows.memory
@@ -178,7 +178,7 @@ class Recording:
             kept = self.as_act(values)
             bits = kept if self.wide else (kept.view(np.uint32) >> 16).astype(np.uint16)
             memory[:num, : bits.itemsize * width] = np.ascontiguousarray(bits).view(np.uint8)
-            return Kept(kept.astype(np.float64), kept, np.ones((num, 1)))
+            return ActivationArray(kept.astype(np.float64), kept, np.ones((num, 1)))
         if form is ActivationForm.BLOCKS:
             codes, scales = quantize_blocks(values)
             lower = (codes + 128) % 256 - 128
@@ -210,7 +210,7 @@ class Recording:
         words = np.ascontiguousarray(rows.memory[:num, : 2 * width]).view(np.uint16)
         return (words.astype(np.uint32) << 16).view(np.float32)
 
-    def read_blocks(self, rows: native.NativeRows, num: int, width: int) -> Kept:
+    def read_blocks(self, rows: native.NativeRows, num: int, width: int) -> ActivationArray:
         """Codes and scales of `ActivationForm.BLOCKS`. Also checks what else is stored of them."""
         sizes = 2 * width, 2 * width, 4 * width // BLOCK, 4 * width // GROUP, 8 * width // GROUP
         memory = np.split(np.ascontiguousarray(rows.memory[:num, : sum(sizes)]), np.cumsum(sizes)[:-1], axis=1)
@@ -225,9 +225,9 @@ class Recording:
         np.testing.assert_array_equal(scaled, scales.repeat(BLOCK // GROUP, axis=1) * sums.astype(np.float32))
         np.testing.assert_array_equal(halves, -32 * sums_of_halves)
         assert np.abs(codes.astype(np.int32)).reshape(num, -1, 64).sum(-1).max() < MOST_BLOCK_SUM
-        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(BLOCK, 1), codes, scales)
+        return ActivationArray(codes.astype(np.float64) * scales.astype(np.float64).repeat(BLOCK, 1), codes, scales)
 
-    def read_groups(self, rows: native.NativeRows, num: int, width: int, form: ActivationForm) -> Kept:
+    def read_groups(self, rows: native.NativeRows, num: int, width: int, form: ActivationForm) -> ActivationArray:
         """Codes and scales. Also checks the sums that follow the bytes."""
         groups = width // GROUP
         codes_type = np.dtype(np.int16 if form is ActivationForm.WORDS else np.int8)
@@ -244,7 +244,9 @@ class Recording:
             assert np.array_equal(sums, codes.reshape(num, groups, GROUP).sum(-1, dtype=np.int32))
             assert np.array_equal(scaled, scales * sums.astype(np.float32), equal_nan=True)
             assert np.array_equal(halves, codes.reshape(num, -1, GROUP // 2).sum(-1, dtype=np.int32))
-        return Kept(codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales, MOST[form][0])
+        return ActivationArray(
+            codes.astype(np.float64) * scales.astype(np.float64).repeat(GROUP, 1), codes, scales, MOST[form][0]
+        )
 
     # --- weights
 
@@ -365,7 +367,7 @@ def quantize_blocks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(blocks * inverse[..., None]).astype(np.int16).reshape(values.shape), scales
 
 
-def product(kept: Kept, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+def product(kept: ActivationArray, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
     """The exact product, [N, outputs] float64, and its float32 error bound.
 
     One accumulator adds n terms in order, and each term has at most two roundings: the error is at most (n + 2) EPS
@@ -413,7 +415,7 @@ def assert_kept(recorded: Recording, actual: np.ndarray, expected: np.ndarray, e
         assert_rounded_to_bf16(actual, expected, error)
 
 
-def assert_groups(kept: Kept, expected: np.ndarray, error: np.ndarray | float) -> None:
+def assert_groups(kept: ActivationArray, expected: np.ndarray, error: np.ndarray | float) -> None:
     """The codes match some values within the bound."""
     error = np.broadcast_to(error, expected.shape)
     groups = (len(expected), -1, GROUP)

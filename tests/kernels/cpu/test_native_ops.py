@@ -20,7 +20,7 @@ from tests.kernels.cpu.recording import (
     MOST_BLOCK_CODE,
     MOST_BLOCK_SUM,
     TINY,
-    Kept,
+    ActivationArray,
     Recording,
     assert_groups,
     assert_kept,
@@ -405,7 +405,7 @@ def gated_order(inner: int) -> list[int]:
     return [row for eight in eights for row in [*eight, *(i + inner if i >= 0 else -1 for i in eight)]]
 
 
-def gated(kept: Kept, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def gated(kept: ActivationArray, matrix: Matrix, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """silu(gate) x up, with the error of the product propagated: |silu(x)'| < 1.1."""
     out, error = product(kept, matrix)
     error = error + EPS * (np.abs(out) + np.abs(out + bias))

@@ -432,7 +432,7 @@ def test_every_member_of_every_inbox_has_a_sample():
 @pytest.mark.parametrize(
     ("formats", "quantization"), [("bf16", "none"), ("", "none"), ("q8_0+bf16+q4_1", "q4_1+q8_0"), ("int4", "int4")]
 )
-def test_the_quantization_of_a_model_is_told_by_the_formats_of_its_weights(formats, quantization):
+def test_the_formats_of_its_weights_say_the_quantization_of_a_model(formats, quantization):
     assert m.ExecuteFacts(1, 16, 2048, 9, weight_formats=formats).quantization == quantization
 
 

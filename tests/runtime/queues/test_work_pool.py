@@ -71,7 +71,7 @@ def test_a_thread_is_idle_before_its_caller_has_the_result() -> None:
     assert finished.wait(PATIENCE_S) and num_busy == [0]
 
 
-def test_an_error_of_work_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_abandoned_work_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A client that sends an invalid body and leaves could else fill the log."""
     begun, may_end = threading.Event(), threading.Event()
 

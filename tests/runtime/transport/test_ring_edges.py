@@ -125,7 +125,7 @@ def test_a_wake_without_a_message_does_not_end_the_wait(edge: Edge) -> None:
     assert [one.request_id for one in edge.receive(1)] == [1]
 
 
-def test_an_outbox_without_a_ring_wakes_nobody(edge: Edge) -> None:
+def test_an_outbox_without_a_ring_does_not_wake_its_peer(edge: Edge) -> None:
     edge.other.wake()
     assert not edge.inbox.wait(0)
 

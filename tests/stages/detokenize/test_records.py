@@ -117,7 +117,7 @@ def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> N
     processor = OutputProcessor(VOCABULARY)
     processor.open(opening(3, None))
     processor.open(opening(4, options))
-    told_ids: list[int] = []
+    reported_ids: list[int] = []
     parts = [(0, WORDS[:3]), (1, WORDS[1:6]), (6, WORDS[6:9])]
     for start, part in parts:
         ends = part is parts[-1][1]
@@ -128,14 +128,14 @@ def test_prompt_records_are_sent_once_and_before_the_end(with_pieces: bool) -> N
         if ends:
             processor.settle([4], [0], [1], WORDS[:1], [m.Finish.LENGTH])
         deltas = processor.deltas(0)
-        assert deltas.prompt_indices == [0] and deltas.prompt_offsets == [len(told_ids)]
-        (records,), fresh = deltas.prompt_records, WORDS[len(told_ids) : start + len(part)]
+        assert deltas.prompt_indices == [0] and deltas.prompt_offsets == [len(reported_ids)]
+        (records,), fresh = deltas.prompt_records, WORDS[len(reported_ids) : start + len(part)]
         assert records == records_of(fresh, 2)
         assert deltas.prompt_pieces == [[bytes_of(one + i) for one in fresh for i in range(2)] if with_pieces else []]
         assert deltas.num_ids == [int(ends)] and deltas.finishes == [m.Finish.LENGTH if ends else m.Finish.NONE]
-        told_ids += fresh
+        reported_ids += fresh
         processor.mark_sent(0)
-    assert told_ids == WORDS[:9] and processor.unsent() == []
+    assert reported_ids == WORDS[:9] and processor.unsent() == []
 
 
 def test_the_error_message_reaches_the_gateway() -> None:

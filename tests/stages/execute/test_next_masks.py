@@ -22,7 +22,7 @@ GRAMMARS = ("(a|b)+c", "a{2,9}", "(a|b|c)*", "(a|b|c){30}", "b")
 NUM_ROWS = 24
 
 
-class Alone:
+class RowByRowMasks:
     """The worker, made to compute row by row."""
 
     def __init__(self, engine: Engine, memory: MaskMemory, end: socket.socket) -> None:
@@ -55,7 +55,7 @@ def test_masks_of_all_rows_equal_masks_of_each(
     with ours, theirs:
         together = MaskWorker(theirs, engine, memories[0], 2 if has_pool else 1)
         assert (together._next_masks._pool is not None) == has_pool
-        alone = Alone(engine, memories[1], theirs)
+        alone = RowByRowMasks(engine, memories[1], theirs)
         stop_ids: list[list[int]] = [[], [65], [1, 5]]
         fills = []
         for row in range(NUM_ROWS):

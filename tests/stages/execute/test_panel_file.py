@@ -280,7 +280,7 @@ def test_floats_are_rounded_once_and_kept_as_bfloat16(tmp_path: Path, dtype: str
         np.testing.assert_array_equal(start.logits, rounded.logits)
 
 
-def test_files_are_told_apart_by_any_of_their_samples_and_their_header(tmp_path: Path) -> None:
+def test_files_differ_by_any_of_their_samples_and_their_header(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
 
     def fingerprint(index: int, value: float, name: str = "a") -> str:

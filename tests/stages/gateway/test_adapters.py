@@ -25,8 +25,8 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
         yield gate
 
 
-def tell(gate: Gate, *told: m.Adapter) -> None:
-    gate.rig.send(m.Adapters(list(told)), "supervisor.0")
+def tell(gate: Gate, *reported: m.Adapter) -> None:
+    gate.rig.send(m.Adapters(list(reported)), "supervisor.0")
     gate.rig.load()
 
 

@@ -20,7 +20,7 @@ from tests.stages.prepare import checkpoints
 WEIGHTS = "model.safetensors"
 
 
-class Said(SilentProgress):
+class ProgressLines(SilentProgress):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -42,7 +42,7 @@ def prepared(path: Path, said: SilentProgress | None = None, quantization: Prepa
 
 
 def test_a_copy_under_another_name_shares_the_weights_and_keeps_its_name(copies: tuple[Path, Path]) -> None:
-    said = Said()
+    said = ProgressLines()
     first, second = prepared(copies[0]), prepared(copies[1], said)
     assert first != second
     assert (first / WEIGHTS).samefile(second / WEIGHTS)

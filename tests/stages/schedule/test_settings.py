@@ -19,7 +19,7 @@ from tests.rig import Rig, raw
 FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
 
 
-class Around:
+class ScheduleHarness:
     """A schedule stage and its fake executor. Every step takes one millisecond and one for each token."""
 
     def __init__(self, rig: Rig, facts: m.ExecuteFacts) -> None:
@@ -79,11 +79,11 @@ class Around:
 
 
 @contextmanager
-def around(facts: m.ExecuteFacts = FACTS, swap_bytes: int = 0, **schedule: Any) -> Iterator[Around]:
+def around(facts: m.ExecuteFacts = FACTS, swap_bytes: int = 0, **schedule: Any) -> Iterator[ScheduleHarness]:
     settings = Settings(schedule=ScheduleSettings(**schedule), execute=ExecuteSettings(swap_bytes=swap_bytes))
     with Rig("schedule", settings) as rig:
         rig.start(facts)
-        yield Around(rig, facts)
+        yield ScheduleHarness(rig, facts)
 
 
 def test_every_limit_comes_from_the_settings() -> None:

@@ -233,7 +233,7 @@ def test_schedule_learns_whether_the_settings_of_the_executor_have_changed() -> 
     """If so, what the one before wrote to swap space is of no use."""
     resources = SharedResources(Settings(), [], [], None)
 
-    def is_told() -> bool:
+    def is_informed() -> bool:
         found = resources.restart_of("execute.0", "schedule.0", 1)
         assert found is not None
         return found[0].has_other_settings
@@ -247,18 +247,18 @@ def test_schedule_learns_whether_the_settings_of_the_executor_have_changed() -> 
         resources.create_rings()
         resources.launch("execute", "", [])
         resources.renew("execute.0")
-        assert not is_told(), "it has died"
+        assert not is_informed(), "it has died"
         resources.launch("execute", "", [])
         change(activations="int8")
         before = resources.replace("execute.0")
         resources.launch("execute", "", [])
-        assert is_told(), "its successor takes over"
+        assert is_informed(), "its successor takes over"
         resources.restore(before)
         resources.renew("execute.0")
-        assert is_told(), "that successor did not start, and then the one before died"
+        assert is_informed(), "that successor did not start, and then the one before died"
         resources.launch("execute", "", [])
         resources.renew("execute.0")
-        assert not is_told()
+        assert not is_informed()
     finally:
         resources.close()
 

@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recovery = Recovery()
-        self.told: dict[str, list[tuple[int, str]]] = {name: [] for name in NAMES}
+        self.informed: dict[str, list[tuple[int, str]]] = {name: [] for name in NAMES}
         """What each living process was sent: epoch and name."""
         self.unanswered: dict[str, list[int]] = {name: [] for name in NAMES}
         self.last_death: dict[str, int] = dict.fromkeys(NAMES, 0)
@@ -141,14 +141,14 @@ class Histories(RuleBasedStateMachine):
     def die(self, name):
         stages = [other for other in STAGES if other != name]
         epoch = self.recovery.died(name, stages, GATEWAYS)
-        self.told[name], self.unanswered[name] = [], []  # its successor starts with the newest channels
+        self.informed[name], self.unanswered[name] = [], []  # its successor starts with the newest channels
         self.last_death[name] = epoch
         for other in stages:
             self.tell(other, epoch, name)
         self.tell_gateways()
 
     def tell(self, other, epoch, name):
-        self.told[other].append((epoch, name))
+        self.informed[other].append((epoch, name))
         self.unanswered[other].append(epoch)
 
     def tell_gateways(self):
@@ -165,9 +165,9 @@ class Histories(RuleBasedStateMachine):
         self.tell_gateways()
 
     @invariant()
-    def each_process_is_told_in_order(self):
-        for told in self.told.values():
-            epochs = [epoch for epoch, _ in told]
+    def each_process_is_informed_in_order(self):
+        for informed in self.informed.values():
+            epochs = [epoch for epoch, _ in informed]
             assert epochs == sorted(set(epochs))
 
     @invariant()
@@ -183,10 +183,10 @@ class Histories(RuleBasedStateMachine):
                     self.recovery.answered(name, self.unanswered[name].pop(0))
                     self.tell_gateways()
         assert self.recovery.is_over
-        for name, told in self.told.items():
+        for name, informed in self.informed.items():
             for other, epoch in self.last_death.items():
                 if other != name and epoch > self.last_death[name]:
-                    assert (epoch, other) in told
+                    assert (epoch, other) in informed
 
 
 Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -82,10 +82,10 @@ class Bench:
         """The memory in which a process of this name leaves what explains its death."""
         return black_box.attach(self.resources.launch(topology.stage_of(name), "", []).black_box)
 
-    def told(self, name: str) -> list[str]:
+    def informed(self, name: str) -> list[str]:
         return [message.peer.name for message in self.outboxes[name].sent if isinstance(message, m.PeerRestarted)]
 
-    def last_told(self, name: str) -> m.PeerRestarted:
+    def last_informed(self, name: str) -> m.PeerRestarted:
         message = self.outboxes[name].sent[-1]
         assert isinstance(message, m.PeerRestarted)
         return message
@@ -106,14 +106,14 @@ def test_a_neighbour_that_is_ending_is_left_to_its_end(bench: Bench, caplog: pyt
     closes them before it has sent its reason."""
     bench.children["execute.0"].control = "closed"
     bench.die("schedule.0")
-    assert bench.told("ingest.0") == bench.told("detokenize.0") == ["schedule.0"]
-    assert bench.told("execute.0") == [] and not bench.num_aborts() and "killing" not in caplog.text
+    assert bench.informed("ingest.0") == bench.informed("detokenize.0") == ["schedule.0"]
+    assert bench.informed("execute.0") == [] and not bench.num_aborts() and "killing" not in caplog.text
     assert not bench.restarts.recovery.is_known("schedule.0")
     bench.die("execute.0")
     for name in ("ingest.0", "detokenize.0"):
         for message in bench.outboxes[name].sent:
             bench.restarts.answered(name, message.epoch)
-    assert bench.told("gateway.0") == ["schedule.0"], "it waits for no answer of a process that has ended"
+    assert bench.informed("gateway.0") == ["schedule.0"], "it waits for no answer of a process that has ended"
 
 
 @pytest.mark.parametrize("what", ["descriptors", "messages"])
@@ -162,18 +162,18 @@ def test_only_a_process_that_was_at_work_has_crashed(bench: Bench) -> None:
     executor: Any = bench.children["execute.0"]
     black_box.SuspectList(bench.black_box("schedule.0")).replace([5])
     bench.die("execute.0")
-    assert bench.last_told("schedule.0").crash_counts == {5: 1}
+    assert bench.last_informed("schedule.0").crash_counts == {5: 1}
     bench.die("execute.0")  # its successor, while it starts
-    assert bench.last_told("schedule.0").crash_counts == {5: 1}
+    assert bench.last_informed("schedule.0").crash_counts == {5: 1}
     executor.state, executor.is_alive = "ready", True
     bench.die("execute.0")
-    assert bench.last_told("schedule.0").crash_counts == {5: 2}
+    assert bench.last_informed("schedule.0").crash_counts == {5: 2}
     bench.resources.discard(bench.resources.replace("execute.0"))  # by a restart on purpose
     bench.restarts.inform("execute.0")
-    assert bench.last_told("schedule.0").crash_counts == {5: 2}
+    assert bench.last_informed("schedule.0").crash_counts == {5: 2}
     executor.state, executor.is_alive, executor.is_lost = "ready", True, True
     bench.die("execute.0")
-    assert bench.last_told("schedule.0").crash_counts == {5: 2}, "with its host"
+    assert bench.last_informed("schedule.0").crash_counts == {5: 2}, "with its host"
 
 
 def test_schedule_fails_a_request_before_it_learns_of_a_successor_that_would_get_it(bench: Bench) -> None:
@@ -220,8 +220,8 @@ class TestRanks:
         ranks.die(name)
         other = ranks.children["execute.1" if name == "execute.0" else "execute.0"]
         assert other.was_killed and not ranks.children[name].was_killed
-        assert ranks.told("schedule.0") == ["execute.1", "execute.0"]
-        assert ranks.last_told("schedule.0").crash_counts == {5: 1}
+        assert ranks.informed("schedule.0") == ["execute.1", "execute.0"]
+        assert ranks.last_informed("schedule.0").crash_counts == {5: 1}
         assert [ranks.resources.incarnations[f"execute.{rank}"] for rank in range(2)] == [2, 2]
         launches = [ranks.resources.launch("execute", "", [], rank) for rank in range(2)]
         assert len({launch.ranks_fd for launch in launches}) == 1
@@ -239,7 +239,7 @@ class TestRanks:
         assert inodes() == before
         assert ranks.resources.launch("schedule", "", []).library_fd == -1
 
-    def test_a_successor_is_told_its_own_back_end_and_not_that_of_another_rank(self, ranks: Bench) -> None:
+    def test_a_successor_gets_its_own_back_end_and_not_that_of_another_rank(self, ranks: Bench) -> None:
         """On other hosts they may differ."""
         own = m.Backend("avx2", "0a")
         ranks.resources.backends = {"execute.0": m.Backend("avx512", "0b"), "execute.1": own}
@@ -273,16 +273,16 @@ class TestLostHost:
         yield one
         one.resources.close()
 
-    def test_schedule_is_told_at_once_and_again_when_there_is_another_host(self, lost: Bench) -> None:
-        assert lost.told("schedule.0") == ["execute.1", "execute.0"]
-        first = lost.last_told("schedule.0")
+    def test_schedule_is_notified_at_once_and_again_when_there_is_another_host(self, lost: Bench) -> None:
+        assert lost.informed("schedule.0") == ["execute.1", "execute.0"]
+        first = lost.last_informed("schedule.0")
         assert first.peer.address == "tcp://10.0.0.1:2"
         assert not lost.restarts.deadlines, "they wait for a host, without a deadline of their own"
         for rank in range(2):
             lost.resources.set_address(f"execute.{rank}", f"tcp://10.0.0.9:{rank}")
         lost.restarts.hosts_found()
-        assert lost.told("schedule.0") == ["execute.1", "execute.0"] * 2
-        second = lost.last_told("schedule.0")
+        assert lost.informed("schedule.0") == ["execute.1", "execute.0"] * 2
+        second = lost.last_informed("schedule.0")
         assert second.peer.address == "tcp://10.0.0.9:0" and second.incarnation == first.incarnation + 1
         assert second.peer.public_key not in ("", first.peer.public_key)
         lost.restarts.has_host = lambda _: True
@@ -290,4 +290,4 @@ class TestLostHost:
 
     def test_a_host_that_is_found_while_nothing_waits_for_it_changes_nothing(self, bench: Bench) -> None:
         bench.restarts.hosts_found()
-        assert not any(bench.told(name) for name in bench.children)
+        assert not any(bench.informed(name) for name in bench.children)

@@ -74,7 +74,7 @@ def test_calls_that_are_required_stand_behind_the_reasoning() -> None:
     assert len(found.calls) == 1 and XML.replace("a</think>b", "b") in found.reasoning
 
 
-def test_a_name_that_begins_another_one_is_told_apart() -> None:
+def test_a_name_that_begins_another_one_is_another() -> None:
     names = {"find": "", "find_all": ""}
     made = formats("hermes", "qwen3")
     for name in names:

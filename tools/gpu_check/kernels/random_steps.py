@@ -45,15 +45,15 @@ def make(
     num_entries, num_tokens = len(entries) + padding, sum(spans) + padding
     most = max(-(-(start + count) // BLOCK_SIZE) for start, count in entries) + 1
     num_rows = len(entries) + 2
-    nobody = num_rows - 1
+    padding_row = num_rows - 1
     blocks = torch.randperm(num_rows * most, generator=generator).view(num_rows, most).to(device, torch.int32)
-    rows = torch.randperm(nobody, generator=generator)[: len(entries)].to(device, torch.int32)
+    rows = torch.randperm(padding_row, generator=generator)[: len(entries)].to(device, torch.int32)
 
     def ints(num: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full((num,), value, dtype=dtype, device=device)
 
     arrays = StepArrays(
-        rows=ints(num_entries, nobody),
+        rows=ints(num_entries, padding_row),
         starts=ints(num_entries),
         counts=ints(num_entries),
         offsets=ints(num_entries),
@@ -61,7 +61,7 @@ def make(
         positions=ints(num_tokens),
         slots=ints(num_tokens, -1, torch.int64),
         sampled=ints(num_entries),
-        sample_rows=ints(num_entries, nobody),
+        sample_rows=ints(num_entries, padding_row),
         num_known=ints(num_entries),
         blocks=blocks,
     )

@@ -89,11 +89,11 @@ def measure(
 
 
 def _run(load: StageDriver, seconds: float, progress: Callable[[float], None]) -> None:
-    begun = told = time.monotonic()
+    begun = reported_s = time.monotonic()
     while (now := time.monotonic()) - begun < seconds:
         load.turn()
-        if now - told > 0.1:
-            told = now
+        if now - reported_s > 0.1:
+            reported_s = now
             progress((now - begun) / seconds)
 
 

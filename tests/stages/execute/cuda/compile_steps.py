@@ -59,7 +59,7 @@ class NoWeights:
         return torch.ones(sum(sizes))
 
 
-class Nowhere(Interpreted):
+class DeviceWithoutMemory(Interpreted):
     """A device without memory."""
 
     launches_early = True
@@ -110,7 +110,7 @@ def main() -> None:
     # There are no values to check.
     quantize._half = lambda numbers: numbers.half()
     for name in args.shapes:
-        config, device = SHAPES[name], Nowhere()
+        config, device = SHAPES[name], DeviceWithoutMemory()
         whole, share, link = config, share_of(config, 0, args.tp), None
         if args.tp > 1:
             config = rank_config(config, share)

@@ -78,7 +78,7 @@ def test_texts_and_logprobs_are_the_same(slight_dir: Path, made: list[Request], 
     plain.close()
 
 
-class Letters:
+class LetterProposer:
     """Proposes what a grammar may not allow, or the end."""
 
     reads_hidden_states = False
@@ -114,7 +114,7 @@ def test_structured_output_is_the_same(tmp_path: Path) -> None:
     runner = CudaRunner(speculating(NUM_BLOCKS), folder)
     try:
         assert runner.speculator is not None
-        runner.speculator.proposer = Letters(runner.rows)
+        runner.speculator.proposer = LetterProposer(runner.rows)
         pair = Pair(runner, adaptive_speculation=False, **LIMITS)  # type: ignore[arg-type]
         assert pair.run(made) == before.run(made)
         assert pair.scheduler.load().num_steps < before.scheduler.load().num_steps

@@ -30,8 +30,8 @@ def test_health_has_what_the_executor_says_of_its_numbers(health: m.Health | Non
     assert body.backend == (
         "kernels=avx2 code=0123456789ab dtype=bfloat16 weights=q4_1+q8_0 activations=int12 kv_dtype=int8"
     )
-    told = _health_of(msgspec.json.encode(body))
-    assert told.numbers == Numbers(str(BACKEND), is_batch_invariant=False), "an ingress reads it"
+    reported = _health_of(msgspec.json.encode(body))
+    assert reported.numbers == Numbers(str(BACKEND), is_batch_invariant=False), "an ingress reads it"
 
 
 @pytest.mark.parametrize("health", [None, m.Health(1, "ok", [], None)])

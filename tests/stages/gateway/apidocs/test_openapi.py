@@ -182,7 +182,7 @@ class Part(msgspec.Struct):
     parts: list["Part"] = []
 
 
-class Whole(msgspec.Struct):
+class Documented(msgspec.Struct):
     """The first paragraph
     of it.
 
@@ -199,8 +199,8 @@ class Whole(msgspec.Struct):
 
 def test_the_schema_of_a_type() -> None:
     schemas = Schemas()
-    assert schemas.of(Whole) == {"$ref": "#/components/schemas/Whole"}
-    whole = schemas.components["Whole"]
+    assert schemas.of(Documented) == {"$ref": "#/components/schemas/Documented"}
+    whole = schemas.components["Documented"]
     assert whole["description"] == "The first paragraph of it."
     assert whole["required"] == ["number", "part"]
     fields = whole["properties"]

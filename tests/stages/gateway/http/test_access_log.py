@@ -185,7 +185,7 @@ def test_what_clients_choose_stays_in_its_line(tmp_path: Path) -> None:
         assert all(char.isprintable() for char in path.read_text().rstrip("\n"))
 
 
-class Kept(LogWriter):
+class LineList(LogWriter):
     def __init__(self) -> None:
         self.lines: list[bytes] = []
 
@@ -195,7 +195,7 @@ class Kept(LogWriter):
 
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_no_text_of_a_client_begins_another_line(form: str) -> None:
-    writer = Kept()
+    writer = LineList()
     log = AccessLog(writer, form, lambda _: "alice")
     nasty = 'x" \n\r\x1b[31m\u202e\x85\udc80 key=bob'
     log.add("", client="::1", method="GET", path=nasty, status=200, model=nasty, total_s=0.12345)

@@ -103,7 +103,7 @@ def test_every_route_requires_a_key(gate: Gate, method: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("header", [KEY, f"Key {KEY}", "Bearer", f"Bearer {KEY} {KEY}"])
-def test_a_key_in_another_form_is_told_the_form(gate: Gate, header: str) -> None:
+def test_a_key_in_another_form_gets_the_form(gate: Gate, header: str) -> None:
     refused = gate.client.get("/v1/models", headers={"Authorization": header})
     assert_refused(refused, "the header has another form; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
     assert KEY not in refused.text

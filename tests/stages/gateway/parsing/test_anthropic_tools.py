@@ -217,8 +217,8 @@ def test_results_may_name_tools() -> None:
     use = {"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}
     found = {"type": "tool_reference", "tool_name": "find"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found, text("a")]}
-    *_, told = prompt_of(USER, says("assistant", use), says("user", result)).messages
-    assert told.parts == ["find", "a"]
+    *_, reported = prompt_of(USER, says("assistant", use), says("user", result)).messages
+    assert reported.parts == ["find", "a"]
 
 
 # --------------------------------------------------------------------------------------------------------- Claude Code

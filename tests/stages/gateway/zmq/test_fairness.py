@@ -113,7 +113,7 @@ def received(connection: socket.socket) -> bytes:
     return data
 
 
-def test_a_message_may_pause_as_long_as_nobody_waits(address: str) -> None:
+def test_a_message_may_pause_as_long_as_no_other_waits(address: str) -> None:
     with pytest.MonkeyPatch.context() as patch, connect(address) as slow, peer(address) as other:
         patch.setattr(frame_budget, "GRACE_S", 0.0)
         slow.sendall(LARGE[:-100])

@@ -58,7 +58,7 @@ async def test_the_server_info_describes_the_model(gate: Gate, client: AsyncClie
         (b"\x95\xa5hello\x03\x04\xa3new\xc0", "the client versions 3 to 4: update the server, or use the HTTP API"),
     ],
 )
-def test_a_client_of_another_version_is_told_the_server_s_and_what_to_do(gate: Gate, hello: bytes, words: str) -> None:
+def test_a_client_of_another_version_gets_the_server_s_and_what_to_do(gate: Gate, hello: bytes, words: str) -> None:
     with RawPeer(gate, hello=False) as peer:
         peer.send(hello)
         kind, failure = msgspec.msgpack.decode(peer.socket.recv())

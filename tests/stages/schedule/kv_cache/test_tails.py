@@ -95,7 +95,7 @@ def test_a_client_that_has_less_gets_the_same_ids_again(num_lost: int) -> None:
     finish(successor, NUM_STREAMS)
 
 
-def test_other_requests_take_blocks_that_nobody_comes_for() -> None:
+def test_other_requests_take_unused_blocks() -> None:
     bench = begin(num_blocks=40)
     turn(bench, 40)
     successor = bench.hand_over()

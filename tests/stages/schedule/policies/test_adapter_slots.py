@@ -104,7 +104,7 @@ def test_sequences_wait_until_the_executor_has_loaded_their_adapter() -> None:
     slots.check()
 
 
-def test_the_executor_keeps_what_it_was_told_until_it_is_told_others() -> None:
+def test_the_executor_keeps_its_adapters_until_it_gets_others() -> None:
     slots, make = AdapterSlots(1, waits=True), Sequences()
     first = make("a")
     assert not slots.admit(first) and slots.next_message() == (1, ["a"])

@@ -157,7 +157,7 @@ def test_a_request_that_waits_is_a_suspect_of_the_death_of_schedule() -> None:
     assert bench.suspects == []
 
 
-class Lives:
+class SchedulerLives:
     """Requests that run in one scheduler after the other."""
 
     def __init__(self, num_requests: int, poison: int, rng: Random) -> None:
@@ -214,7 +214,7 @@ class Lives:
 def test_a_request_that_kills_each_scheduler_fails_alone(num_requests: int, seed: int) -> None:
     rng = Random(seed)
     poison = rng.randrange(num_requests)
-    lives = Lives(num_requests, poison, rng)
+    lives = SchedulerLives(num_requests, poison, rng)
     num_deaths = 0
     while lives.live():
         num_deaths += 1

@@ -10,7 +10,7 @@ from pipeline.stages.schedule.rows import RowTracker
 from tests.stages.schedule.bench import Bench, config
 
 
-class Around:
+class StepTimes:
     """A step takes 10 ms, and `row_ms` more for each row or proposed id."""
 
     def __init__(self, num_rows: int, row_ms: float, **limits: object) -> None:
@@ -43,7 +43,7 @@ class Around:
 
 
 def test_one_row_gets_more_if_more_is_accepted() -> None:
-    around = Around(1, row_ms=1.0)
+    around = StepTimes(1, row_ms=1.0)
     granted = []
     for num_accepted in (7, 3, 1, 0):
         around.observe(7, num_accepted, times=40)
@@ -52,14 +52,14 @@ def test_one_row_gets_more_if_more_is_accepted() -> None:
 
 
 def test_nothing_is_proposed_if_verifying_costs_as_much_as_decoding() -> None:
-    around = Around(1, row_ms=1e4)
+    around = StepTimes(1, row_ms=1e4)
     around.observe(7, 7, times=40)
     assert around.grant() == [0]
 
 
 def test_many_rows_need_a_higher_acceptance_than_one() -> None:
     for num_rows, is_granted in ((1, True), (32, False)):
-        around = Around(num_rows, row_ms=1.0, max_num_batched_tokens=200)
+        around = StepTimes(num_rows, row_ms=1.0, max_num_batched_tokens=200)
         around.observe(4, 2, times=40)
         assert any(around.grant()) == is_granted
         around.observe(7, 7, times=80)
@@ -67,7 +67,7 @@ def test_many_rows_need_a_higher_acceptance_than_one() -> None:
 
 
 def test_a_row_without_grants_probes_now_and_then() -> None:
-    around = Around(1, row_ms=1.0)
+    around = StepTimes(1, row_ms=1.0)
     around.observe(7, 0, times=40)
     probed = [total for total in range(100, 100 + 4 * PROBE_EVERY) if around.grant(total)[0]]
     assert np.diff(probed).tolist() == [PROBE_EVERY] * (len(probed) - 1)
@@ -75,7 +75,7 @@ def test_a_row_without_grants_probes_now_and_then() -> None:
 
 
 def test_a_new_sequence_begins_with_the_average() -> None:
-    around = Around(2, row_ms=1.0)
+    around = StepTimes(2, row_ms=1.0)
     around.observe(7, 0, times=200)
     assert around.speculation.mean < 0.1
     around.speculation.acceptance[:] = 0.9
@@ -84,7 +84,7 @@ def test_a_new_sequence_begins_with_the_average() -> None:
 
 
 def test_proposals_after_the_end_of_a_text_are_not_wrong() -> None:
-    around = Around(1, row_ms=1.0)
+    around = StepTimes(1, row_ms=1.0)
     around.observe(7, 2, times=40, has_ended=True)
     assert around.speculation.acceptance[0] > 0.9
     around.observe(7, 2, times=40)
@@ -92,18 +92,18 @@ def test_proposals_after_the_end_of_a_text_are_not_wrong() -> None:
 
 
 def test_grants_keep_the_limits() -> None:
-    assert Around(3, 0.1, adaptive_speculation=False, max_num_drafts=10).grant() == [7, 3, 0]
-    assert Around(3, 0.1, adaptive_speculation=False, max_num_batched_tokens=12).grant() == [7, 2, 0]
-    around = Around(3, 0.1, adaptive_speculation=False)
+    assert StepTimes(3, 0.1, adaptive_speculation=False, max_num_drafts=10).grant() == [7, 3, 0]
+    assert StepTimes(3, 0.1, adaptive_speculation=False, max_num_batched_tokens=12).grant() == [7, 2, 0]
+    around = StepTimes(3, 0.1, adaptive_speculation=False)
     around.tracker.max_num_tokens[:3] = [100, 101, 104]
     assert around.grant(total=100) == [0, 0, 3]
-    around = Around(1, row_ms=1.0, max_step_s=0.0145)
+    around = StepTimes(1, row_ms=1.0, max_step_s=0.0145)
     around.observe(7, 7, times=40)
     assert around.grant() == [3]
 
 
 def test_counts() -> None:
-    around = Around(2, row_ms=1.0)
+    around = StepTimes(2, row_ms=1.0)
     around.observe(3, 2)
     around.observe(0, 0)
     around.observe(1, 0)

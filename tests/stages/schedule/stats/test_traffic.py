@@ -148,7 +148,7 @@ def test_open_requests_are_noted_when_the_recording_ends() -> None:
         bench.take()
 
 
-def test_what_nobody_takes_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_taken_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "MAX_KEPT", 3)
     bench = Recorded()
     for number in range(5):

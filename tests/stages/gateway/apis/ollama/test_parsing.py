@@ -252,8 +252,8 @@ def test_results_without_ids_answer_calls_by_name_in_their_order() -> None:
 def test_a_call_without_an_id_gets_none_that_another_call_has() -> None:
     numbered, other, third = ({"function": {"name": name, "arguments": {}}} for name in ("find", "now", "add"))
     said = {"role": "assistant", "content": "", "tool_calls": [other, numbered | {"id": "call00002"}, third]}
-    told = [{"role": "tool", "content": name, "tool_name": name} for name in ("add", "find", "now")]
-    _, found, *results = prompt_of({"role": "user", "content": "Hi"}, said, *told).messages
+    reported = [{"role": "tool", "content": name, "tool_name": name} for name in ("add", "find", "now")]
+    _, found, *results = prompt_of({"role": "user", "content": "Hi"}, said, *reported).messages
     ids = {call.name: call.id for call in found.tool_calls}
     assert len(set(ids.values())) == 3 and ids["find"] == "call00002"
     assert [one.tool_call_id for one in results] == [ids["add"], ids["find"], ids["now"]]

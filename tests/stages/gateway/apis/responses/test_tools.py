@@ -175,13 +175,13 @@ def test_a_reply_and_its_results_are_items_of_the_tools(stream: bool) -> None:
     sent = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in output]
     (chat,) = parsed(codex(*sent, *results)).request.prompts
     assert isinstance(chat, m.ChatPrompt)
-    said, *told = chat.messages[4:]
+    said, *reported = chat.messages[4:]
     assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [
         ("apply_patch", {"input": INPUT}),
         ("mcp__docs__search", {"q": "a"}),
         ("shell_command", {}),
     ]
-    assert [(one.role, one.content, one.tool_call_id) for one in told] == [
+    assert [(one.role, one.content, one.tool_call_id) for one in reported] == [
         ("tool", f"{index}", item["call_id"]) for index, item in enumerate(output)
     ]
 
