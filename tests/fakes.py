@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.shm.arrays import Array, ShmRef
 
 VOCAB = 997
@@ -77,7 +77,7 @@ class _Row:
         self.num_prompt = add.num_prompt
         self.dead = False
 
-    def prompt_records(self, start: int, count: int) -> list[bytes]:
+    def prompt_logprobs(self, start: int, count: int) -> list[bytes]:
         """Logprob records of the ids that follow these positions."""
         num_top = self.options.num_prompt_logprobs
         if self.dead or num_top < 0 or self.index > 0:
@@ -190,11 +190,11 @@ class FakeExecutor:
         sampled_ids: list[int] = []
         num_ids: list[int] = []
         finishes: list[int] = []
-        records: list[bytes] = []
-        prompt_records: list[bytes] = []
+        token_outputs: list[bytes] = []
+        prompt_logprobs: list[bytes] = []
         errors: list[str] = []
         for row, start, count, samples, _ in entries:
-            prompt_records += self.rows[row].prompt_records(start, count)
+            prompt_logprobs += self.rows[row].prompt_logprobs(start, count)
             if not samples:
                 continue
             sampled.append(row)
@@ -205,7 +205,7 @@ class FakeExecutor:
             finishes.append(int(finish))
             errors += [error] if error else []
             if state.options.num_logprobs >= 0:
-                records += [record(token_id, state.options.num_logprobs) for token_id in kept]
+                token_outputs += [record(token_id, state.options.num_logprobs) for token_id in kept]
         num_drafts_of = [len(proposed[row]) for row in sampled]
         put = self._put
         return m.StepResult(
@@ -218,8 +218,8 @@ class FakeExecutor:
             compute_s=0.001 + self._token_s * (len(written) // len(self.groups)) + self.copy_s * num_copies,
             wait_s=0.0,
             copy_s=self.copy_s * num_copies,
-            records=put(np.frombuffer(b"".join(records), np.uint8)),
-            prompt_records=put(np.frombuffer(b"".join(prompt_records), np.uint8)),
+            token_outputs=put(np.frombuffer(b"".join(token_outputs), np.uint8)),
+            prompt_logprobs=put(np.frombuffer(b"".join(prompt_logprobs), np.uint8)),
             errors=errors,
             num_ids=put(np.array(num_ids, np.int32)) if any(num_drafts_of) else b"",
             num_drafts=put(np.array(num_drafts_of, np.int32)) if any(num_drafts_of) else b"",

@@ -196,7 +196,7 @@ FEW = {
     "tests/stages/schedule/samples/test_beam_search.py::test_histories": 5,
     "tests/stages/schedule/samples/test_beam_search.py::test_it_finds_what_a_search_over_all_ids_finds": 2,
     "tests/stages/schedule/test_liveness.py": 2,
-    "tests/stages/schedule/output/test_logprob_records.py": 2,
+    "tests/stages/schedule/output/test_token_outputs.py": 2,
     "tests/stages/schedule/test_speculation_groups.py::test_the_ids_are_exact_while_all_of_it_happens": 2,
     "tests/text/formats/test_families.py": 3,
     "tests/text/formats/test_family_grammars.py": 4,

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.runtime.process.black_box import CRUMB_BYTES, Breadcrumb
 from pipeline.stages.detokenize.output_sequence import ERROR, Ids, OutputSequence
 from pipeline.stages.detokenize.stop_matcher import StopStrings
@@ -150,11 +150,11 @@ class OutputProcessor:
         finishes: list[int],
         firsts: Collection[m.FirstTimes] = (),
         settled_s: float | None = None,
-        records: bytes = b"",
+        token_outputs: bytes = b"",
         errors: Iterable[str] = (),
         drafts: Collection[m.DraftCounts] = (),
     ) -> list[m.Abort]:
-        """Handle a `Settled`, except for prompt records. Returns an `Abort` for schedule for each sequence with a stop
+        """Handle a `Settled`, except for prompt logprobs. Returns an `Abort` for schedule for each sequence with a stop
         string."""
         aborts: list[m.Abort] = []
         self._settled_s = self._settled_s if settled_s is None else settled_s
@@ -169,12 +169,12 @@ class OutputProcessor:
                 begin, end = end, end + count
                 if self._resuming and seq in self._resuming:
                     sequence = self._resuming[seq]
-                    recorded += (size := sequence.record_bytes * count)
+                    recorded += (size := sequence.token_output_bytes * count)
                     later = functools.partial(
                         self.settle,
                         *([seq], [start], [count], ids[begin:end], [finish]),
                         [msgspec.structs.replace(first_of[index], index=0)] if index in first_of else (),
-                        records=records[recorded - size : recorded],
+                        token_outputs=token_outputs[recorded - size : recorded],
                         errors=[next(reasons, "")] if finish == ERROR else (),
                         drafts=[msgspec.structs.replace(drafts_of[index], index=0)] if index in drafts_of else (),
                     )
@@ -188,8 +188,8 @@ class OutputProcessor:
                     sequence.drafts = drafts_of.get(index, sequence.drafts)
                 if finish == ERROR:
                     sequence.error = next(reasons, "")
-                if width := sequence.record_bytes:
-                    records_begin, recorded = recorded, recorded + width * count
+                if width := sequence.token_output_bytes:
+                    token_outputs_begin, recorded = recorded, recorded + width * count
                     num_before = sequence.id_offset + len(sequence.ids) - start
                 if sequence.finish:
                     continue  # stopped; its gateway knows
@@ -197,7 +197,7 @@ class OutputProcessor:
                     self._breadcrumb.at(sequence.request_id, sequence.attempt)
                 sequence.settle(start, ids[begin:end], finish)
                 if width:
-                    sequence.add_records(num_before, records[records_begin:recorded])
+                    sequence.add_token_outputs(num_before, token_outputs[token_outputs_begin:recorded])
                 if sequence.finish and not finish:
                     aborts.append(_abort_of(sequence))
                 if sequence.ids or sequence.finish:
@@ -209,23 +209,23 @@ class OutputProcessor:
         if names:
             self._breadcrumb.clear()
         assert end == len(ids), f"{len(ids)} ids came, {end} were expected"
-        assert recorded == len(records), f"{len(records)} bytes of records came, {recorded} were expected"
+        assert recorded == len(token_outputs), f"{len(token_outputs)} bytes of token outputs came, {recorded} were expected"
         return aborts
 
-    def add_prompt_records(self, message: m.Settled) -> None:
-        """Handle the prompt records of a `Settled`. Call it before `settle`, which may close the sequences."""
-        for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+    def add_prompt_logprobs(self, message: m.Settled) -> None:
+        """Handle the prompt logprobs of a `Settled`. Call it before `settle`, which may close the sequences."""
+        for seq, start, logprobs in zip(message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True):
             if seq in self._resuming:
-                later = functools.partial(self._add_prompt_records, seq, start, records)
+                later = functools.partial(self._add_prompt_logprobs, seq, start, logprobs)
                 self._resuming[seq].later.append(later)
             else:
-                self._add_prompt_records(seq, start, records)
+                self._add_prompt_logprobs(seq, start, logprobs)
 
-    def _add_prompt_records(self, seq: int, start: int, records: bytes) -> list[m.Abort]:
+    def _add_prompt_logprobs(self, seq: int, start: int, logprobs: bytes) -> list[m.Abort]:
         sequence = self._live[seq]
         if not sequence.finish:
             with self._breadcrumb.at(sequence.request_id, sequence.attempt):
-                sequence.add_prompt_records(start, records)
+                sequence.add_prompt_logprobs(start, logprobs)
             self._unsent[sequence.gateway][seq] = sequence
         return []
 
@@ -239,7 +239,7 @@ class OutputProcessor:
         request_ids, attempts, indexes, texts, text_offsets = [], [], [], [], []
         ids, id_offsets, num_ids, finishes, stop_reasons = array("i"), [], [], [], []
         firsts, errors, drafts, special_indices, spans = [], [], [], [], []
-        has_records = False
+        has_token_outputs = False
         # One loop instead of a comprehension for each list: beside a running step, the caches are cold, and each piece
         # of code costs more to load than to run.
         for index, sequence in enumerate(sequences):
@@ -262,9 +262,9 @@ class OutputProcessor:
             if sequence.special_spans:
                 special_indices.append(index)
                 spans.append(bytes(sequence.special_spans))
-            if sequence.records or sequence.prompt_records:  # seldom
-                has_records = True
-        prompts = [(index, one) for index, one in enumerate(sequences) if one.prompt_records] if has_records else []
+            if sequence.token_outputs or sequence.prompt_logprobs:  # seldom
+                has_token_outputs = True
+        prompts = [(index, one) for index, one in enumerate(sequences) if one.prompt_logprobs] if has_token_outputs else []
         return m.Deltas(
             request_ids=request_ids,
             attempts=attempts,
@@ -279,11 +279,11 @@ class OutputProcessor:
             firsts=firsts,
             settled_s=self._settled_s,
             sent_s=now_s,
-            records=_or_none([bytes(sequence.records) for sequence in sequences]) if has_records else [],
-            pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if has_records else [],
+            token_outputs=_or_none([bytes(sequence.token_outputs) for sequence in sequences]) if has_token_outputs else [],
+            pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if has_token_outputs else [],
             prompt_indices=[index for index, _ in prompts] if prompts else [],
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts] if prompts else [],
-            prompt_records=[bytes(sequence.prompt_records) for _, sequence in prompts] if prompts else [],
+            prompt_logprobs=[bytes(sequence.prompt_logprobs) for _, sequence in prompts] if prompts else [],
             prompt_pieces=[self._prompt_pieces(sequence) for _, sequence in prompts] if prompts else [],
             errors=errors,
             drafts=drafts,
@@ -292,18 +292,18 @@ class OutputProcessor:
         )
 
     def _pieces(self, sequence: OutputSequence) -> list[bytes]:
-        """The bytes of each of its ids and of the likeliest ids in its records."""
-        if not (sequence.options.with_pieces and sequence.records):
+        """The bytes of each of its ids and of the likeliest ids in its token outputs."""
+        if not (sequence.options.with_pieces and sequence.token_outputs):
             return []
-        names = np.frombuffer(bytes(sequence.records), logprob_dtype(sequence.options.num_logprobs))["top_ids"].tolist()
+        names = np.frombuffer(bytes(sequence.token_outputs), logprob_dtype(sequence.options.num_logprobs))["top_ids"].tolist()
         pairs = zip(sequence.ids, names, strict=True)
         return [self._bytes_of(named) for token_id, top_ids in pairs for named in (token_id, *top_ids)]
 
     def _prompt_pieces(self, sequence: OutputSequence) -> list[bytes]:
         if not sequence.options.with_pieces:
             return []
-        records = np.frombuffer(bytes(sequence.prompt_records), logprob_dtype(sequence.options.num_prompt_logprobs))
-        return list(map(self._bytes_of, records["top_ids"].reshape(-1).tolist()))
+        token_outputs = np.frombuffer(bytes(sequence.prompt_logprobs), logprob_dtype(sequence.options.num_prompt_logprobs))
+        return list(map(self._bytes_of, token_outputs["top_ids"].reshape(-1).tolist()))
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self._bytes[token_id]

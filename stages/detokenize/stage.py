@@ -124,7 +124,7 @@ class DetokenizeStage:
                 fields = {"request": f"{request_id:x}", "finish": m.Finish(finish).name.lower()}
                 self._stage.log.debug("ended", extra={"fields": fields})
         if message.prompt_seqs:
-            self._output_processor.add_prompt_records(message)
+            self._output_processor.add_prompt_logprobs(message)
         aborts = self._output_processor.settle(
             seqs,
             arrays.take_list(message.starts, "i"),
@@ -133,7 +133,7 @@ class DetokenizeStage:
             finishes,
             message.firsts,
             message.settled_s,
-            arrays.take(message.records, "u1").tobytes() if message.records else b"",
+            arrays.take(message.token_outputs, "u1").tobytes() if message.token_outputs else b"",
             message.errors,
             message.drafts,
         )

@@ -33,7 +33,7 @@ class Sampled(NamedTuple):
     token_outputs: ByteArray = NO_BYTES
     """The logprobs or the embedding of each of `ids` whose row requests one, concatenated."""
     prompt_logprobs: ByteArray = NO_BYTES
-    """`StepResult.prompt_records`"""
+    """`StepResult.prompt_logprobs`"""
     errors: tuple[str, ...] = ()
     """The reason for each finish that is `ERROR`, in order."""
     num_ids: IntArray = NO_IDS
@@ -90,8 +90,8 @@ class Publisher:
             compute_s=compute_s,
             wait_s=times.wait_s,
             copy_s=sampled.copy_s,
-            records=put(sampled.token_outputs) if len(sampled.token_outputs) else b"",
-            prompt_records=put(sampled.prompt_logprobs) if len(sampled.prompt_logprobs) else b"",
+            token_outputs=put(sampled.token_outputs) if len(sampled.token_outputs) else b"",
+            prompt_logprobs=put(sampled.prompt_logprobs) if len(sampled.prompt_logprobs) else b"",
             errors=list(sampled.errors),
             num_ids=put(sampled.num_ids) if len(sampled.num_ids) else b"",
             num_drafts=put(sampled.num_drafts) if len(sampled.num_drafts) else b"",

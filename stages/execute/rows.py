@@ -78,7 +78,7 @@ class RowTable:
         """Number of top logprobs for each id."""
         self.num_prompt_logprobs: IntArray = np.full(max_num_seqs, NO_LOGPROBS, np.int32)
         self.logprob_token_ids: list[IntArray] = [NO_IDS] * max_num_seqs
-        """The ids in a row's records instead of the likeliest ones; empty for the likeliest."""
+        """The ids in a row's token outputs instead of the likeliest ones; empty for the likeliest."""
         self._logprob_id_addresses: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros(max_num_seqs, np.uint64)
         """Addresses of these ids; 0 for none."""
         self.adapters: IntArray = np.full(max_num_seqs, -1, np.int32)
@@ -175,7 +175,9 @@ class RowTable:
         self.num_logprobs[row] = options.num_logprobs
         self.logprob_token_ids[row] = given = np.array(options.logprob_token_ids, np.int32)
         if len(given):
-            assert len(given) == options.num_logprobs, f"row {row} has {len(given)} ids for records of another size"
+            assert len(given) == options.num_logprobs, (
+                f"row {row} has {len(given)} ids for token outputs of another size"
+            )
             assert given.min() >= 0 and given.max() < self.vocab_size, f"row {row} has ids outside the vocabulary"
         self._logprob_id_addresses[row] = given.ctypes.data if len(given) else 0
         # Only the first sequence of a request returns prompt logprobs.

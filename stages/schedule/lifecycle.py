@@ -299,7 +299,7 @@ class SequenceLifecycle:
         if is_beam:
             if ids is None:
                 ids = np.concatenate((sequence.request.prompt, sequence.resumed_outputs))
-                sequence.records.clear()
+                sequence.token_outputs.clear()
             sequence.ids = ids
             self._output_buffer.add_closing(sequence, sequence.num_resumed_tokens, finish)
         elif not has_row:

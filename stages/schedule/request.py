@@ -37,20 +37,20 @@ class RequestState(msgspec.Struct, eq=False):
     """The root of its prefix keys."""
     keys: list[bytes] = []
     """Prefix keys of the prompt's full blocks, if n > 1: parallel samples share them."""
-    record_bytes: int = 0
-    """Bytes of the executor's logprob record of each output id; 0 without records."""
-    prompt_record_bytes: int = 0
-    """Bytes of the record of each prompt id but the first; its first sequence gets them."""
-    num_prompt_records: int = 0
-    """Prompt records received so far."""
+    token_output_bytes: int = 0
+    """Bytes of the executor's token output of each output id; 0 without token outputs."""
+    prompt_logprob_bytes: int = 0
+    """Bytes of the token output of each prompt id but the first; its first sequence gets them."""
+    num_known_prompt_logprobs: int = 0
+    """Prompt logprobs received so far."""
     beam_search: BeamSearch | None = None
     row_options: Raw = Raw()
     """Options for the executor's rows: those of a beam search have others."""
 
     @property
-    def row_record_bytes(self) -> int:
-        """Bytes of the executor's record of each sampled id; 0 without records."""
-        return self.record_bytes if self.beam_search is None else self.beam_search.record_bytes
+    def row_token_output_bytes(self) -> int:
+        """Bytes of the executor's token output of each sampled id; 0 without token outputs."""
+        return self.token_output_bytes if self.beam_search is None else self.beam_search.token_output_bytes
 
     @property
     def n(self) -> int:
@@ -108,12 +108,12 @@ class Sequence(msgspec.Struct, eq=False):
     """How the ids at admission end it, if they do."""
     resumed_outputs: Ids = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
     """Output at admission, if it is computed again from the prompt: that of a beam search."""
-    records: bytearray = msgspec.field(default_factory=bytearray)
-    """Logprob records of settled ids, without those at admission."""
-    num_record_bytes_sent: int = 0
+    token_outputs: bytearray = msgspec.field(default_factory=bytearray)
+    """Token outputs of settled ids, without those at admission."""
+    num_token_output_bytes_sent: int = 0
     """How much of these was sent to detokenize."""
-    prompt_records: bytearray = msgspec.field(default_factory=bytearray)
-    """Logprob records of the prompt that were passed on."""
+    prompt_logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    """Logprobs of the prompt that were passed on."""
     error: str = ""
     """The reason, if it finished with `error`."""
     num_cached: int = 0
@@ -133,17 +133,17 @@ class Sequence(msgspec.Struct, eq=False):
         return 0 if self.request.beam_search is not None else self.index
 
     @property
-    def prompt_record_bytes(self) -> int:
-        return self.request.prompt_record_bytes if self.index == 0 else 0
+    def prompt_logprob_bytes(self) -> int:
+        return self.request.prompt_logprob_bytes if self.index == 0 else 0
 
     @property
-    def unsent_records(self) -> bytes:
-        return bytes(self.records[self.num_record_bytes_sent :])
+    def unsent_token_outputs(self) -> bytes:
+        return bytes(self.token_outputs[self.num_token_output_bytes_sent :])
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the executor returns records of its output or of its prompt."""
-        return self.request.row_record_bytes > 0 or self.prompt_record_bytes > 0
+        """Whether the executor returns token outputs of its output or of its prompt."""
+        return self.request.row_token_output_bytes > 0 or self.prompt_logprob_bytes > 0
 
     @property
     def draft_counts(self) -> DraftCounts | None:

@@ -7,8 +7,8 @@ import numpy as np
 from msgspec import Raw
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.runtime.topology import shard
 from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
@@ -85,8 +85,8 @@ class RequestStates:
             message.options,
             queued_s=self._state.now_s,
             root=prefix.root(options.cache_salt, options.adapter_id),
-            record_bytes=record_bytes(options, self._config.hidden_size),
-            prompt_record_bytes=prompt_record_bytes(options),
+            token_output_bytes=token_output_bytes(options, self._config.hidden_size),
+            prompt_logprob_bytes=prompt_logprob_bytes(options),
             row_options=message.options,
         )
         if options.use_beam_search:
@@ -227,7 +227,7 @@ class RequestStates:
             request.raw_options,
             self._puts[sequence.detokenize](outputs),
             int(sequence.resumed_finish),
-            request.record_bytes,
+            request.token_output_bytes,
         )
 
     def abort(self, message: m.Abort) -> None:

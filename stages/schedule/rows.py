@@ -67,10 +67,10 @@ class RowTracker:
         self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.tables: Int32s = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
         """By KV group: the block tables, [rows, places] each."""
-        self.record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Bytes of the record of each sampled id; 0 in rows without records."""
-        self.prompt_record_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
-        """Bytes of the record of each prompt id; 0 in rows without them."""
+        self.token_output_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Bytes of the token output of each sampled id; 0 in rows without token outputs."""
+        self.prompt_logprob_bytes: Int64s = np.zeros(max_num_seqs, np.int64)
+        """Bytes of the token output of each prompt id; 0 in rows without them."""
         self.flags: Int64s = np.zeros(max_num_seqs, np.int64)
         """What the row's steps need (row_flags.py)."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
@@ -144,8 +144,8 @@ class RowTracker:
         self.generation[row] += 1
         self.active[row] = True
         self.ids[row, :num_tokens] = sequence.ids
-        self.record_bytes[row] = sequence.request.row_record_bytes
-        self.prompt_record_bytes[row] = sequence.prompt_record_bytes
+        self.token_output_bytes[row] = sequence.request.row_token_output_bytes
+        self.prompt_logprob_bytes[row] = sequence.prompt_logprob_bytes
         self.sequences[row] = sequence
         sequence.row = row
         sequence.ids = sequence.ids[:0]

@@ -8,7 +8,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.arrays import Bools, Ids, Int64s
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
-from pipeline.stages.schedule.output.logprob_records import take_prompt_records, take_records
+from pipeline.stages.schedule.output.token_outputs import take_prompt_logprobs, take_token_outputs
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.samples.beams import Beams
@@ -62,9 +62,9 @@ class Settlement:
         if step.has_drafts is not None:
             rows.num_drafts[sampled[step.has_drafts & current]] = 0
         if (expected := step.expected_logprobs) is not None:
-            records = take(result.records, np.uint8).tobytes()
-            take_records(rows, expected, sampled, ids, current, records, num_ids if len(num_ids) else None)
-            take_prompt_records(rows, expected, take(result.prompt_records, np.uint8).tobytes(), self._output_buffer)
+            token_outputs = take(result.token_outputs, np.uint8).tobytes()
+            take_token_outputs(rows, expected, sampled, ids, current, token_outputs, num_ids if len(num_ids) else None)
+            take_prompt_logprobs(rows, expected, take(result.prompt_logprobs, np.uint8).tobytes(), self._output_buffer)
         self.traced_request_ids = []
         if result.errors:
             failed = finishes == Finish.ERROR

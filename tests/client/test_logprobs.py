@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.client.logprobs import Logprob, logprobs_of
-from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
+from pipeline.runtime.token_outputs import logprob_bytes, logprob_dtype
 from tests.fakes import logprob, record
 
 

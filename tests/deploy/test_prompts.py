@@ -31,8 +31,8 @@ def test_what_changes_the_prefix_changes_the_keys(change: dict[str, Any]):
 
 def test_prompts_of_two_api_keys_share_no_key():
     for body in (b'{"prompt":"%s"}' % (LONG.encode()), json.dumps({"prompt": list(range(3 * KEY_TOKENS))}).encode()):
-        one, other, nobody = (set(prompt_of(body, scope).keys) for scope in ("01", "02", ""))
-        assert one and other and nobody and not one & other and not one & nobody
+        one, other, unknown = (set(prompt_of(body, scope).keys) for scope in ("01", "02", ""))
+        assert one and other and unknown and not one & other and not one & unknown
 
 
 def test_texts_ids_and_inputs_have_keys():

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.token_outputs import token_output_bytes
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway.apis.openai.reply import COMPLETION
 from pipeline.stages.gateway.open_requests.request import Request
@@ -228,12 +228,16 @@ class Ledger:
                 assert case.texts[index] == outcome.text[case.text_begins[index] if num_resumed_tokens else 0 :], where
             options = case.options
             if options.num_logprobs >= 0:
-                records = b"".join(fakes.record(one, options.num_logprobs) for one in outcome.ids[num_resumed_tokens:])
-                assert sequence.records == records, f"{where}: other logprobs"
-                assert len(records) == (len(outcome.ids) - num_resumed_tokens) * record_bytes(options, hidden_size=0)
+                token_outputs = b"".join(
+                    fakes.record(one, options.num_logprobs) for one in outcome.ids[num_resumed_tokens:]
+                )
+                assert sequence.token_outputs == token_outputs, f"{where}: other logprobs"
+                assert len(token_outputs) == (len(outcome.ids) - num_resumed_tokens) * token_output_bytes(
+                    options, hidden_size=0
+                )
         if case.options.num_prompt_logprobs >= 0 and not case.is_aborted:
-            records = b"".join(fakes.record(one, case.options.num_prompt_logprobs) for one in case.prompt[1:])
-            assert request.prompt_requests[0].prompt_records == records, f"{where}: other prompt logprobs"
+            token_outputs = b"".join(fakes.record(one, case.options.num_prompt_logprobs) for one in case.prompt[1:])
+            assert request.prompt_requests[0].prompt_logprobs == token_outputs, f"{where}: other prompt logprobs"
 
 
 def random_case(

@@ -136,7 +136,7 @@ def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.Blac
     order = m.Record(0, str(tmp_path / "ordinary"), with_sent=False)
     ordinary = RecordingContext(order, header_of(launch, order, from_start=True), memories, log)
     parts = [ShmRef("schedule.0", begin, 50, 1) for begin in (0, 100)]
-    messages = [FATAL, msgspec.structs.replace(FATAL, ids=parts[0], records=parts[1]), m.Ping(7)]
+    messages = [FATAL, msgspec.structs.replace(FATAL, ids=parts[0], token_outputs=parts[1]), m.Ping(7)]
     for context in (crash, ordinary):
         for number in (0, 1, 3):
             for incarnation, message in enumerate(messages[:number], 1):

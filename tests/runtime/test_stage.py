@@ -98,7 +98,8 @@ def test_all_arrays_of_an_unsent_message_can_be_taken_back(pair):
     writer, _ = pair
     big = np.arange(5000, dtype=np.int32)
     fields = {
-        name: writer.put(big, readers=READERS) for name in ("seqs", "starts", "counts", "ids", "finishes", "records")
+        name: writer.put(big, readers=READERS)
+        for name in ("seqs", "starts", "counts", "ids", "finishes", "token_outputs")
     }
     message = m.Settled(**fields)
     assert writer.arena.num_live == 6

@@ -24,8 +24,8 @@ class Open(Message, frozen=True, tag="open"):
     """int32; output ids that the client has already"""
     finish: int = Finish.NONE
     """How these ids end the sequence, if they do; a `Settled` without further ids follows."""
-    record_bytes: int = 0
-    """Bytes of the record of each output id; 0: no records."""
+    token_output_bytes: int = 0
+    """Bytes of the token output of each output id; 0: no token outputs."""
 
 
 class Settled(Message, frozen=True, tag="settled"):
@@ -46,14 +46,14 @@ class Settled(Message, frozen=True, tag="settled"):
     """Of the entries with the first sampled id of their sequence."""
     settled_s: float = 0.0
     """When this was sent, by time.monotonic()."""
-    records: Array = b""
+    token_outputs: Array = b""
     """uint8: those of `ids`, of the entries that ask for them, one after the other"""
     prompt_seqs: list[int] = []
-    """Sequences with records of their prompt in this message; the next two are parallel. None of them has ended
+    """Sequences with logprobs of their prompt in this message; the next two are parallel. None of them has ended
     before."""
     prompt_starts: list[int] = []
-    """Records of the prompt before these"""
-    prompt_records: list[bytes] = []
+    """Logprobs of the prompt before these"""
+    prompt_logprobs: list[bytes] = []
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
     drafts: list[DraftCounts] = []

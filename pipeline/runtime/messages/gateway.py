@@ -68,20 +68,21 @@ class Deltas(Message, frozen=True, tag="deltas"):
     """When schedule sent the newest of these ids."""
     sent_s: float = 0.0
     """When detokenize sent this."""
-    records: list[bytes] = []
-    """By entry, the records of its ids, or nothing if the request has none; see
-    pipeline/runtime/logprob_records.py. Empty if no entry has any; likewise the next."""
+    token_outputs: list[bytes] = []
+    """By entry, the token outputs of its ids, or nothing if the request has none; see
+    pipeline/runtime/token_outputs.py. Empty if no entry has any; likewise the next."""
     pieces: list[list[bytes]] = []
-    """By entry, if `GenerationOptions.with_pieces` is set: for each record the bytes of its id, then of its top ids."""
+    """By entry, if `GenerationOptions.with_pieces` is set: for each token output the bytes of its id, then of its top
+    ids."""
     prompt_indices: list[int] = []
-    """Entries with records of their prompt's ids; the next three are parallel. Such an entry may have no ids."""
+    """Entries with logprobs of their prompt's ids; the next three are parallel. Such an entry may have no ids."""
     prompt_offsets: list[int] = []
-    """Records of the prompt before these."""
-    prompt_records: list[bytes] = []
+    """Logprobs of the prompt before these."""
+    prompt_logprobs: list[bytes] = []
     """Of prompt ids, from the second on"""
     prompt_pieces: list[list[bytes]] = []
-    """If `GenerationOptions.with_pieces` is set: the bytes of the top ids in each record. Those of the prompt's own ids
-    are in `Accepted`."""
+    """If `GenerationOptions.with_pieces` is set: the bytes of the top ids in each token output. Those of the prompt's
+    own ids are in `Accepted`."""
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order; empty if none is known."""
     drafts: list[DraftCounts] = []

@@ -80,14 +80,14 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """The text ends behind the stop string, not before it."""
     skip_special_tokens: bool = True
     num_logprobs: int = -1
-    """Each output id has a record with its logprob and this many top logprobs; -1: no records. Logprobs are those of
-    the model's own distribution: before temperature, filters, penalties and masks."""
+    """Each output id has a token output with its logprob and this many top logprobs; -1: no token outputs. Logprobs
+    are those of the model's own distribution: before temperature, filters, penalties and masks."""
     num_prompt_logprobs: int = -1
     """The same for the ids of the prompt, all but the first."""
     with_pieces: bool = False
-    """The gateway gets the bytes of each id in a record."""
+    """The gateway gets the bytes of each id in a token output."""
     pooling: int = Pooling.NONE
-    """If it is set, one id is sampled, which has no meaning, and its record is the prompt's embedding."""
+    """If it is set, one id is sampled, which has no meaning, and its token output is the prompt's embedding."""
     grammar: Grammar | None = None
     """The client's constraint on the output; ingest replaces it by `compiled_grammar`."""
     compiled_grammar: str = ""
@@ -98,8 +98,8 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     """Only prompts with the same salt share KV blocks. With API keys it is the client's own salt within the scope of
     its key (`api_keys.scoped_salt`)."""
     logprob_token_ids: list[int] = []
-    """If there are any, the records of output ids have the logprobs of these `num_logprobs` ids, in this order, instead
-    of the top logprobs."""
+    """If there are any, the token outputs of output ids have the logprobs of these `num_logprobs` ids, in this order,
+    instead of the top logprobs."""
 
     prediction: str = ""
     """A text that the client expects in the output; ingest replaces it by `predicted_ids`."""

@@ -47,12 +47,12 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """How long the executor was idle before this step."""
     copy_s: float = 0.0
     """The part of `compute_s` that the step's copies took."""
-    records: Array = b""
-    """uint8: the records of `ids`, of the rows that ask for them, one after the other; see
-    pipeline/runtime/logprob_records.py. A row that had ended has none."""
-    prompt_records: Array = b""
-    """uint8: for the entries of the step that ask for records of their prompt, in order, the records of the prompt ids
-    that follow each computed position; none for a row that had ended"""
+    token_outputs: Array = b""
+    """uint8: the token outputs of `ids`, of the rows that ask for them, one after the other; see
+    pipeline/runtime/token_outputs.py. A row that had ended has none."""
+    prompt_logprobs: Array = b""
+    """uint8: for the entries of the step that ask for logprobs of their prompt, in order, the logprobs of the prompt
+    ids that follow each computed position; none for a row that had ended"""
     errors: list[str] = []
     """The reason of each entry whose finish is `ERROR`, in order: no id could be sampled, `ids` has -1, and the
     sequence ends."""

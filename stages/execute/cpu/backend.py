@@ -130,7 +130,8 @@ def join(library: Library | None, settings: Settings, config: ModelConfig, conte
         logging.getLogger("pipeline").warning("%s", warning)
     if library is None:
         raise UserError(
-            f"execute.tensor_parallel: {context.num_ranks} ranks need the CPU library, but torch computes this model here"
+            f"execute.tensor_parallel: {context.num_ranks} ranks need the CPU library, but torch computes this "
+            "model here"
         )
     return RankGroup(library.loaded, context, share)
 

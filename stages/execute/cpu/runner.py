@@ -307,7 +307,7 @@ class CpuRunner(Runner):
         ids = self._run(rows, num_drafts)
         logprobs = self.sampling_inputs.logprobs
         verified = self.speculator.verify(rows, num_drafts, ids, logprobs.memory, logprobs.widths, self.failed)
-        return Computed(verified.last_ids, verified.records, verified.record_sizes, verified=verified)
+        return Computed(verified.last_ids, verified.token_outputs, verified.token_output_sizes, verified=verified)
 
     def _run(self, rows: IntArray, num_drafts: LongArray | None = None) -> IntArray:
         """Run the program, which samples for these rows and behind the ids that were proposed for them, with grammar

@@ -27,7 +27,7 @@ class PendingLogprobs:
     """[M]; -1 for no logprobs"""
 
     def split(self) -> list[ByteArray]:
-        """The bytes of each, in the format of pipeline/runtime/logprob_records.py; empty for rows without logprobs.
+        """The bytes of each, in the format of pipeline/runtime/token_outputs.py; empty for rows without logprobs.
         The copy must be complete."""
         most = (self.words.shape[1] - 1) // 2
         parts = []

@@ -89,7 +89,7 @@ class ResultReader:
         if self._speculator is not None or self._rows.requested_features & SamplingFeature.GRAMMAR_MASK:
             self._append(launched_step, ids, is_sampled & ~failing & ~dead)
         ids[dead] = NO_ID
-        token_outputs = _in_order(self._records(launched_step, ids) | embeddings)
+        token_outputs = _in_order(self._logprobs_of(launched_step, ids) | embeddings)
         num_dead = int(np.count_nonzero(dead))
         return Sampled(
             *(rows, launched_step.generations, ids, finishes),
@@ -137,10 +137,10 @@ class ResultReader:
         grown = indices[verified.last_ids != NO_ID]
         finishes[grown] = table.append_ids(rows[grown], ids[grown])
         self._device_rows.verified(running, known)
-        ends = verified.record_sizes.cumsum() if len(sizes) else sizes
-        begins = ends - verified.record_sizes
-        records = {
-            index: verified.records[begin:end]
+        ends = verified.token_output_sizes.cumsum() if len(sizes) else sizes
+        begins = ends - verified.token_output_sizes
+        by_index = {
+            index: verified.token_outputs[begin:end]
             for index, begin, end in zip(indices.tolist(), begins.tolist(), ends.tolist(), strict=bool(len(sizes)))
         }
         num_dead = int(np.count_nonzero(~lives))
@@ -153,7 +153,7 @@ class ResultReader:
             num_tokens=launched_step.num_tokens - num_dead,
             num_copies=launched_step.num_copies,
             copy_s=0.0 if launched_step.host_transfer is None else launched_step.host_transfer.seconds,
-            token_outputs=_in_order(records | embeddings),
+            token_outputs=_in_order(by_index | embeddings),
             prompt_logprobs=_prompt_logprobs(launched_step),
             errors=errors,
             num_ids=num_ids.astype(np.int32),
@@ -188,13 +188,13 @@ class ResultReader:
         return self._failed.pop(row, error)
 
     @staticmethod
-    def _records(launched_step: LaunchedStep, ids: IntArray) -> dict[int, ByteArray]:
+    def _logprobs_of(launched_step: LaunchedStep, ids: IntArray) -> dict[int, ByteArray]:
         """The logprobs of each place that has an id."""
         if launched_step.logprobs is None:
             return {}
         indices = np.arange(len(ids)) if launched_step.pooled is None else np.flatnonzero(~launched_step.pooled)
-        records = zip(indices.tolist(), launched_step.logprobs.split(), strict=True)
-        return {index: record for index, record in records if ids[index] >= 0}
+        by_index = zip(indices.tolist(), launched_step.logprobs.split(), strict=True)
+        return {index: logprobs for index, logprobs in by_index if ids[index] >= 0}
 
     def _embeddings(self, launched_step: LaunchedStep) -> tuple[dict[int, ByteArray], list[int]]:
         """The step's embeddings by place, and the places of those that are not finite, whose rows fail."""
@@ -202,7 +202,7 @@ class ResultReader:
         not_finite: list[int] = []
         for entry in launched_step.hidden_states:
             if not self._rows.taken[entry.row] or self._rows.generations[entry.row] != entry.generation:
-                # The row was dropped, and its sum too. The scheduler expects a record, but ignores it.
+                # The row was dropped, and its sum too. The scheduler expects a token output, but ignores it.
                 if entry.index >= 0:
                     parts[entry.index] = np.zeros(4 * self._hidden_size, np.uint8)
                 continue

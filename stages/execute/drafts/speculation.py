@@ -125,9 +125,9 @@ class Verified(NamedTuple):
     """Ids that were proposed."""
     accepted: IntArray
     """The ids that are kept before the last ones, of all entries, one after the other."""
-    records: ByteArray
-    """Logprob records of all that is kept."""
-    record_sizes: LongArray
+    token_outputs: ByteArray
+    """Token outputs of all that is kept."""
+    token_output_sizes: LongArray
     """Bytes of these for each entry; empty if no row has any."""
 
 
@@ -181,13 +181,13 @@ class Speculator:
         rows: IntArray,
         num_drafts: LongArray,
         ids: IntArray,
-        records: ByteArray,
-        record_sizes: LongArray,
+        token_outputs: ByteArray,
+        token_output_sizes: LongArray,
         failed: Container[int] = (),
     ) -> Verified:
         """Keep what equals the proposals, and one id more. `rows` and `num_drafts` are of the entries that sample;
-        `ids`, `records` and `record_sizes` have one value for each sample. Accepted ids are appended to their rows; the
-        last ones are not. Nothing is accepted for rows that have `failed`."""
+        `ids`, `token_outputs` and `token_output_sizes` have one value for each sample. Accepted ids are appended to
+        their rows; the last ones are not. Nothing is accepted for rows that have `failed`."""
         table = self._table
         begins = (1 + num_drafts).cumsum() - (1 + num_drafts)
         num_ids: LongArray = np.ones(len(rows), np.int64)
@@ -214,10 +214,12 @@ class Speculator:
         indices = np.arange(len(ids))
         is_kept: BoolArray = indices < ends[entry]
         is_last: BoolArray = indices == ends[entry] - 1
-        if len(record_sizes):
-            records = records[np.repeat(is_kept, record_sizes)]
-            record_sizes = np.bincount(entry, np.where(is_kept, record_sizes, 0), len(rows)).astype(np.int64)
-        return Verified(ids[is_last], num_ids, num_drafts, ids[is_kept & ~is_last], records, record_sizes)
+        if len(token_output_sizes):
+            token_outputs = token_outputs[np.repeat(is_kept, token_output_sizes)]
+            token_output_sizes = np.bincount(entry, np.where(is_kept, token_output_sizes, 0), len(rows)).astype(
+                np.int64
+            )
+        return Verified(ids[is_last], num_ids, num_drafts, ids[is_kept & ~is_last], token_outputs, token_output_sizes)
 
 
 def merged(last_ids: IntArray, num_ids: LongArray, accepted: IntArray) -> IntArray:

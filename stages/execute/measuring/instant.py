@@ -13,10 +13,10 @@ import numpy as np
 
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.runtime.topology import SCHEDULE
 
 IDLE_S = 60.0
@@ -110,13 +110,13 @@ class Instant:
             finishes=bytes(len(rows)),
             compute_s=0.0,
             wait_s=0.0,
-            records=put(np.zeros(int(self._widths[rows].sum()), np.uint8)),
-            prompt_records=put(np.zeros(num_prompt_bytes, np.uint8)),
+            token_outputs=put(np.zeros(int(self._widths[rows].sum()), np.uint8)),
+            prompt_logprobs=put(np.zeros(num_prompt_bytes, np.uint8)),
         )
 
     def _add(self, add: m.RowAdd) -> None:
         row, options = add.row, self._options.decode(add.options)
         self._generations[row] = add.generation
         self._num_prompt[row] = add.num_prompt
-        self._prompt_widths[row] = prompt_record_bytes(options) if add.index == 0 else 0
-        self._widths[row] = record_bytes(options, self._hidden_size)
+        self._prompt_widths[row] = prompt_logprob_bytes(options) if add.index == 0 else 0
+        self._widths[row] = token_output_bytes(options, self._hidden_size)

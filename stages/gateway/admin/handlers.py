@@ -173,7 +173,9 @@ class ServerApi:
     async def metrics(self, http_request: web.Request) -> web.StreamResponse:
         stats = await self._stats.fetch()
         if stats is None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive")
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive"
+            )
         # Imported here, because prometheus_client takes a tenth of this process's start.
         from pipeline.metrics import exposition
 
@@ -190,7 +192,9 @@ class ServerApi:
         stats = await self._stats.fetch_recent(PIPELINE_MAX_AGE_S)
         await another_turn(http_request)
         if stats is None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive")
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive"
+            )
         return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:

@@ -2,7 +2,7 @@
 
     gateway      the request, until ingest has its prompt's ids; then the ids, and the output
     ingest       the prompt, until it has the ids
-    schedule     ids of prompt and output, their prefix keys, logprob records
+    schedule     ids of prompt and output, their prefix keys, token outputs
     detokenize   the options, and text that is held back
 
 The sum is an upper bound; tests/stages/gateway/test_open_bytes.py compares it with what the processes' own structs
@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestSize
 
@@ -52,7 +52,7 @@ EVENT_BYTES = 256
 NUM_EVENT_COPIES = 5
 """How often the events of a response repeat its text and log probabilities."""
 VECTOR_ENTRY_BYTES = 6
-"""JSON of one byte of an embedding's record: a number has four."""
+"""JSON of one byte of an embedding's token output: a number has four."""
 FIRST_EVENTS = 2
 """A stream of /v1/responses begins with two events that repeat the request's fields, and ends with one."""
 ECHO_COPIES = 2
@@ -209,26 +209,26 @@ class Output(Protocol):
     pending: list[str]
     special_spans: bytearray
     ids: bytearray
-    records: bytearray
+    token_outputs: bytearray
 
 
 class OutputCost(msgspec.Struct, frozen=True):
     """What the output of one kind of request takes."""
 
     id_bytes: int
-    """An output id: its copies, and its logprob record in schedule."""
-    record_bytes: float
-    """A byte of a record that is in the gateway: the record, a reference to the text of each of its ids, and its part
-    of a complete reply."""
-    prompt_record_bytes: float
-    """A byte of a prompt's record: in schedule, in the gateway, and in a complete reply."""
+    """An output id: its copies, and its token output in schedule."""
+    token_output_bytes: float
+    """A byte of a token output that is in the gateway: the token output, a reference to the text of each of its ids,
+    and its part of a complete reply."""
+    prompt_logprob_bytes: float
+    """A byte of a prompt's token output: in schedule, in the gateway, and in a complete reply."""
     most_id_bytes: float
     """The most that an output id can take, as far as it is known before."""
 
 
-RECORD_COPIES = 2.5
-"""A byte of a record in the gateway, with half of a reference to a text."""
-PLAIN = OutputCost(OUTPUT_ID_BYTES, RECORD_COPIES, 1 + RECORD_COPIES, OUTPUT_ID_BYTES)
+TOKEN_OUTPUT_COPIES = 2.5
+"""A byte of a token output in the gateway, with half of a reference to a text."""
+PLAIN = OutputCost(OUTPUT_ID_BYTES, TOKEN_OUTPUT_COPIES, 1 + TOKEN_OUTPUT_COPIES, OUTPUT_ID_BYTES)
 """Of a stream without log probabilities."""
 KEPT = msgspec.structs.replace(PLAIN, most_id_bytes=OUTPUT_ID_BYTES + CHAR_BYTES * CHARS_PER_ID)
 """Of a reply that is sent as a whole, without log probabilities."""
@@ -238,7 +238,7 @@ def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
     """The cost of a request's output. A complete reply, or the best of several sequences, is kept until its end."""
     options = parsed.options
     is_kept = keeps_output(parsed)
-    width, prompt_width = record_bytes(options, hidden_size or 0), prompt_record_bytes(options)
+    width, prompt_width = token_output_bytes(options, hidden_size or 0), prompt_logprob_bytes(options)
     if is_kept and not width and not prompt_width:
         return KEPT
     if not width and not prompt_width and not parsed.dialect.ends_with_output:
@@ -252,14 +252,14 @@ def output_cost(parsed: ParsedRequest, hidden_size: int | None) -> OutputCost:
     if prompt_width and (is_kept or parsed.echo):
         repeats = parsed.n if parsed.dialect.repeats_prompt_logprobs else 1
         prompt_reply = ENTRY_BYTES * (1 + options.num_prompt_logprobs) / prompt_width * repeats
-    of_record, text = RECORD_COPIES + reply, CHAR_BYTES * CHARS_PER_ID
-    most = id_bytes + (of_record * width + text if is_kept else 0)
+    per_byte, text = TOKEN_OUTPUT_COPIES + reply, CHAR_BYTES * CHARS_PER_ID
+    most = id_bytes + (per_byte * width + text if is_kept else 0)
     if parsed.dialect.ends_with_output and not is_kept:
         id_bytes += text + ENTRY_BYTES * num_entries
         most = id_bytes
         if parsed.dialect.keeps_events:
             most += EVENT_BYTES + NUM_EVENT_COPIES * (text + ENTRY_BYTES * num_entries)
-    return OutputCost(id_bytes, of_record, 1 + RECORD_COPIES + prompt_reply, most)
+    return OutputCost(id_bytes, per_byte, 1 + TOKEN_OUTPUT_COPIES + prompt_reply, most)
 
 
 def keeps_output(parsed: ParsedRequest) -> bool:
@@ -268,11 +268,12 @@ def keeps_output(parsed: ParsedRequest) -> bool:
 
 
 def output_bytes(cost: OutputCost, sequence: "Output") -> int:
-    """The output of a sequence: its ids, and the text and records that were not released yet. Called for each delta."""
+    """The output of a sequence: its ids, and the text and token outputs that were not released yet. Called for each
+    delta."""
     size = cost.id_bytes * (len(sequence.ids) // ID_BYTES)
     if sequence.pending:
         size += CHAR_BYTES * sum(map(len, sequence.pending)) + len(sequence.special_spans)
-    return size + int(cost.record_bytes * len(sequence.records)) if sequence.records else size
+    return size + int(cost.token_output_bytes * len(sequence.token_outputs)) if sequence.token_outputs else size
 
 
 def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:

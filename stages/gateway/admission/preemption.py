@@ -121,7 +121,7 @@ class Preemption:
                     if prompt_request.echoed:
                         sequence.pending.append(prompt_request.echoed)
             if prompt_request.sequences[0].finish == m.Finish.NONE:  # it computes them again
-                prompt_request.prompt_records.clear()
+                prompt_request.prompt_logprobs.clear()
                 prompt_request.prompt_pieces = []
             prompt_request.submit = msgspec.structs.replace(prompt_request.submit, outputs=[])
         prompt_request.submit = next_attempt(prompt_request)
@@ -181,7 +181,7 @@ class Preemption:
         self._table.submit_again(prompt_request)
 
     def _note(self, what: str, prompt_request: PromptRequest) -> None:
-        """Record a decision."""
+        """Token output a decision."""
         request = prompt_request.request
         index = request.prompt_requests.index(prompt_request)
         self._stage.replay_context.event(what, request.number, b"%d" % index)
@@ -217,7 +217,7 @@ def _start_again(sequence: SequenceOutput, received: bytes, *, is_resumed: bool)
     sequence.special_spans.clear()
     sequence.special_end = 0
     sequence.ids[:] = received
-    sequence.records.clear()
+    sequence.token_outputs.clear()
     sequence.pieces = []
     sequence.num_chars = 0
     sequence.is_resumed = is_resumed

@@ -43,7 +43,8 @@ _replies = WorkPool("building large replies", max_threads=2)
 """Open requests bound what waits."""
 
 LARGE_BYTES = 64 * 1024
-"""Size of records, or of what the request keeps for its reply, from which building it takes more than about 5 ms."""
+"""Size of token outputs, or of what the request keeps for its reply, from which building it takes more than about 5
+ms."""
 LARGE_CHARS = 10_000
 """Text from which parsing it for calls and reasoning may take more than about 5 ms."""
 
@@ -85,8 +86,8 @@ async def whole_body(request: Request) -> bytes:
 def _is_large(request: Request) -> bool:
     """Whether to build the body in a thread, so that the event loop is not blocked: it is long, or what it repeats or
     stores of the request is."""
-    size = sum(len(one.records) for one in request.sequences) + sum(
-        len(one.prompt_records) * one.submit.options.n for one in request.prompt_requests
+    size = sum(len(one.token_outputs) for one in request.sequences) + sum(
+        len(one.prompt_logprobs) * one.submit.options.n for one in request.prompt_requests
     )
     num_parsed = sum(one.num_chars for one in request.choices) if request.parsed.reply is not None else 0
     return size > LARGE_BYTES or num_parsed > LARGE_CHARS or request.num_bytes > LARGE_BYTES

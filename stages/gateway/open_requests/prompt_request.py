@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.open_bytes import output_bytes
 from pipeline.text import special_spans
 
@@ -25,10 +25,10 @@ class SequenceOutput(msgspec.Struct, eq=False):
     """Characters of text that have arrived."""
     ids: bytearray = msgspec.field(default_factory=bytearray)
     """int32: all output ids that have arrived."""
-    records: bytearray = msgspec.field(default_factory=bytearray)
-    """Logprob records of `ids`, if the request asks for them; see pipeline/runtime/logprob_records.py."""
+    token_outputs: bytearray = msgspec.field(default_factory=bytearray)
+    """Token outputs of `ids`, if the request asks for them; see pipeline/runtime/token_outputs.py."""
     pieces: list[bytes] = []
-    """For each record: the bytes of its id, then those of its likeliest ids."""
+    """For each token output: the bytes of its id, then those of its likeliest ids."""
     special_spans: bytearray = msgspec.field(default_factory=bytearray)
     """Where special tokens are in the text, if the request asks for it: those that were not taken yet."""
     special_end: int = 0
@@ -82,7 +82,7 @@ class SequenceOutput(msgspec.Struct, eq=False):
         text_offset: int,
         ids: bytes,
         id_offset: int,
-        records: bytes = b"",
+        token_outputs: bytes = b"",
         pieces: list[bytes] = [],  # noqa: B006 - only read
     ) -> None:
         """Append what is new. After a restart of a stage, deltas repeat text and ids that have arrived before."""
@@ -97,9 +97,9 @@ class SequenceOutput(msgspec.Struct, eq=False):
             pending.append(new)
             self.num_chars = text_offset + len(text)
         num_known = self.num_ids - id_offset
-        if records:
+        if token_outputs:
             num_ids = len(ids) // ID_BYTES
-            self.records += records[num_known * (len(records) // num_ids) :]
+            self.token_outputs += token_outputs[num_known * (len(token_outputs) // num_ids) :]
             self.pieces += pieces[num_known * (len(pieces) // num_ids) :]
         self.ids += ids[num_known * ID_BYTES :]
 
@@ -144,10 +144,10 @@ class PromptRequest(msgspec.Struct, eq=False):
     token_strs: list[str] | None = None
     pieces: list[bytes] | None = None
     """Bytes of each prompt id, if the request asks for them."""
-    prompt_records: bytearray = msgspec.field(default_factory=bytearray)
-    """Logprob records of the prompt ids from the second on, if the request asks for them."""
+    prompt_logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    """Logprobs of the prompt ids from the second on, if the request asks for them."""
     prompt_pieces: list[bytes] = []
-    """For each of these records: the bytes of its likeliest ids."""
+    """For each of these token outputs: the bytes of its likeliest ids."""
     tail: str | None = None
     """As in `Accepted`, for the reply parser. It stays the same if the request is submitted again."""
     began_s: float = 0.0
@@ -174,23 +174,23 @@ class PromptRequest(msgspec.Struct, eq=False):
         return all(sequence.finish != m.Finish.NONE for sequence in self.sequences)
 
     @property
-    def num_prompt_records(self) -> int:
-        return len(self.prompt_records) // logprob_bytes(max(0, self.submit.options.num_prompt_logprobs))
+    def num_known_prompt_logprobs(self) -> int:
+        return len(self.prompt_logprobs) // logprob_bytes(max(0, self.submit.options.num_prompt_logprobs))
 
     @property
-    def has_prompt_records(self) -> bool:
-        """Whether all prompt records that are expected have arrived."""
+    def has_all_prompt_logprobs(self) -> bool:
+        """Whether all prompt logprobs that are expected have arrived."""
         if self.submit.options.num_prompt_logprobs < 0 or self.is_finished:
             return True
-        return self.prompt_ids is not None and self.num_prompt_records >= len(self.prompt_ids) - 1
+        return self.prompt_ids is not None and self.num_known_prompt_logprobs >= len(self.prompt_ids) - 1
 
-    def extend_prompt_records(self, offset: int, records: bytes, pieces: list[bytes]) -> None:
-        """Append prompt records, the first of which has index `offset`. Records that have arrived before are
+    def extend_prompt_logprobs(self, offset: int, logprobs: bytes, pieces: list[bytes]) -> None:
+        """Append prompt logprobs, the first of which has index `offset`. Token outputs that have arrived before are
         skipped."""
-        num_known = self.num_prompt_records - offset
-        assert num_known >= 0, "prompt records are missing"
+        num_known = self.num_known_prompt_logprobs - offset
+        assert num_known >= 0, "prompt logprobs are missing"
         num_top = self.submit.options.num_prompt_logprobs
-        self.prompt_records += records[num_known * logprob_bytes(num_top) :]
+        self.prompt_logprobs += logprobs[num_known * logprob_bytes(num_top) :]
         self.prompt_pieces += pieces[num_known * num_top :]
 
     @property
@@ -206,18 +206,18 @@ class PromptRequest(msgspec.Struct, eq=False):
 
     @property
     def num_output_bytes(self) -> int:
-        """The part of `num_bytes` that its output has, with the records of its prompt."""
-        records = int(self.request.output_cost.prompt_record_bytes * len(self.prompt_records))
-        return records + sum(sequence.num_bytes for sequence in self.sequences)
+        """The part of `num_bytes` that its output has, with the logprobs of its prompt."""
+        token_outputs = int(self.request.output_cost.prompt_logprob_bytes * len(self.prompt_logprobs))
+        return token_outputs + sum(sequence.num_bytes for sequence in self.sequences)
 
     def drop_output(self) -> None:
         """The output is not read any more. What schedule has of it still counts."""
-        self.prompt_records.clear()
+        self.prompt_logprobs.clear()
         self.prompt_pieces = []
         for sequence in self.sequences:
             sequence.pending.clear()
             sequence.special_spans.clear()
-            sequence.records.clear()
+            sequence.token_outputs.clear()
             sequence.pieces = []
             sequence.num_bytes = output_bytes(self.request.output_cost, sequence)
 

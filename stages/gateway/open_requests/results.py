@@ -35,7 +35,7 @@ class ResultHandler:
         self._unpublished: dict[int, Request] = {}
         """By number: requests with output of this turn."""
         self._pieces: dict[bytes, bytes] = {}
-        """The bytes of tokens in logprob records, once each: log probabilities name the same tokens again and again."""
+        """The bytes of tokens in token outputs, once each: log probabilities name the same tokens again and again."""
 
     def publish(self) -> None:
         """Pass on the output of all messages of a turn. Call it at the end of the turn."""
@@ -160,7 +160,7 @@ class ResultHandler:
         time, so there are few keys."""
         errors = iter(message.errors)
         if message.prompt_indices:
-            self._extend_prompt_records(message)
+            self._extend_prompt_logprobs(message)
         marked: list[int] = []
         """Requests that began or ended with this message, for traces."""
         for i, request_id in enumerate(message.request_ids):
@@ -209,10 +209,12 @@ class ResultHandler:
         self, prompt_request: PromptRequest, sequence: SequenceOutput, message: m.Deltas, i: int, ids: bytes
     ) -> bool:
         """Append entry `i` of a message to a sequence. Returns whether it follows what has arrived."""
-        records = message.records[i] if message.records else b""
+        token_outputs = message.token_outputs[i] if message.token_outputs else b""
         pieces = (self._once(message.pieces[i]) or []) if message.pieces else []
         try:
-            sequence.extend(message.texts[i], message.text_offsets[i], ids, message.id_offsets[i], records, pieces)
+            sequence.extend(
+                message.texts[i], message.text_offsets[i], ids, message.id_offsets[i], token_outputs, pieces
+            )
         except AssertionError as missing:
             self._contradicted(prompt_request, missing)
             return False
@@ -225,11 +227,11 @@ class ResultHandler:
         self._table.admission.count_output(prompt_request, size - sequence.num_bytes)
         sequence.num_bytes = size
 
-    def _extend_prompt_records(self, message: m.Deltas) -> None:
+    def _extend_prompt_logprobs(self, message: m.Deltas) -> None:
         each = zip(
-            message.prompt_indices, message.prompt_offsets, message.prompt_records, message.prompt_pieces, strict=True
+            message.prompt_indices, message.prompt_offsets, message.prompt_logprobs, message.prompt_pieces, strict=True
         )
-        for index, offset, records, pieces in each:
+        for index, offset, logprobs, pieces in each:
             prompt_request = self._table.get(message.request_ids[index])
             if (
                 prompt_request is not None
@@ -237,7 +239,7 @@ class ResultHandler:
                 and not prompt_request.request.is_released
             ):
                 num_before = prompt_request.num_output_bytes
-                prompt_request.extend_prompt_records(offset, records, self._once(pieces) or [])
+                prompt_request.extend_prompt_logprobs(offset, logprobs, self._once(pieces) or [])
                 self._table.admission.count_output(prompt_request, prompt_request.num_output_bytes - num_before)
 
     def _find(self, request_id: int, attempt: int, *, is_open: bool = True) -> PromptRequest | None:

@@ -166,7 +166,7 @@ def parsed_request_of(
             body.add_special_tokens,
             truncate=check_truncate(body.truncate_prompt_tokens, limits.max_prompt_tokens),
             truncates_right=body.truncation_side == "right",
-            with_pieces=options.with_pieces and details.prompt_record_num_top >= 0,
+            with_pieces=options.with_pieces and details.prompt_logprobs_num_top >= 0,
         ),
         stream=bool(body.stream),
         include_usage=bool(stream_options.include_usage),

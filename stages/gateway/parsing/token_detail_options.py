@@ -22,8 +22,9 @@ class TokenDetailOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens are named `token_id:123`, as with vLLM's return_tokens_as_token_ids."""
 
     @property
-    def prompt_record_num_top(self) -> int:
-        """Top logprobs in the records of prompt ids; -1 for no records. See `GenerationOptions.num_prompt_logprobs`."""
+    def prompt_logprobs_num_top(self) -> int:
+        """Top logprobs in the token outputs of prompt ids; -1 for no token outputs. See
+        `GenerationOptions.num_prompt_logprobs`."""
         echoed = self.num_top if self.with_echo else None
         return max((num for num in (echoed, self.prompt_num_top) if num is not None), default=-1)
 
@@ -57,7 +58,7 @@ def with_details(
 ) -> m.GenerationOptions:
     """Add what the stages must send for these details. `is_scored`: sequences are ranked by their logprobs, even if
     these are not returned."""
-    num_prompt_logprobs = details.prompt_record_num_top
+    num_prompt_logprobs = details.prompt_logprobs_num_top
     num_logprobs = len(options.logprob_token_ids) or details.num_top
     if num_logprobs is None:
         num_logprobs = 0 if is_scored else -1

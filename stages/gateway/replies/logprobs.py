@@ -1,4 +1,4 @@
-"""Formats logprobs from the records of ids. Pure.
+"""Formats logprobs from the token outputs of ids. Pure.
 
     chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [{"token", "logprob", "bytes"}]}]}
     completions   {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": [{token: logprob}]}
@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw
 
-from pipeline.runtime.logprob_records import logprob_bytes, logprob_dtype
+from pipeline.runtime.token_outputs import logprob_bytes, logprob_dtype
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
 IMPOSSIBLE = -9999.0
 AT_ONCE = 256
-"""Records that are decoded at once: as objects they take twenty times the memory."""
+"""Token outputs that are decoded at once: as objects they take twenty times the memory."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -75,42 +75,42 @@ class ScoredId(NamedTuple):
     piece: bytes | None
 
 
-class DecodedRecord(NamedTuple):
-    """A logprob record, with the bytes of its ids."""
+class DecodedLogprobs(NamedTuple):
+    """A token output, with the bytes of its ids."""
 
     token: ScoredId
     top: list[ScoredId]
 
 
-def decode_records(ids: Iterable[int], records: bytes, pieces: list[bytes], num_top: int) -> Iterator[DecodedRecord]:
-    """Decode the records of `ids`. `pieces` has, for each record, the bytes of its id and of its top ids, or is
-    empty."""
+def decode_logprobs(ids: Iterable[int], data: bytes, pieces: list[bytes], num_top: int) -> Iterator[DecodedLogprobs]:
+    """Decode the token outputs of `ids`. `pieces` has, for each token output, the bytes of its id and of its top ids,
+    or is empty."""
     width, num_bytes = 1 + num_top, logprob_bytes(num_top)
     ids = list(ids)
     for first in range(0, len(ids), AT_ONCE):
         some = ids[first : first + AT_ONCE]
-        table = np.frombuffer(records[first * num_bytes : (first + len(some)) * num_bytes], logprob_dtype(num_top))
+        table = np.frombuffer(data[first * num_bytes : (first + len(some)) * num_bytes], logprob_dtype(num_top))
         scores = _finite(table["logprob"])
         top_ids, top_scores = table["top_ids"].tolist(), _finite(table["top_logprobs"])
         for index, (token_id, score) in enumerate(zip(some, scores, strict=True)):
             at = (first + index) * width
             each: list[bytes | None] = [*pieces[at : at + width]] or [None] * width
             named = zip(top_ids[index], top_scores[index], each[1:], strict=True)
-            # -1 pads records if the vocabulary is smaller than num_top.
+            # -1 pads token outputs if the vocabulary is smaller than num_top.
             top = [ScoredId(top_id, top_score, piece) for top_id, top_score, piece in named if top_id >= 0]
-            yield DecodedRecord(ScoredId(token_id, score, each[0]), top)
+            yield DecodedLogprobs(ScoredId(token_id, score, each[0]), top)
 
 
-def decode_prompt_records(
-    ids: list[int], records: bytes, pieces: list[bytes], tops: list[bytes], num_top: int
-) -> Iterator[DecodedRecord]:
-    """Decode the records of a prompt's ids from the second on, as far as they have arrived. `pieces` are the bytes of
+def decode_prompt_logprobs(
+    ids: list[int], data: bytes, pieces: list[bytes], tops: list[bytes], num_top: int
+) -> Iterator[DecodedLogprobs]:
+    """Decode the logprobs of a prompt's ids from the second on, as far as they have arrived. `pieces` are the bytes of
     the ids, `tops` those of their top ids; both may be empty."""
-    num = len(records) // logprob_bytes(num_top)
+    num = len(data) // logprob_bytes(num_top)
     each: list[bytes] = []
     for index in range(num) if pieces else ():
         each += (pieces[1 + index], *tops[index * num_top : (index + 1) * num_top])
-    return decode_records(ids[1 : 1 + num], records, each, num_top)
+    return decode_logprobs(ids[1 : 1 + num], data, each, num_top)
 
 
 def _finite(scores: "np.ndarray[Any, np.dtype[np.float32]]") -> Any:
@@ -119,19 +119,19 @@ def _finite(scores: "np.ndarray[Any, np.dtype[np.float32]]") -> Any:
     return bounded.tolist()
 
 
-def with_sampled(record: DecodedRecord) -> DecodedRecord:
-    """The record with its own id before the top ones, each once, as in vLLM if the client has named these."""
-    return record._replace(top=[*{one.id: one for one in (record.token, *record.top)}.values()])
+def with_sampled(decoded: DecodedLogprobs) -> DecodedLogprobs:
+    """The token output with its own id before the top ones, each once, as in vLLM if the client has named these."""
+    return decoded._replace(top=[*{one.id: one for one in (decoded.token, *decoded.top)}.values()])
 
 
-def of_chat(each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool) -> ChatLogprobs:
+def of_chat(each: Iterable[DecodedLogprobs], num_top: int, *, names_ids: bool) -> ChatLogprobs:
     """`num_top`: top logprobs to return; the same below."""
-    return ChatLogprobs([_token_logprob(record, num_top, names_ids=names_ids) for record in each])
+    return ChatLogprobs([_token_logprob(decoded, num_top, names_ids=names_ids) for decoded in each])
 
 
-def packed_of_chat(each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool) -> ChatLogprobs:
+def packed_of_chat(each: Iterable[DecodedLogprobs], num_top: int, *, names_ids: bool) -> ChatLogprobs:
     """The same as JSON, for complete replies: it takes a third of the memory."""
-    content: list[Any] = [packed(_token_logprob(record, num_top, names_ids=names_ids)) for record in each]
+    content: list[Any] = [packed(_token_logprob(decoded, num_top, names_ids=names_ids)) for decoded in each]
     return ChatLogprobs(content)
 
 
@@ -140,17 +140,17 @@ def packed(value: object) -> Raw:
     return Raw(_encoder.encode(value))
 
 
-def _token_logprob(record: DecodedRecord, num_top: int, *, names_ids: bool) -> TokenLogprob:
+def _token_logprob(decoded: DecodedLogprobs, num_top: int, *, names_ids: bool) -> TokenLogprob:
     return TokenLogprob(
-        _name(record.token, names_ids),
-        record.token.logprob,
-        _bytes(record.token),
-        [TopLogprob(_name(one, names_ids), one.logprob, _bytes(one)) for one in record.top[:num_top]],
+        _name(decoded.token, names_ids),
+        decoded.token.logprob,
+        _bytes(decoded.token),
+        [TopLogprob(_name(one, names_ids), one.logprob, _bytes(one)) for one in decoded.top[:num_top]],
     )
 
 
 def of_text(
-    each: Iterable[DecodedRecord],
+    each: Iterable[DecodedLogprobs],
     num_top: int,
     offsets: TextOffsets,
     *,
@@ -161,13 +161,13 @@ def of_text(
     """`offsets` has seen the text up to here and the tokens before these. `is_packed`: the top logprobs are JSON. The
     text has nothing of `hidden_ids`."""
     result = TextLogprobs([], [], [], [])
-    for record in each:
-        piece = b"" if record.token.id in hidden_ids else record.token.piece or b""
+    for decoded in each:
+        piece = b"" if decoded.token.id in hidden_ids else decoded.token.piece or b""
         result.text_offset.append(offsets.offset_of(piece))
-        result.token_logprobs.append(record.token.logprob)
-        result.tokens.append(_text_name(record.token, names_ids))
+        result.token_logprobs.append(decoded.token.logprob)
+        result.tokens.append(_text_name(decoded.token, names_ids))
         top: dict[str, float] = {}
-        for one in (*record.top[:num_top], record.token):
+        for one in (*decoded.top[:num_top], decoded.token):
             top.setdefault(_text_name(one, names_ids), one.logprob)
         result.top_logprobs.append(packed(top) if is_packed else top)  # type: ignore[arg-type]
     return result
@@ -182,15 +182,15 @@ def add_first(result: TextLogprobs, token_id: int, piece: bytes, offsets: TextOf
 
 
 def of_prompt(
-    each: Iterable[DecodedRecord], num_top: int, *, names_ids: bool = False
+    each: Iterable[DecodedLogprobs], num_top: int, *, names_ids: bool = False
 ) -> list[dict[str, PromptLogprob] | None]:
     """One entry for each id of the prompt, as JSON; the first is None."""
     result: list[Any] = [None]
-    for record in each:
-        ranks = {one.id: rank for rank, one in enumerate(record.top, 1)}
+    for decoded in each:
+        ranks = {one.id: rank for rank, one in enumerate(decoded.top, 1)}
         entry = {
             str(one.id): PromptLogprob(one.logprob, ranks.get(one.id), _name(one, names_ids))
-            for one in (record.token, *record.top[:num_top])
+            for one in (decoded.token, *decoded.top[:num_top])
         }
         result.append(packed(entry))
     return result

@@ -87,7 +87,7 @@ class _Hidden(msgspec.Struct):
 
     text: str
     ids: bytes
-    records: bytes
+    token_outputs: bytes
     pieces: list[bytes]
     finish: int
 
@@ -167,7 +167,7 @@ class Continuation:
         for sequence, hidden in zip(self._request.sequences, self._hidden, strict=True):
             sequence.pending = [hidden.text] if hidden.text else []
             sequence.ids += hidden.ids
-            sequence.records[:] = hidden.records
+            sequence.token_outputs[:] = hidden.token_outputs
             sequence.pieces[:] = hidden.pieces
             sequence.finish = hidden.finish
         self._hidden.clear()
@@ -192,11 +192,15 @@ def _is_wrong(sequence: SequenceOutput, num_chars: int, has_ended: bool) -> bool
 def _hide(sequence: SequenceOutput, num_chars: int, *, has_ended: bool) -> _Hidden:
     text, known = sequence.take_text(), sequence.num_received * ID_BYTES
     hidden = _Hidden(
-        text[num_chars:], bytes(sequence.ids[known:]), bytes(sequence.records), list(sequence.pieces), sequence.finish
+        text[num_chars:],
+        bytes(sequence.ids[known:]),
+        bytes(sequence.token_outputs),
+        list(sequence.pieces),
+        sequence.finish,
     )
     sequence.pending = [text[:num_chars]] if num_chars else []
     del sequence.ids[known:]
-    sequence.records.clear()
+    sequence.token_outputs.clear()
     sequence.pieces.clear()
     if not has_ended:
         sequence.finish = m.Finish.NONE

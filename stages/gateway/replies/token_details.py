@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
@@ -59,7 +59,7 @@ class TokenDetailFormatter:
     @property
     def is_waiting(self) -> bool:
         """Whether it must wait for prompt logprobs, which come before the output."""
-        return self._options.with_echo and not self._prompt_request.has_prompt_records
+        return self._options.with_echo and not self._prompt_request.has_all_prompt_logprobs
 
     def take(self, text: str, *, is_packed: bool = False) -> TokenDetails:
         """Details of the ids that have arrived since the last call, to send with this text. `is_packed`: as JSON, which
@@ -81,7 +81,7 @@ class TokenDetailFormatter:
         if options.num_top is None:
             return details
         if not self._parsed.dialect.has_text_logprobs:
-            num_top, each = self._parsed.options.num_logprobs, self._decode_records(ids)
+            num_top, each = self._parsed.options.num_logprobs, self._decode_logprobs(ids)
             if self._parsed.options.logprob_token_ids:
                 num_top, each = 1 + num_top, map(logprobs.with_sampled, each)
             of_chat = logprobs.packed_of_chat if is_packed else logprobs.of_chat
@@ -103,23 +103,26 @@ class TokenDetailFormatter:
             prompt_request = self._prompt_request
             first, piece = int(self._prompt_request.prompt_ids[0]), (prompt_request.pieces or [b""])[0]
             logprobs.add_first(details, first, piece, offsets, names_ids=names_ids)
-            each = decode_prompt_records(prompt_request)
+            each = decode_prompt_logprobs(prompt_request)
             prompt = logprobs.of_text(each, num_top, offsets, names_ids=names_ids, is_packed=is_packed)
             _append(details, prompt)
-        num_logprobs, records = self._parsed.options.num_logprobs, self._decode_records(ids)
+        num_logprobs, token_outputs = self._parsed.options.num_logprobs, self._decode_logprobs(ids)
         output = logprobs.of_text(
-            records, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed, hidden_ids=self._hidden_ids
+            token_outputs, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed, hidden_ids=self._hidden_ids
         )
         _append(details, output)
         return details if details.tokens else None
 
-    def _decode_records(self, ids: list[int]) -> Iterator[logprobs.DecodedRecord]:
-        """Decode the records of these ids, and drop them from the sequence. Call it once."""
+    def _decode_logprobs(self, ids: list[int]) -> Iterator[logprobs.DecodedLogprobs]:
+        """Decode the token outputs of these ids, and drop them from the sequence. Call it once."""
         sequence, num_top = self._sequence, self._parsed.options.num_logprobs
-        records, pieces = bytes(sequence.records[: len(ids) * logprob_bytes(num_top)]), list(sequence.pieces)
-        sequence.records.clear()
+        token_outputs, pieces = (
+            bytes(sequence.token_outputs[: len(ids) * logprob_bytes(num_top)]),
+            list(sequence.pieces),
+        )
+        sequence.token_outputs.clear()
         sequence.pieces.clear()
-        return logprobs.decode_records(ids, records, pieces, num_top)
+        return logprobs.decode_logprobs(ids, token_outputs, pieces, num_top)
 
 
 def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | None:
@@ -128,15 +131,15 @@ def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogpr
     if details.prompt_num_top is None:
         return None
     return logprobs.of_prompt(
-        decode_prompt_records(prompt_request), details.prompt_num_top, names_ids=details.names_ids
+        decode_prompt_logprobs(prompt_request), details.prompt_num_top, names_ids=details.names_ids
     )
 
 
-def decode_prompt_records(prompt_request: PromptRequest) -> Iterator[logprobs.DecodedRecord]:
+def decode_prompt_logprobs(prompt_request: PromptRequest) -> Iterator[logprobs.DecodedLogprobs]:
     ids = [] if prompt_request.prompt_ids is None else prompt_request.prompt_ids.tolist()
     num_top = prompt_request.submit.options.num_prompt_logprobs
-    return logprobs.decode_prompt_records(
-        ids, bytes(prompt_request.prompt_records), prompt_request.pieces or [], prompt_request.prompt_pieces, num_top
+    return logprobs.decode_prompt_logprobs(
+        ids, bytes(prompt_request.prompt_logprobs), prompt_request.pieces or [], prompt_request.prompt_pieces, num_top
     )
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
 from pipeline.runtime.process import suspension
+from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.apis.embeddings.reply import vector_of
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
@@ -55,8 +55,8 @@ class ZmqStream:
         self._requests = requests
         self._unfinished: list[UnsentOutput] = []
         """Sequences whose end has not been sent. With best_of, none until all have finished."""
-        self._num_prompt_records = 0
-        """Prompt records that have been sent."""
+        self._num_sent_prompt_logprobs = 0
+        """Prompt logprobs that have been sent."""
         self._is_choosing = request.parsed.is_best_of
         if not self._is_choosing and request.parsed.embedding is None:
             self._take(request.sequences)
@@ -67,8 +67,10 @@ class ZmqStream:
 
     def _take(self, sequences: list[SequenceOutput]) -> None:
         """Send these sequences."""
-        has_records = self.request.parsed.details.num_top is not None
-        self._unfinished = [UnsentOutput(index, sequence, has_records) for index, sequence in enumerate(sequences)]
+        has_token_outputs = self.request.parsed.details.num_top is not None
+        self._unfinished = [
+            UnsentOutput(index, sequence, has_token_outputs) for index, sequence in enumerate(sequences)
+        ]
 
     def _choose(self) -> None:
         """With best_of: choose the best sequences, unless that was done before."""
@@ -155,7 +157,7 @@ class ZmqStream:
             return False
         for one in due:
             one.sent()
-        self._num_prompt_records = self._num_known_prompt_records
+        self._num_sent_prompt_logprobs = self._num_known_prompt_logprobs
         self._unfinished = [one for one in self._unfinished if not one.is_over]
         self._num_credits -= 1
         self._stalled_s = None
@@ -182,25 +184,27 @@ class ZmqStream:
 
     @property
     def _is_due(self) -> bool:
-        return self._num_known_prompt_records > self._num_prompt_records or any(one.is_due for one in self._unfinished)
+        return self._num_known_prompt_logprobs > self._num_sent_prompt_logprobs or any(
+            one.is_due for one in self._unfinished
+        )
 
     @property
-    def _num_known_prompt_records(self) -> int:
-        """Prompt records that have arrived, if the client asked for them."""
+    def _num_known_prompt_logprobs(self) -> int:
+        """Prompt logprobs that have arrived, if the client asked for them."""
         (prompt_request,) = self.request.prompt_requests
-        return 0 if self.request.parsed.details.prompt_num_top is None else prompt_request.num_prompt_records
+        return 0 if self.request.parsed.details.prompt_num_top is None else prompt_request.num_known_prompt_logprobs
 
     def _delta(self, outputs: list[p.Output]) -> p.Delta:
-        """A delta of these outputs and the new prompt records."""
-        begin, end = self._num_prompt_records, self._num_known_prompt_records
+        """A delta of these outputs and the new prompt logprobs."""
+        begin, end = self._num_sent_prompt_logprobs, self._num_known_prompt_logprobs
         if begin == end:
             return p.Delta(self.request_id, outputs)
         (prompt_request,) = self.request.prompt_requests
         num_top = prompt_request.submit.options.num_prompt_logprobs
         width = logprob_bytes(num_top)
-        records = bytes(prompt_request.prompt_records[begin * width : end * width])
+        token_outputs = bytes(prompt_request.prompt_logprobs[begin * width : end * width])
         pieces = prompt_request.prompt_pieces[begin * num_top : end * num_top]
-        return p.Delta(self.request_id, outputs, records, begin, pieces)
+        return p.Delta(self.request_id, outputs, token_outputs, begin, pieces)
 
     def _last(self) -> p.Delta:
         """All unsent output of a request that the client has aborted."""
@@ -232,13 +236,13 @@ class ZmqStream:
 class UnsentOutput:
     """Output of one sequence that was not sent to the client yet."""
 
-    __slots__ = ("_has_records", "_index", "_num_ids", "_sequence", "is_over")
+    __slots__ = ("_has_token_outputs", "_index", "_num_ids", "_sequence", "is_over")
 
-    def __init__(self, index: int, sequence: SequenceOutput, has_records: bool) -> None:
-        """With `has_records` deltas include the logprob records, and the sequence keeps the unsent ones."""
+    def __init__(self, index: int, sequence: SequenceOutput, has_token_outputs: bool) -> None:
+        """With `has_token_outputs` deltas include the token outputs, and the sequence keeps the unsent ones."""
         self._index = index
         self._sequence = sequence
-        self._has_records = has_records
+        self._has_token_outputs = has_token_outputs
         self._num_ids = sequence.num_received
         """Output ids that were sent."""
         self.is_over = False
@@ -265,14 +269,14 @@ class UnsentOutput:
             token_offset=self._num_ids,
             finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None),
             stop_reason=sequence.stop_reason,
-            records=bytes(sequence.records) if self._has_records else b"",
-            pieces=sequence.pieces if self._has_records else [],
+            records=bytes(sequence.token_outputs) if self._has_token_outputs else b"",
+            pieces=sequence.pieces if self._has_token_outputs else [],
         )
 
     def sent(self) -> None:
         """The result of `output` was sent."""
         self._sequence.pending.clear()
         self._num_ids = self._sequence.num_ids
-        self._sequence.records.clear()
+        self._sequence.token_outputs.clear()
         self._sequence.pieces = []
         self.is_over = self._sequence.finish != m.Finish.NONE

@@ -2,9 +2,8 @@
 
 Output stays pending until it was sent. If a full socket refuses a message, the next one has its content too.
 
-Sequences keep their ids and records until their request is closed. When a process of detokenize has died, its successor
-receives all of them again, in the same way.
-"""
+Sequences keep their ids and token outputs until their request is closed. When a process of detokenize has died, its
+successor receives all of them again, in the same way."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +31,8 @@ class ClosingOutput(msgspec.Struct, frozen=True):
     """`Finish`; NONE if it was preempted."""
     first: FirstTimes | None
     """If `ids` has the first id that was sampled for the sequence."""
-    records: bytes
-    """Logprob records of `ids`; empty if the request asks for none."""
+    token_outputs: bytes
+    """Token outputs of `ids`; empty if the request asks for none."""
     error: str = ""
     drafts: DraftCounts | None = None
 
@@ -48,7 +47,7 @@ class OutputBuffer:
         """By replica. The list grows."""
         self._closings: list[list[ClosingOutput]] = []
         self._prompts: list[list[tuple[int, int, bytes]]] = []
-        """`seq`, number of records before these, and records of a prompt."""
+        """`seq`, number of token outputs before these, and logprobs of a prompt."""
         self._pending_rows: list[tuple[Int64s, Int64s]] = []
         """Rows in the last pending message, and how many of their ids are settled."""
         self.settled_run: DecodeRun | None = None
@@ -74,17 +73,17 @@ class OutputBuffer:
         if len(fresh) or finish != Finish.NONE:
             start = num_sent - len(sequence.request.prompt)
             first = sequence.first_times if num_sent == sequence.num_resumed_tokens and len(fresh) else None
-            records = sequence.unsent_records
-            sequence.num_record_bytes_sent = len(sequence.records)
+            token_outputs = sequence.unsent_token_outputs
+            sequence.num_token_output_bytes_sent = len(sequence.token_outputs)
             closing = ClosingOutput(
-                sequence.seq, start, fresh, finish, first, records, sequence.error, sequence.draft_counts
+                sequence.seq, start, fresh, finish, first, token_outputs, sequence.error, sequence.draft_counts
             )
             self._closings[sequence.detokenize].append(closing)
 
-    def add_prompt_records(self, sequence: Sequence, start: int, records: bytes) -> None:
-        """Add records of a sequence's prompt, `start` of which were added before."""
-        sequence.prompt_records += records
-        self._prompts[sequence.detokenize].append((sequence.seq, start, records))
+    def add_prompt_logprobs(self, sequence: Sequence, start: int, logprobs: bytes) -> None:
+        """Add logprobs of a sequence's prompt, `start` of which were added before."""
+        sequence.prompt_logprobs += logprobs
+        self._prompts[sequence.detokenize].append((sequence.seq, start, logprobs))
 
     def forget(self, replica: int) -> None:
         """A process of detokenize has died: drop what waits for it. `resend` follows for each of its sequences."""
@@ -96,9 +95,9 @@ class OutputBuffer:
         replica = sequence.detokenize
         if sequence.request.beam_search is not None and not sequence.finish:
             return  # it has no output yet
-        sequence.num_record_bytes_sent = 0
-        if sequence.prompt_records:
-            self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_records)))
+        sequence.num_token_output_bytes_sent = 0
+        if sequence.prompt_logprobs:
+            self._prompts[replica].append((sequence.seq, 0, bytes(sequence.prompt_logprobs)))
         if sequence.row >= 0:
             self._rows.sent[sequence.row] = sequence.num_resumed_tokens
             self._rows.detokenize[sequence.row] = replica
@@ -139,10 +138,10 @@ class OutputBuffer:
             finishes=put(_joined([p.finish for p in closings], np.zeros(len(fresh), np.uint8), np.uint8)),
             firsts=self._firsts(closings, fresh, starts),
             settled_s=now_s,
-            records=self._records(closings, fresh, put),
+            token_outputs=self._token_outputs(closings, fresh, put),
             prompt_seqs=[seq for seq, _, _ in prompts],
             prompt_starts=[start for _, start, _ in prompts],
-            prompt_records=[records for _, _, records in prompts],
+            prompt_logprobs=[token_outputs for _, _, token_outputs in prompts],
             errors=[closing.error for closing in closings if closing.finish == Finish.ERROR],
             drafts=self._drafts(closings, fresh),
         )
@@ -168,17 +167,19 @@ class OutputBuffer:
                 found.append((len(closings) + index, counts))
         return [msgspec.structs.replace(counts, index=index) for index, counts in found]
 
-    def _records(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
-        """The records of a message's ids, empty if no request asks for them."""
+    def _token_outputs(self, closings: list[ClosingOutput], fresh: Int64s, put: Put) -> Array:
+        """The token outputs of a message's ids, empty if no request asks for them."""
         running = (
-            [one.unsent_records for one in self._recorded(fresh)] if self._rows.all_flags & RowFlag.LOGPROBS else []
+            [one.unsent_token_outputs for one in self._recorded(fresh)]
+            if self._rows.all_flags & RowFlag.LOGPROBS
+            else []
         )
-        records = b"".join([closing.records for closing in closings] + running)
-        return put(np.frombuffer(records, np.uint8)) if records else b""
+        token_outputs = b"".join([closing.token_outputs for closing in closings] + running)
+        return put(np.frombuffer(token_outputs, np.uint8)) if token_outputs else b""
 
     def _recorded(self, rows: Int64s) -> Iterator[Sequence]:
-        """The sequences in these rows whose ids have records."""
-        for row in rows[self._rows.record_bytes[rows] > 0].tolist():
+        """The sequences in these rows whose ids have token outputs."""
+        for row in rows[self._rows.token_output_bytes[rows] > 0].tolist():
             if (sequence := self._rows.sequences[row]) is not None:
                 yield sequence
 
@@ -198,7 +199,7 @@ class OutputBuffer:
         self._prompts[replica] = []
         if self._rows.all_flags & RowFlag.LOGPROBS:
             for sequence in self._recorded(rows):
-                sequence.num_record_bytes_sent = len(sequence.records)
+                sequence.num_token_output_bytes_sent = len(sequence.token_outputs)
 
 
 def _joined(first: list[int], then: "np.ndarray[Any, Any]", dtype: Any) -> "np.ndarray[Any, Any]":

@@ -35,18 +35,18 @@ class Beams:
         """By request id."""
 
     def take(self, sampled: Int64s, ids: Ids) -> None:
-        """Note the ids that were sampled for these rows, with the records that their sequences have got."""
+        """Note the ids that were sampled for these rows, with the token outputs that their sequences have got."""
         rows = self._rows
         rows.num_output_placeholders[sampled] -= 1
         for row, token_id in zip(sampled.tolist(), ids.tolist(), strict=True):
             sequence = rows.sequences[row]
             assert sequence is not None and sequence.request.beam_search is not None
             request, search = sequence.request, sequence.request.beam_search
-            record = bytes(sequence.records)
-            sequence.records.clear()
+            token_output = bytes(sequence.token_outputs)
+            sequence.token_outputs.clear()
             if not sequence.first_s:
                 self._begin(sequence)
-            if search.take(sequence.index, token_id, record):
+            if search.take(sequence.index, token_id, token_output):
                 self._complete[request.request_id] = request
 
     def _begin(self, sequence: Sequence) -> None:
@@ -130,7 +130,7 @@ class Beams:
                 self._lifecycle.finish(sequence, sequence.resumed_finish)
                 continue
             num_resumed_tokens = sequence.num_resumed_tokens - len(request.prompt)
-            sequence.records = bytearray(found.records[num_resumed_tokens * request.record_bytes :])
+            sequence.token_outputs = bytearray(found.token_outputs[num_resumed_tokens * request.token_output_bytes :])
             self._lifecycle.finish(sequence, found.finish, found.ids)
 
 

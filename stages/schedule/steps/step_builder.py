@@ -6,7 +6,7 @@ from pipeline.runtime import messages as m
 from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.kv_cache.windows import AppendedBlocks
-from pipeline.stages.schedule.output.logprob_records import expect_logprobs
+from pipeline.stages.schedule.output.token_outputs import expect_logprobs
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.state import SchedulerState

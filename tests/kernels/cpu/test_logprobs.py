@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.kernels.sampling.logprob_inputs import LogprobInputs
 from pipeline.kernels.sampling.logprobs import write_logprobs
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from tests.kernels.cpu.samplers import ISAS, Rows, load
 
 INF = float("inf")
@@ -30,12 +30,12 @@ def logprobs(request: pytest.FixtureRequest, sampler_cache: Path) -> Record:
 
 def in_torch(logits: np.ndarray, token: int, num_top: int, given: np.ndarray | None = None) -> bytes:
     """The second row of three; its neighbours request other logprobs."""
-    records = LogprobInputs(8)
+    token_outputs = LogprobInputs(8)
     addresses = np.array([0, 0 if given is None else given.ctypes.data, 0], np.uint64)
-    records.lay_out(np.array([1, num_top, -1], np.int32), addresses)
+    token_outputs.lay_out(np.array([1, num_top, -1], np.int32), addresses)
     rows = torch.from_numpy(np.stack([logits[::-1], logits, logits]).astype(np.float32))
-    write_logprobs(rows, np.array([0, token, 0], np.int32), records)
-    return records.memory[12:].tobytes()
+    write_logprobs(rows, np.array([0, token, 0], np.int32), token_outputs)
+    return token_outputs.memory[12:].tobytes()
 
 
 def expected(logits: np.ndarray, token: int, num_top: int) -> Any:
@@ -117,5 +117,5 @@ def test_all_instruction_sets_return_the_same_bits(sampler_cache: Path) -> None:
     libraries = [Rows(load(isa, sampler_cache)) for isa in ISAS]
     for vocab_size in (7, 2048, 49152):
         logits = np.random.default_rng(vocab_size).normal(0, 4, vocab_size).astype(np.float32)
-        records = {rows.logprobs(logits, vocab_size // 2, 20) for rows in libraries}
-        assert len(records) == 1
+        token_outputs = {rows.logprobs(logits, vocab_size // 2, 20) for rows in libraries}
+        assert len(token_outputs) == 1

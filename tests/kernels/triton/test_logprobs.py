@@ -6,7 +6,7 @@ import torch
 
 from pipeline.kernels.triton.sampling.logprobs import LogprobScratch, given_logprobs, token_logprobs, top_logprobs
 from pipeline.kernels.triton.sampling.sample import BLOCK
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from tests.kernels.cpu.test_logprobs import expected
 
 INF, NAN = float("inf"), float("nan")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import record_bytes
+from pipeline.runtime.token_outputs import token_output_bytes
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
@@ -34,8 +34,8 @@ def opening(
 ) -> m.Open:
     options = options or m.GenerationOptions()
     ids = np.array(tail or [], np.int32).tobytes()
-    width = record_bytes(options, HIDDEN_SIZE)
-    return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, ids, raw(options), record_bytes=width)
+    width = token_output_bytes(options, HIDDEN_SIZE)
+    return m.Open(seq, 1000 + seq, 2, seq % 3, gateway, ids, raw(options), token_output_bytes=width)
 
 
 class FakeGateway:

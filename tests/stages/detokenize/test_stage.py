@@ -255,8 +255,8 @@ def test_embeddings_are_forwarded_as_records(rig):
     send(rig, opening(2, m.GenerationOptions(pooling=m.Pooling.MEAN)))
     embeddings = [np.arange(begin, begin + 3, dtype="<f4").tobytes() for begin in (0, 3)]
     entries = [(1, 0, ids_of("a"), m.Finish.LENGTH), (2, 0, ids_of("b"), m.Finish.LENGTH)]
-    send(rig, msgspec.structs.replace(settled(entries), records=b"".join(embeddings)))
-    assert rig.receive("gateway", m.Deltas).records == embeddings
+    send(rig, msgspec.structs.replace(settled(entries), token_outputs=b"".join(embeddings)))
+    assert rig.receive("gateway", m.Deltas).token_outputs == embeddings
 
 
 def test_resumed_ids_are_read_from_shared_memory_and_only_new_output_is_sent(rig):
@@ -297,5 +297,5 @@ def test_a_trace_marks_a_request_where_its_text_begins_and_where_it_ends(rig):
     rig.send(m.TakeTrace(2))
     while (answer := rig.receive("supervisor", m.Answer)).nonce != 2:
         pass
-    spans = msgspec.msgpack.decode(answer.body, type=StageTrace).records
+    spans = msgspec.msgpack.decode(answer.body, type=StageTrace).token_outputs
     assert [one.requests for one in spans if one.name == "text"] == [[1002], [1001], [1002]]

@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeline.config.settings import ExecuteSettings, LoraSettings, ScheduleSettings, Settings, SpeculativeSettings
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
@@ -51,12 +51,12 @@ class Request(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(plain, **dict(self.fields))
 
-    def record_bytes(self, facts: m.ExecuteFacts) -> int:
-        return record_bytes(self.options, facts.hidden_size)
+    def token_output_bytes(self, facts: m.ExecuteFacts) -> int:
+        return token_output_bytes(self.options, facts.hidden_size)
 
     @property
-    def prompt_record_bytes(self) -> int:
-        return prompt_record_bytes(self.options)
+    def prompt_logprob_bytes(self) -> int:
+        return prompt_logprob_bytes(self.options)
 
 
 def make_runner(
@@ -184,8 +184,8 @@ class Pair:
             self._opened[opening.seq] = request_id, opening.index
             self._texts[request_id, opening.index] = list(request.outputs[opening.index]) if request.outputs else []
             self.token_outputs[request_id, opening.index] = self.prompt_logprobs[request_id, opening.index] = b""
-            self._widths[opening.seq] = request.record_bytes(self._runner.facts)
-            self._prompt_widths[opening.seq] = request.prompt_record_bytes
+            self._widths[opening.seq] = request.token_output_bytes(self._runner.facts)
+            self._prompt_widths[opening.seq] = request.prompt_logprob_bytes
 
     def _compute(self, step: m.Step) -> None:
         began_s = time.monotonic()
@@ -203,8 +203,8 @@ class Pair:
             compute_s=time.monotonic() - began_s,
             wait_s=0.0,
             copy_s=sampled.copy_s,
-            records=sampled.token_outputs.tobytes(),
-            prompt_records=sampled.prompt_logprobs.tobytes(),
+            token_outputs=sampled.token_outputs.tobytes(),
+            prompt_logprobs=sampled.prompt_logprobs.tobytes(),
             errors=list(sampled.errors),
             num_ids=sampled.num_ids.tobytes(),
             num_drafts=sampled.num_drafts.tobytes(),
@@ -221,8 +221,8 @@ class Pair:
             for array, dtype in ((settled.seqs, np.uint64), (settled.starts, np.int32), (settled.counts, np.int32))
         )
         ids, finishes = take(settled.ids, np.int32).tolist(), take(settled.finishes, np.uint8).tolist()
-        records, errors = take(settled.records, np.uint8).tobytes(), list(settled.errors)
-        for seq, start, data in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_records, strict=True):
+        token_outputs, errors = take(settled.token_outputs, np.uint8).tobytes(), list(settled.errors)
+        for seq, start, data in zip(settled.prompt_seqs, settled.prompt_starts, settled.prompt_logprobs, strict=True):
             known, num_before = self.prompt_logprobs[self._opened[seq]], start * self._prompt_widths[seq]
             assert len(known) == num_before, "records of a prompt were lost or repeated"
             self.prompt_logprobs[self._opened[seq]] += data
@@ -232,10 +232,10 @@ class Pair:
             text += ids[:count]
             ids = ids[count:]
             num_bytes = count * self._widths[seq]
-            self.token_outputs[self._opened[seq]] += records[:num_bytes]
-            records = records[num_bytes:]
+            self.token_outputs[self._opened[seq]] += token_outputs[:num_bytes]
+            token_outputs = token_outputs[num_bytes:]
             if finish:
                 self._finished[self._opened[seq]] = Finish(finish)
             if finish == Finish.ERROR:
                 self.errors[self._opened[seq]] = errors.pop(0)
-        assert not records and not errors
+        assert not token_outputs and not errors

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline.kernels.step_inputs import block_bytes
-from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.model.generation_config import ExcludedTokens
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids

@@ -87,9 +87,11 @@ def check_cuts(runner: CpuRunner, requests: list[Request]) -> None:
         for i, (request, at) in enumerate(zip(requests, cuts, strict=True)):
             assert found[i] == texts[i], f"request {i}, cut behind {at} ids"
             for index in range(request.n):
-                records = whole.token_outputs[i + 1, index]
-                behind = at * request.record_bytes(runner.facts)
-                assert pair.token_outputs[i + 1, index] == records[behind:] != b"", f"request {i}, cut behind {at} ids"
+                token_outputs = whole.token_outputs[i + 1, index]
+                behind = at * request.token_output_bytes(runner.facts)
+                assert pair.token_outputs[i + 1, index] == token_outputs[behind:] != b"", (
+                    f"request {i}, cut behind {at} ids"
+                )
 
 
 @pytest.fixture(scope="module")

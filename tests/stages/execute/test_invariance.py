@@ -243,7 +243,7 @@ def test_with_every_policy(machine: Machine, depth: int, rules: dict[str, Any]) 
     assert rules["preemption"] != "recompute" or load.num_blocks_swapped_out == 0
 
 
-def records_of(**fields: Any) -> tuple[tuple[str, Any], ...]:
+def token_outputs_of(**fields: Any) -> tuple[tuple[str, Any], ...]:
     return tuple({"num_logprobs": 0, **fields}.items())
 
 
@@ -257,13 +257,13 @@ FIRST = [[m.BEGIN, token] for token in range(0, checkpoints.VOCAB_SIZE, 2)]
 """Half of the vocabulary is not first."""
 FEATURES = [
     (),
-    records_of(),
-    records_of(num_logprobs=4),
-    records_of(num_logprobs=2, num_prompt_logprobs=3, repetition_penalty=1.3),
+    token_outputs_of(),
+    token_outputs_of(num_logprobs=4),
+    token_outputs_of(num_logprobs=2, num_prompt_logprobs=3, repetition_penalty=1.3),
     (("presence_penalty", 0.6), ("frequency_penalty", 0.4), ("num_prompt_logprobs", 0)),
     (("min_tokens", 9), ("allowed_ids", few_ids(1)), ("bias_ids", [7, 80, 123]), ("bias_values", [3.0, 5.0, -4.0])),
-    records_of(num_logprobs=1, bad_words_ids=[[5], [17, 90], [4, 4, 4], *FIRST], frequency_penalty=1.5),
-    records_of(num_logprobs=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), num_prompt_logprobs=1),
+    token_outputs_of(num_logprobs=1, bad_words_ids=[[5], [17, 90], [4, 4, 4], *FIRST], frequency_penalty=1.5),
+    token_outputs_of(num_logprobs=checkpoints.VOCAB_SIZE, allowed_ids=few_ids(2), num_prompt_logprobs=1),
 ]
 
 
@@ -297,19 +297,19 @@ def test_sampling_features_work_the_same_in_any_batch(machine: Machine, depth: i
         lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
         lonely.run([request])
         for index in range(request.n):
-            records, prompts = pair.token_outputs[i, index], pair.prompt_logprobs[i, index]
-            assert records == lonely.token_outputs[1, index]
-            assert len(records) == request.max_tokens * request.record_bytes(machine.runner(ALONE).facts)
+            token_outputs, prompts = pair.token_outputs[i, index], pair.prompt_logprobs[i, index]
+            assert token_outputs == lonely.token_outputs[1, index]
+            assert len(token_outputs) == request.max_tokens * request.token_output_bytes(machine.runner(ALONE).facts)
             assert prompts == lonely.prompt_logprobs[1, index]
-            assert len(prompts) == (len(request.prompt) - 1) * request.prompt_record_bytes * (index == 0)
+            assert len(prompts) == (len(request.prompt) - 1) * request.prompt_logprob_bytes * (index == 0)
 
 
 def test_sampling_features_change_texts(machine: Machine) -> None:
     """Shows that the test above compares something. Only logprobs change no text."""
     for request in make_requests_with_features():
         plain = Request(request.prompt, request.max_tokens, request.seed, request.n)
-        only_records = all(name == "num_logprobs" for name, _ in request.fields)
-        assert (alone(machine, request) == alone(machine, plain)) == only_records
+        only_token_outputs = all(name == "num_logprobs" for name, _ in request.fields)
+        assert (alone(machine, request) == alone(machine, plain)) == only_token_outputs
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -341,11 +341,11 @@ def test_a_prompt_preempted_half_way_has_the_same_prompt_logprobs(
     machine: Machine, depth: int, num_swap_blocks: int
 ) -> None:
     """Earlier texts grow until memory runs out, while each step computes a few of its ids."""
-    texts = [Request(tuple(random_ids(15, seed)), 45, fields=records_of(num_logprobs=2)) for seed in range(5)]
+    texts = [Request(tuple(random_ids(15, seed)), 45, fields=token_outputs_of(num_logprobs=2)) for seed in range(5)]
     all_fields: list[tuple[tuple[str, Any], ...]] = [
         (("pooling", 1),),
         (("pooling", 2),),
-        records_of(num_prompt_logprobs=2),
+        token_outputs_of(num_prompt_logprobs=2),
     ]
     for fields in all_fields:
         whole = Request(tuple(random_ids(120, 9)), 1, at_step=2, fields=fields)
@@ -357,13 +357,15 @@ def test_a_prompt_preempted_half_way_has_the_same_prompt_logprobs(
         lonely.run([whole])
         assert pair.token_outputs[6, 0] == lonely.token_outputs[1, 0] != b""
         assert pair.prompt_logprobs[6, 0] == lonely.prompt_logprobs[1, 0]
-        assert len(pair.prompt_logprobs[6, 0]) == (119 * 20 if whole.prompt_record_bytes else 0)
+        assert len(pair.prompt_logprobs[6, 0]) == (119 * 20 if whole.prompt_logprob_bytes else 0)
 
 
 def test_a_sequence_without_a_possible_id_ends_with_an_error_and_others_continue(machine: Machine) -> None:
     nothing = [(token,) for token in range(checkpoints.VOCAB_SIZE)]
-    ends = Request(tuple(PREFIX), 9, fields=records_of(bad_words_ids=[list(run) for run in nothing]))
-    follows = [Request(request.prompt, request.max_tokens, fields=records_of()) for request in make_requests()[:5]]
+    ends = Request(tuple(PREFIX), 9, fields=token_outputs_of(bad_words_ids=[list(run) for run in nothing]))
+    follows = [
+        Request(request.prompt, request.max_tokens, fields=token_outputs_of()) for request in make_requests()[:5]
+    ]
     for depth in (1, 2):
         pair = Pair(machine.runner(MANY), depth)
         texts = pair.run([*follows[:2], ends, *follows[2:]])

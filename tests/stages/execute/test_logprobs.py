@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.sampling.logprobs import log_softmax
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.driver import Driver, row_add, settings
@@ -106,7 +106,7 @@ def options_of(**fields: Any) -> m.GenerationOptions:
     return m.GenerationOptions(**{"temperature": 0.0, "ignore_eos": True, **fields})
 
 
-def assert_record(executor: Executor, record: Any, logprobs: np.ndarray, token: int) -> None:
+def assert_token_output(executor: Executor, record: Any, logprobs: np.ndarray, token: int) -> None:
     """One record, of an id after a position with these log probabilities [V]."""
     tolerance = executor.tolerance
     np.testing.assert_allclose(record["logprob"], logprobs[token], rtol=0, atol=tolerance)
@@ -122,20 +122,20 @@ def assert_record(executor: Executor, record: Any, logprobs: np.ndarray, token: 
 def test_prompt_logprobs_agree_with_transformers(executor: Executor, chunk: int) -> None:
     """Some rows request none, and a step has more positions than there are rows for logits."""
     tops = [3, -1, 0, VOCAB_SIZE, 5]
-    records: list[list[Any]] = [[] for _ in PROMPTS]
+    token_outputs: list[list[Any]] = [[] for _ in PROMPTS]
     for entries, result in executor.prompts([options_of(num_prompt_logprobs=num) for num in tops], chunk):
         data = result.prompt_logprobs.tobytes()
         for row, start, count, _ in entries:
             num = max(0, min(start + count, len(PROMPTS[row]) - 1) - start) if tops[row] >= 0 else 0
             dtype = logprob_dtype(max(0, tops[row]))
-            records[row] += list(np.frombuffer(data[: num * dtype.itemsize], dtype))
+            token_outputs[row] += list(np.frombuffer(data[: num * dtype.itemsize], dtype))
             data = data[num * dtype.itemsize :]
         assert not data
     for row, ids in enumerate(PROMPTS):
-        assert len(records[row]) == (len(ids) - 1 if tops[row] >= 0 else 0)
+        assert len(token_outputs[row]) == (len(ids) - 1 if tops[row] >= 0 else 0)
         logprobs = executor.logprobs(ids)
-        for index, record in enumerate(records[row]):
-            assert_record(executor, record, logprobs[index], ids[index + 1])
+        for index, record in enumerate(token_outputs[row]):
+            assert_token_output(executor, record, logprobs[index], ids[index + 1])
 
 
 def test_chunks_have_bit_identical_prompt_logprobs(executor: Executor) -> None:
@@ -144,14 +144,14 @@ def test_chunks_have_bit_identical_prompt_logprobs(executor: Executor) -> None:
         return
     texts = []
     for chunk in (128, 16, 7):
-        records: dict[int, bytes] = {}
+        token_outputs: dict[int, bytes] = {}
         for entries, result in executor.prompts([options_of(num_prompt_logprobs=2)], chunk):
             data = result.prompt_logprobs.tobytes()
             for row, start, count, _ in entries:
                 num_bytes = 20 * max(0, min(start + count, len(PROMPTS[row]) - 1) - start)
-                records[row] = records.get(row, b"") + data[:num_bytes]
+                token_outputs[row] = token_outputs.get(row, b"") + data[:num_bytes]
                 data = data[num_bytes:]
-        texts.append(records)
+        texts.append(token_outputs)
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -162,18 +162,18 @@ def test_an_output_used_as_a_prompt_has_the_same_logprobs(executor: Executor) ->
     options = options_of(num_logprobs=4, temperature=1.2, seed=3)
     ids = list(PROMPTS[2])
     result = driver.step([(0, 0, len(ids), True)], adds=[row_add(0, ids, driver.take_blocks(60), options)])
-    records = [result.token_outputs.tobytes()]
+    token_outputs = [result.token_outputs.tobytes()]
     while len(ids) < 50:
         ids.append(int(result.ids[0]))
         result = driver.step([(0, len(ids) - 1, 1, True)])
-        records.append(result.token_outputs.tobytes())
+        token_outputs.append(result.token_outputs.tobytes())
     adds = [row_add(1, ids, driver.take_blocks(60), options_of(num_prompt_logprobs=4))]
     again = driver.step([(1, 0, len(ids), True)], adds=adds).prompt_logprobs.tobytes()
     again = again[dtype.itemsize * (len(PROMPTS[2]) - 1) :]
     if isinstance(driver, Native):
-        assert again == b"".join(records[:-1])
+        assert again == b"".join(token_outputs[:-1])
     else:
-        first, second = (np.frombuffer(data, dtype) for data in (b"".join(records[:-1]), again))
+        first, second = (np.frombuffer(data, dtype) for data in (b"".join(token_outputs[:-1]), again))
         np.testing.assert_allclose(second["logprob"], first["logprob"], rtol=0, atol=executor.tolerance)
 
 
@@ -196,18 +196,18 @@ def test_output_logprobs_agree_with_transformers(executor: Executor, num_logprob
     driver, dtype = executor.driver, logprob_dtype(num_logprobs)
     known = [list(ids) for ids in PROMPTS]
     for entries, result in executor.prompts(options):
-        sampled_records = iter(np.frombuffer(result.token_outputs.tobytes(), dtype))
+        sampled_token_outputs = iter(np.frombuffer(result.token_outputs.tobytes(), dtype))
         for row, token in zip(result.rows.tolist(), result.ids.tolist(), strict=True):
-            assert_record(executor, next(sampled_records), executor.logprobs(known[row])[-1], token)
+            assert_token_output(executor, next(sampled_token_outputs), executor.logprobs(known[row])[-1], token)
             known[row].append(token)
-        assert list(sampled_records) == [] and len(entries) >= len(result.rows)
+        assert list(sampled_token_outputs) == [] and len(entries) >= len(result.rows)
     for _ in range(5):
         needed = [(row, len(ids) // 16 + 1 - int(driver.runner.rows.num_blocks[row])) for row, ids in enumerate(known)]
         blocks = [(row, block) for row, num in needed if num > 0 for block in driver.take_blocks(16 * num)]
         result = driver.step([(row, len(ids) - 1, 1, True) for row, ids in enumerate(known)], blocks=blocks)
-        records = np.frombuffer(result.token_outputs.tobytes(), dtype)
+        token_outputs = np.frombuffer(result.token_outputs.tobytes(), dtype)
         for row, (ids, token) in enumerate(zip(known, result.ids.tolist(), strict=True)):
-            assert_record(executor, records[row], executor.logprobs(ids)[-1], token)
+            assert_token_output(executor, token_outputs[row], executor.logprobs(ids)[-1], token)
             ids.append(token)
     assert set(known[3][len(PROMPTS[3]) :]) == {7}, "the bias decides, and bad words stay excluded"
     assert all(50 <= token < 60 for token in known[4][len(PROMPTS[4]) :])
@@ -219,7 +219,7 @@ def test_embeddings_agree_with_transformers(executor: Executor, chunk: int) -> N
     mean, last = options_of(pooling=m.Pooling.MEAN), options_of(pooling=m.Pooling.LAST)
     drawing = options_of(num_logprobs=1)
     for options in ([mean, last], [mean, drawing, last, drawing, mean], [last, drawing]):
-        records: dict[int, bytes] = {}
+        token_outputs: dict[int, bytes] = {}
         for entries, result in executor.prompts(options, chunk):
             data = result.token_outputs.tobytes()
             sampled = [row for row, _, _, samples in entries if samples]
@@ -227,18 +227,18 @@ def test_embeddings_agree_with_transformers(executor: Executor, chunk: int) -> N
             assert result.finishes.tolist() == [m.Finish.NONE] * len(sampled) and (result.ids >= 0).all()
             for row in sampled:
                 num_bytes = 12 if options[row % len(options)] is drawing else 4 * HIDDEN
-                records[row], data = data[:num_bytes], data[num_bytes:]
+                token_outputs[row], data = data[:num_bytes], data[num_bytes:]
             assert not data
         for row, ids in enumerate(PROMPTS):
             one, states = options[row % len(options)], executor.states(ids)
             if one is drawing:
-                record = np.frombuffer(records[row], logprob_dtype(1))[0]
+                record = np.frombuffer(token_outputs[row], logprob_dtype(1))[0]
                 np.testing.assert_allclose(
                     record["top_logprobs"][0], executor.logprobs(ids)[-1].max(), atol=executor.tolerance
                 )
                 continue
             expected = states.mean(0) if one is mean else states[-1]
-            found = np.frombuffer(records[row], np.float32)
+            found = np.frombuffer(token_outputs[row], np.float32)
             np.testing.assert_allclose(found, expected, rtol=0, atol=executor.tolerance)
 
 

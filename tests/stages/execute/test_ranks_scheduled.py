@@ -18,7 +18,7 @@ from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request
 from tests.stages.execute.rank_driver import RankRunners
 from tests.stages.execute.structured import ids_of, lark, write
-from tests.stages.execute.test_invariance import records_of
+from tests.stages.execute.test_invariance import token_outputs_of
 
 GRAMMAR = (("compiled_grammar", lark("[a-z]{24}(, [0-9]{3}){2}")),)
 MANY, FEW = 160, 20
@@ -29,7 +29,7 @@ def make_requests(prompts: list[list[int]], num_tokens: int) -> list[Request]:
     features: list[dict[str, Any]] = [
         {},
         {"seed": 3, "n": 3},
-        {"seed": 4, "fields": records_of(num_logprobs=3, num_prompt_logprobs=2, repetition_penalty=1.3)},
+        {"seed": 4, "fields": token_outputs_of(num_logprobs=3, num_prompt_logprobs=2, repetition_penalty=1.3)},
         {"seed": 5, "n": 2, "fields": GRAMMAR},
         {"fields": (("pooling", 1),)},
         {"seed": 6, "fields": (("top_k", 20), ("top_p", 0.9), ("presence_penalty", 0.6))},

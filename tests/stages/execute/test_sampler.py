@@ -89,12 +89,12 @@ def test_rows_of_any_mix_have_the_same_samples_as_alone() -> None:
     rows = Rows(options)
     logits = torch.stack([logits_of(i) for i in range(len(options))])
     together = rows.sample(logits)
-    records = rows.sampling_inputs.logprobs.memory.tobytes()
-    alone, alone_records = [], b""
+    token_outputs = rows.sampling_inputs.logprobs.memory.tobytes()
+    alone, token_outputs_alone = [], b""
     for i in range(len(options)):
         alone += rows.sample(logits[i : i + 1], [i]).tolist()
-        alone_records += rows.sampling_inputs.logprobs.memory.tobytes()
-    assert together.tolist() == alone and records == alone_records
+        token_outputs_alone += rows.sampling_inputs.logprobs.memory.tobytes()
+    assert together.tolist() == alone and token_outputs == token_outputs_alone
     greedy = [i for i, one in enumerate(options) if one.temperature == 0 and not FEATURES[i % len(FEATURES)]]
     assert [alone[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
 

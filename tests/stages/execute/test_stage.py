@@ -13,8 +13,8 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.replay.compare import compare
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
-from pipeline.runtime.logprob_records import embedding_bytes, logprob_bytes
 from pipeline.runtime.model.kv_groups import KVGroup
+from pipeline.runtime.token_outputs import embedding_bytes, logprob_bytes
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.execute.cpu.backend import code_of_torch
@@ -311,8 +311,8 @@ def test_an_instant_executor_returns_records_like_a_model(tiny_dir: Path) -> Non
         rig.send(make_step([(0, 0, num - 2, False), (1, 0, num, True), (2, 0, num, True)], adds=adds), SCHEDULE)
         rig.send(make_step([(0, num - 2, 2, True), (3, num - 1, 1, True)], adds=[forked], step_id=1), SCHEDULE)
         first, second = (rig.receive("schedule", m.StepResult) for _ in range(2))
-        assert len(rig.bytes_of(first.records)) == embedding_bytes(facts.hidden_size) > 0
-        assert len(rig.bytes_of(first.prompt_records)) == (num - 2) * logprob_bytes(1) + (num - 1) * 4
-        assert len(rig.bytes_of(second.records)) == 2 * logprob_bytes(3)
-        assert len(rig.bytes_of(second.prompt_records)) == logprob_bytes(1)
+        assert len(rig.bytes_of(first.token_outputs)) == embedding_bytes(facts.hidden_size) > 0
+        assert len(rig.bytes_of(first.prompt_logprobs)) == (num - 2) * logprob_bytes(1) + (num - 1) * 4
+        assert len(rig.bytes_of(second.token_outputs)) == 2 * logprob_bytes(3)
+        assert len(rig.bytes_of(second.prompt_logprobs)) == logprob_bytes(1)
     gc.unfreeze()

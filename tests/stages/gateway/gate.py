@@ -174,7 +174,7 @@ class Gate:
         back: int = 0,
         num_cached: int | None = None,
         logprobs: list[float] | None = None,
-        records: bytes = b"",
+        token_outputs: bytes = b"",
         pieces: list[bytes] | None = None,
         prompt: tuple[int, bytes, list[bytes]] | None = None,
         error: str = "",
@@ -182,7 +182,8 @@ class Gate:
     ) -> None:
         """Send text and ids of a sequence. `back` is the number of characters and ids that repeat the end of what was
         sent before. `num_cached`, for a sequence's first ids, is the number of cached prompt tokens. `logprobs`, or
-        `records` and `pieces`, belong to the ids; `prompt` is the offset, the records and the pieces of prompt ids."""
+        `token_outputs` and `pieces`, belong to the ids; `prompt` is the offset, the records and the pieces of prompt
+        ids."""
         key = submit.request_id, index
         chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
         self._chars[key], self._ids[key] = chars + len(text), ids + num_ids
@@ -199,11 +200,15 @@ class Gate:
                 [int(finish)],
                 [stop_reason],
                 [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
-                records=[np.array(logprobs, np.float32).tobytes()] if logprobs else [records] if records else [],
+                token_outputs=[np.array(logprobs, np.float32).tobytes()]
+                if logprobs
+                else [token_outputs]
+                if token_outputs
+                else [],
                 pieces=[pieces] if pieces else [],
                 prompt_indices=[0] if prompt else [],
                 prompt_offsets=[prompt[0]] if prompt else [],
-                prompt_records=[prompt[1]] if prompt else [],
+                prompt_logprobs=[prompt[1]] if prompt else [],
                 prompt_pieces=[prompt[2]] if prompt else [],
                 errors=[error] if finish == m.Finish.ERROR else [],
                 drafts=[m.DraftCounts(0, *drafts)] if drafts else [],

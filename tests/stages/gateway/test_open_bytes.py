@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
@@ -36,7 +36,7 @@ from tests.fakes import FakeExecutor
 from tests.rig import raw
 from tests.stages.detokenize.test_output_processor import VOCABULARY
 from tests.stages.gateway.gate import Gate
-from tests.stages.schedule.output.test_logprob_records import LIMITS as SCHEDULE_LIMITS
+from tests.stages.schedule.output.test_token_outputs import LIMITS as SCHEDULE_LIMITS
 
 MODEL = "tiny"
 LIMITS = RequestLimits(MODEL, 1024, max_prompt_tokens=8192, vocab_size=50_000)
@@ -215,20 +215,20 @@ class TestOutput:
         parsed = chat(logprobs=True, top_logprobs=num_top, max_tokens=800)
         cost = open_bytes.output_cost(parsed, None)
         pieces = {f" word{i}".encode(): f" word{i}".encode() for i in range(1 + num_top)}
-        records = np.zeros(1, logprob_dtype(num_top))
-        records["logprob"] = records["top_logprobs"] = -12.345678
-        records["top_ids"] = 12345
+        token_outputs = np.zeros(1, logprob_dtype(num_top))
+        token_outputs["logprob"] = token_outputs["top_logprobs"] = -12.345678
+        token_outputs["top_ids"] = 12345
         tracemalloc.start()
         try:
             sequence, most = SequenceOutput(), 0
             for index in range(800):
                 ids = np.array([index], np.int32).tobytes()
-                sequence.extend(" word", 5 * index, ids, index, records.tobytes(), list(pieces.values()))
+                sequence.extend(" word", 5 * index, ids, index, token_outputs.tobytes(), list(pieces.values()))
                 most = max(most, open_bytes.output_bytes(cost, sequence))
             grown, _ = tracemalloc.get_traced_memory()
             assert open_bytes.output_bytes(cost, sequence) >= grown - 3000
             tracemalloc.reset_peak()
-            each = logprobs.decode_records(range(800), bytes(sequence.records), sequence.pieces, num_top)
+            each = logprobs.decode_logprobs(range(800), bytes(sequence.token_outputs), sequence.pieces, num_top)
             body = msgspec.json.encode(logprobs.packed_of_chat(each, num_top, names_ids=False))
             _, peak = tracemalloc.get_traced_memory()
         finally:

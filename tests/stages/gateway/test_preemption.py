@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.client import protocol as p
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
 from tests.stages.gateway.peers import RawPeer
@@ -36,14 +36,14 @@ def grow(
     gate: Gate, submit: m.Submit, num_steps: int, finish: m.Finish = m.Finish.NONE, text: str = "t" * STEP
 ) -> None:
     """Output with top logprobs."""
-    records = np.zeros(STEP, logprob_dtype(NUM_TOP))
+    token_outputs = np.zeros(STEP, logprob_dtype(NUM_TOP))
     for step in range(num_steps):
         is_last = step == num_steps - 1
         gate.delta(
             submit,
             text,
             STEP,
-            records=records.tobytes(),
+            token_outputs=token_outputs.tobytes(),
             pieces=PIECES * STEP,
             finish=finish if is_last else m.Finish.NONE,
         )
@@ -140,7 +140,7 @@ def test_requests_of_several_prompts_end_one_after_the_other(gate: Gate) -> None
     for submit in (oldest[0], other[0]):
         grow(gate, submit, 10, m.Finish.LENGTH)
         assert gate.closed() == (submit.request_id, 1)
-    gate.delta(other[1], "t", 1, records=np.zeros(1, logprob_dtype(NUM_TOP)).tobytes(), pieces=PIECES)
+    gate.delta(other[1], "t", 1, token_outputs=np.zeros(1, logprob_dtype(NUM_TOP)).tobytes(), pieces=PIECES)
     grow_beyond(gate, oldest[1])
     assert gate.closed() == (other[1].request_id, 1), "the other gives way"
     grow(gate, oldest[1], 1)
@@ -185,7 +185,7 @@ def test_room_of_a_reply_that_ends_in_the_same_wake_is_used(gate: Gate) -> None:
     while load(gate)["open_bytes"] < MAX_BYTES - 2 * STEP_BYTES:
         grow(gate, oldest, 1)
         num_steps += 1
-    records = np.zeros(2 * STEP, logprob_dtype(NUM_TOP)).tobytes()
+    token_outputs = np.zeros(2 * STEP, logprob_dtype(NUM_TOP)).tobytes()
     ids = np.arange(1 + 2 * STEP, dtype=np.int32).tobytes()
     gate.rig.send(
         m.Deltas(
@@ -199,7 +199,7 @@ def test_room_of_a_reply_that_ends_in_the_same_wake_is_used(gate: Gate) -> None:
             [1, 2 * STEP],
             [int(m.Finish.STOP), int(m.Finish.NONE)],
             [None, None],
-            records=[b"", records],
+            token_outputs=[b"", token_outputs],
             pieces=[[], PIECES * 2 * STEP],
         ),
         "detokenize.0",

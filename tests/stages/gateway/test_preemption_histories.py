@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.stages.gateway.admission.preemption import Preemption
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
 from tests.rig import PATIENCE_S
@@ -207,11 +207,18 @@ class History:
                 self.delta(one.submit, index, 0, finish)
 
     def delta(self, submit: m.Submit, index: int, num_ids: int, finish: m.Finish) -> None:
-        records, pieces = b"", None
+        token_outputs, pieces = b"", None
         if submit.options.num_logprobs >= 0 and num_ids:
-            records, pieces = np.zeros(num_ids, logprob_dtype(NUM_TOP)).tobytes(), PIECES * num_ids
+            token_outputs, pieces = np.zeros(num_ids, logprob_dtype(NUM_TOP)).tobytes(), PIECES * num_ids
         self.gate.delta(
-            submit, "t" * num_ids, num_ids, index=index, finish=finish, records=records, pieces=pieces, error="no"
+            submit,
+            "t" * num_ids,
+            num_ids,
+            index=index,
+            finish=finish,
+            token_outputs=token_outputs,
+            pieces=pieces,
+            error="no",
         )
 
     # ---------------------------------------------------------------------------------------------------- what they get

@@ -11,7 +11,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from tests.runtime.security.test_tls import CERT, KEY
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
-from tests.stages.gateway.replies.test_logprobs import records
+from tests.stages.gateway.replies.test_logprobs import token_outputs
 from tests.stages.replays import entries, order, replay_partial, replays_alike
 from tests.stages.test_replay import TEXT_FACTS
 
@@ -57,13 +57,15 @@ def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
         top = [(7, -0.5)]
         stream = gate.post(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True})
         submit = gate.begin()
-        gate.delta(submit, "", records=records(-1.0, top=top), pieces=[b"\xf0\x9f", b"a"])
-        gate.delta(submit, "x", records=records(-2.0, top=top), pieces=[b"\x98", b"a"], finish=m.Finish.STOP)
+        gate.delta(submit, "", token_outputs=token_outputs(-1.0, top=top), pieces=[b"\xf0\x9f", b"a"])
+        gate.delta(
+            submit, "x", token_outputs=token_outputs(-2.0, top=top), pieces=[b"\x98", b"a"], finish=m.Finish.STOP
+        )
         assert stream.result().status_code == 200
         prompt = gate.complete(COMPLETION | {"echo": True, "logprobs": 0, "max_tokens": 0})
         submit = gate.submit()
         gate.accept(submit, pieces=[b"H", b"i"])
-        gate.delta(submit, "no", prompt=(0, records(-2.0), []), finish=m.Finish.STOP)
+        gate.delta(submit, "no", prompt=(0, token_outputs(-2.0), []), finish=m.Finish.STOP)
         assert prompt.result().status_code == 200
         for is_stream in (False, True):
             body = {"token_ids": [1], "sampling_params": {"prompt_logprobs": None}, "stream": is_stream}
@@ -78,7 +80,7 @@ def test_logprobs_ids_and_vectors_are_replayed(tmp_path: Path) -> None:
             gate.delta(submit, "x", logprobs=[-2.0], pieces=[b"x"], finish=m.Finish.STOP)
             assert line.result().status_code == 200
         vector = gate.post({"model": "tiny", "input": "Hi"}, "/v1/embeddings")
-        gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        gate.delta(gate.begin(), "", token_outputs=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
         assert vector.result().status_code == 200
         gate.rig.until(lambda load: load.num_open_requests == 0)
     comparison = replays_alike("gateway", recording)
@@ -103,10 +105,10 @@ def test_other_apis_are_replayed(tmp_path: Path) -> None:
     with Gate(tmp_path, record=recording) as gate:
         vectors = gate.post({"model": "tiny", "input": ["a", "b"]}, "/api/embed")
         for _ in range(2):
-            gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+            gate.delta(gate.begin(), "", token_outputs=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
         assert len(vectors.result().json()["embeddings"]) == 2
         vector = gate.post({"model": "tiny", "prompt": "a"}, "/api/embeddings")
-        gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        gate.delta(gate.begin(), "", token_outputs=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
         assert vector.result().status_code == 200
         for is_stream in (False, True):
             for path, body in (

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import IngestSettings, LimitSettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
 from pipeline.stages.ingest.prompts.prompt_processor import EncodedPrompt, PromptProcessor
@@ -276,7 +276,7 @@ def test_resumed_ids_are_forwarded_in_shared_memory_with_their_finish(tmp_path: 
 
 def test_record_widths_follow_from_the_options_of_schedule(rig: Rig) -> None:
     def widths(options: m.GenerationOptions) -> tuple[int, int, bool]:
-        return record_bytes(options, 5), prompt_record_bytes(options), options.needs_full_prefill
+        return token_output_bytes(options, 5), prompt_logprob_bytes(options), options.needs_full_prefill
 
     submitted = tiny.submit("hi", max_tokens=1, num_logprobs=1, num_prompt_logprobs=3, bad_words=["ab"])
     rig.send(submitted, "gateway.0")

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.process.black_box import NUM_BYTES, SuspectList, suspects_in
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
@@ -51,7 +51,7 @@ class Bench:
         self.tables: deque[set[int]] = deque()
         self.opened: dict[int, m.Open] = {}
         self.received: dict[int, list[int]] = {}
-        self.records: dict[int, bytes] = {}
+        self.token_outputs: dict[int, bytes] = {}
         self.prompts: dict[int, bytes] = {}
         self.errors: dict[int, str] = {}
         self.finished: dict[int, Finish] = {}
@@ -159,7 +159,7 @@ class Bench:
             else:
                 self.opened[reply.seq] = reply
                 self.received[reply.seq] = list(outputs)
-                self.records[reply.seq] = self.prompts[reply.seq] = b""
+                self.token_outputs[reply.seq] = self.prompts[reply.seq] = b""
                 self.admitted[reply.seq] = (message, options)
         return message.request_id
 
@@ -299,12 +299,12 @@ class Bench:
             self.begun.add(seqs[first.index])
         for counts in message.drafts:
             self.drafts[seqs[counts.index]] = counts.num_accepted, counts.num_rejected
-        for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+        for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True):
             assert seq not in self.finished, "prompt records came after the closing"
-            width = prompt_record_bytes(self.admitted[seq][1])
+            width = prompt_logprob_bytes(self.admitted[seq][1])
             assert start * width == len(self.prompts[seq]) and len(data) % width == 0
             self.prompts[seq] += data
-        records, errors = inline(message.records), iter(message.errors)
+        token_outputs, errors = inline(message.token_outputs), iter(message.errors)
         for seq, start, num, finish in zip(
             np.frombuffer(inline(message.seqs), np.uint64).tolist(),
             np.frombuffer(inline(message.starts), np.int32).tolist(),
@@ -317,14 +317,14 @@ class Bench:
             assert start == len(self.received[seq]), "ids were lost or repeated"
             self.received[seq] += ids[:num]
             ids = ids[num:]
-            num_bytes = num * record_bytes(self.admitted[seq][1], hidden_size=0)
-            self.records[seq] += records[:num_bytes]
-            records = records[num_bytes:]
+            num_bytes = num * token_output_bytes(self.admitted[seq][1], hidden_size=0)
+            self.token_outputs[seq] += token_outputs[:num_bytes]
+            token_outputs = token_outputs[num_bytes:]
             if finish != Finish.NONE:
                 self.finished[seq] = Finish(finish)
             if finish == Finish.ERROR:
                 self.errors[seq] = next(errors)
-        assert not ids and not records and next(errors, None) is None
+        assert not ids and not token_outputs and next(errors, None) is None
         assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
 
     def run(self) -> int:
@@ -358,12 +358,14 @@ class Bench:
             if any(fails := [token_id in options.bias_ids for token_id in ids]):
                 ids, natural = ids[: fails.index(True)], Finish.ERROR
             if options.num_logprobs >= 0:
-                assert self.records[seq] == b"".join(record(one, options.num_logprobs) for one in self.received[seq])
-            prompt_records = b""
+                assert self.token_outputs[seq] == b"".join(
+                    record(one, options.num_logprobs) for one in self.received[seq]
+                )
+            prompt_logprobs = b""
             if options.num_prompt_logprobs >= 0 and index == 0:
-                prompt_records = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
-            assert self.prompts[seq] == prompt_records or (
-                not self.received[seq] and prompt_records.startswith(self.prompts[seq])
+                prompt_logprobs = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
+            assert self.prompts[seq] == prompt_logprobs or (
+                not self.received[seq] and prompt_logprobs.startswith(self.prompts[seq])
             )
             assert (finish == Finish.ERROR) == (seq in self.errors)
             if finish == Finish.ABORT:

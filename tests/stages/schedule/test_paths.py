@@ -195,7 +195,7 @@ def check_paths(settings: dict[str, Any], options: dict[str, Any], flags: int, d
         bench.check()
         if not options.get("use_beam_search"):
             bench.check_outputs()
-    for name in ("received", "records", "prompts", "errors", "finished", "drafts"):
+    for name in ("received", "token_outputs", "prompts", "errors", "finished", "drafts"):
         assert getattr(fast, name) == getattr(slow, name), name
     assert len(fast.finished) == len(fast.opened) and not fast.refused
 

@@ -39,7 +39,7 @@ def resume(
         assert opening.outputs == np.array(ids, np.int32).tobytes()
         bench.opened[opening.seq] = opening
         bench.received[opening.seq] = list(ids)
-        bench.records[opening.seq] = bench.prompts[opening.seq] = b""
+        bench.token_outputs[opening.seq] = bench.prompts[opening.seq] = b""
         bench.admitted[opening.seq] = admit, options
         opened.append(opening)
     return opened

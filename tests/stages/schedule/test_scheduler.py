@@ -232,5 +232,12 @@ def test_every_array_of_a_result_is_taken() -> None:
         result = executor.run(step)
         taken.clear()
         scheduler.settle(result)
-        arrays = [result.rows, result.generations, result.ids, result.finishes, result.records, result.prompt_records]
+        arrays = [
+            result.rows,
+            result.generations,
+            result.ids,
+            result.finishes,
+            result.token_outputs,
+            result.prompt_logprobs,
+        ]
         assert all(any(one is array for one in taken) for array in arrays)

@@ -390,8 +390,8 @@ def test_a_request_of_a_gateway_that_is_gone_is_dropped() -> None:
 
 def send_stale_result(rig: Rig) -> None:
     """A result of another scheduler's step, with an array in shared memory."""
-    records = rig.arena("execute.0").put(bytes(5000), readers=("schedule.0",))
-    rig.send(m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0, records=records), "execute.0")
+    token_outputs = rig.arena("execute.0").put(bytes(5000), readers=("schedule.0",))
+    rig.send(m.StepResult(99, 1, b"", b"", b"", b"", 0.0, 0.0, token_outputs=token_outputs), "execute.0")
 
 
 def is_released(rig: Rig) -> bool:

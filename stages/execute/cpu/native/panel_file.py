@@ -73,7 +73,7 @@ class PanelLocation:
     weights: str
 
     @classmethod
-    def of(cls, folder: Path, files: Sequence[TensorFile], context: RankContext = ALONE) -> "PanelPlace | None":
+    def of(cls, folder: Path, files: Sequence[TensorFile], context: RankContext = ALONE) -> "PanelLocation | None":
         """The place for the weight files of a prepared folder, of several ranks for the part of one; None if packing
         takes no time worth a file."""
         if sum(file.num_bytes for file in files) < MIN_BYTES:

@@ -195,9 +195,7 @@ class NativeProgram(Program):
         # Both norms come before attention changes the residual.
         slot = 0 if mlp.norm is None else 1
         written = self._norms.emit_before(self._handle, attention.norm, attention.qkv)
-        self._norms.emit_before(
-            self._handle, mlp.norm or attention.norm, mlp.gate_up, slot, set() if slot else written
-        )
+        self._norms.emit_before(self._handle, mlp.norm or attention.norm, mlp.gate_up, slot, set() if slot else written)
         self._attention.emit(attention)
         self._feed_forward(mlp, slot)
 

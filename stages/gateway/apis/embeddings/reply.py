@@ -1,9 +1,8 @@
 """Replies of POST /v1/embeddings: one vector for each input, from the model's last hidden states.
 
 The default is the vector of the last token, which has seen the whole text; the mean over all tokens is the other
-choice. Vectors have length 1, after being cut to `dimensions`. An input is a request of one step, whose record is the
-vector; see pipeline/runtime/logprob_records.py.
-"""
+choice. Vectors have length 1, after being cut to `dimensions`. An input is a request of one step, whose token output
+is the vector; see pipeline/runtime/token_outputs.py."""
 
 import base64
 from http import HTTPStatus
@@ -58,10 +57,10 @@ def embedded(request: Request) -> bytes:
 
 def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     """float32 [dimensions], of length 1, or all zeros."""
-    if not sequence.records:
+    if not sequence.token_outputs:
         message = "the request was aborted before all embeddings were computed"
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")
-    vector = np.frombuffer(bytes(sequence.records), "<f4").astype(np.float64)[: options.dimensions]
+    vector = np.frombuffer(bytes(sequence.token_outputs), "<f4").astype(np.float64)[: options.dimensions]
     if not np.isfinite(vector).all():
         raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model produced an embedding with NaN or infinity")
     length = float(np.linalg.norm(vector))

@@ -158,7 +158,7 @@ def _with_echo(parsed: ParsedRequest) -> ParsedRequest:
         with_text=isinstance(parsed.prompts[0], m.IdsPrompt),
     )
     parsed = msgspec.structs.replace(parsed, echo=True, prompt_options=options)
-    if parsed.options.max_tokens == 0 and parsed.details.prompt_record_num_top >= 0:
+    if parsed.options.max_tokens == 0 and parsed.details.prompt_logprobs_num_top >= 0:
         one = msgspec.structs.replace(parsed.options, max_tokens=1)
         return msgspec.structs.replace(parsed, options=one, hides_output=True)
     return parsed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.execute.publishing import Sampled
 from tests.stages.execute.checkpoints import VOCAB_SIZE
 from tests.stages.execute.cuda.conftest import on_cpu, on_device

@@ -55,8 +55,8 @@ def test_a_pooled_row_that_is_dropped_still_returns_its_record(driver: CudaDrive
     runner.launch(make_step([(0, 0, 3, True), (1, 0, 3, True)], adds=adds), take)
     runner.launch(make_step(drops=[0]), take)
     first, _ = runner.drain()
-    records = first.token_outputs.reshape(2, 4 * runner.facts.hidden_size)
-    assert not records[0].any() and records[1].any()
+    token_outputs = first.token_outputs.reshape(2, 4 * runner.facts.hidden_size)
+    assert not token_outputs[0].any() and token_outputs[1].any()
 
 
 def test_an_embedding_that_is_not_finite_fails_its_row(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:

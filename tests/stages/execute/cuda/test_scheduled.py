@@ -139,7 +139,7 @@ class CudaBench(Bench):
         for opening in self.scheduler.admit(message):
             assert isinstance(opening, m.Open)
             self.opened[opening.seq], self.received[opening.seq] = opening, []
-            self.records[opening.seq] = self.prompts[opening.seq] = b""
+            self.token_outputs[opening.seq] = self.prompts[opening.seq] = b""
             self.admitted[opening.seq] = message, options
         return number
 

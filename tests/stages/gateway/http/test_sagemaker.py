@@ -55,7 +55,7 @@ def test_invocations_are_run_by_their_fields(gate: Gate, body: dict[str, Any], k
 
 def test_an_invocation_for_embeddings(gate: Gate) -> None:
     future = gate.post({"messages": None, "prompt": None, "input": "Hi"}, "/invocations")
-    gate.delta(gate.begin(), "", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+    gate.delta(gate.begin(), "", token_outputs=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
     assert len(future.result().json()["data"][0]["embedding"]) == 8
 
 

@@ -37,7 +37,7 @@ def play(gate: Gate, submit: m.Submit, order: tuple[int, ...] = (1, 3, 0, 2)) ->
 
 class TestChoice:
     def sequence(self, *logprobs: float) -> SequenceOutput:
-        return SequenceOutput(records=bytearray(np.array(logprobs, "<f4").tobytes()))
+        return SequenceOutput(token_outputs=bytearray(np.array(logprobs, "<f4").tobytes()))
 
     def test_sequences_are_ranked_by_the_mean_logprob(self) -> None:
         long, short = self.sequence(*[-0.5] * 100), self.sequence(-0.6)

@@ -19,7 +19,7 @@ VECTOR = np.array([3, 0, 4, 0, 0, 0, 0, 12], "<f4")
 
 
 def give(gate: Gate, submit: m.Submit, vector: Any = VECTOR) -> None:
-    gate.delta(submit, "?", records=np.asarray(vector, "<f4").tobytes(), finish=m.Finish.LENGTH)
+    gate.delta(submit, "?", token_outputs=np.asarray(vector, "<f4").tobytes(), finish=m.Finish.LENGTH)
 
 
 class TestParse:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_dtype
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.stages.gateway.replies.logprobs import IMPOSSIBLE
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of
 from tests.stages.gateway.replies.test_text_offsets import cut, expected
@@ -18,7 +18,7 @@ from tests.stages.gateway.replies.test_text_offsets import cut, expected
 TEXT = "aé😀"
 
 
-def records(*scores: float, top: list[tuple[int, float]] | None = None) -> bytes:
+def token_outputs(*scores: float, top: list[tuple[int, float]] | None = None) -> bytes:
     """Records of ids with these log probabilities, all with the same top ids."""
     table = np.zeros(len(scores), logprob_dtype(len(top or [])))
     table["logprob"] = scores
@@ -41,7 +41,14 @@ class TestChats:
                 response = gate.post(CHAT | {"logprobs": True})
                 submit = gate.begin()
                 scores = [-1.0 - i for i in range(len(pieces))]
-                gate.delta(submit, TEXT, len(pieces), records=records(*scores), pieces=pieces, finish=m.Finish.LENGTH)
+                gate.delta(
+                    submit,
+                    TEXT,
+                    len(pieces),
+                    token_outputs=token_outputs(*scores),
+                    pieces=pieces,
+                    finish=m.Finish.LENGTH,
+                )
                 content = response.result().json()["choices"][0]["logprobs"]["content"]
                 assert [one["logprob"] for one in content] == scores
                 assert [bytes(one["bytes"]) for one in content] == pieces
@@ -52,9 +59,9 @@ class TestChats:
         submit = gate.begin()
         assert submit.options.num_logprobs == 2
         top = [(7, -0.25), (8, -math.inf)]
-        payload = records(-0.5, -math.inf, math.nan, top=top)
+        payload = token_outputs(-0.5, -math.inf, math.nan, top=top)
         pieces = with_tops([b"a", b" \xf0\x9f", b"<|im_end|>"], b"b", b"\xff")
-        gate.delta(submit, "a", 3, records=payload, pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(submit, "a", 3, token_outputs=payload, pieces=pieces, finish=m.Finish.STOP)
         choice = response.result().json()["choices"][0]
         tops = [
             {"token": "b", "logprob": -0.25, "bytes": [98]},
@@ -72,8 +79,8 @@ class TestChats:
     def test_tokens_can_be_reported_as_ids(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True})
         submit = gate.begin()
-        payload = records(-0.5, top=[(7, -0.25)])
-        gate.delta(submit, "é", records=payload, pieces=[b"\xc3\xa9", b"b"], finish=m.Finish.STOP)
+        payload = token_outputs(-0.5, top=[(7, -0.25)])
+        gate.delta(submit, "é", token_outputs=payload, pieces=[b"\xc3\xa9", b"b"], finish=m.Finish.STOP)
         (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
         assert (one["token"], one["bytes"]) == ("token_id:0", [0xC3, 0xA9])
         assert one["top_logprobs"][0]["token"] == "token_id:7"
@@ -85,7 +92,7 @@ class TestChats:
         response = gate.post(body)
         top = [(7, -9.0), (0, -0.5)][: len(given)]
         pieces = [b"a", *(b"b", b"a")[: len(given)]]
-        gate.delta(gate.begin(), "a", records=records(-0.5, top=top), pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(gate.begin(), "a", token_outputs=token_outputs(-0.5, top=top), pieces=pieces, finish=m.Finish.STOP)
         (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
         assert [(other["token"], other["logprob"]) for other in one["top_logprobs"]] == [
             ("token_id:0", -0.5),
@@ -103,8 +110,8 @@ class TestChats:
         submit = gate.submit()
         assert submit.prompt_options.with_pieces
         gate.accept(submit, pieces=[b"<s>", b"\xf0\x9f", b"b"])
-        gate.delta(submit, num_ids=0, prompt=(0, records(-3.0, top=[(1, -3.0)]), [b"\xf0\x9f"]))
-        gate.delta(submit, num_ids=0, prompt=(1, records(-math.inf, top=[(7, -0.5)]), [b"c"]))
+        gate.delta(submit, num_ids=0, prompt=(0, token_outputs(-3.0, top=[(1, -3.0)]), [b"\xf0\x9f"]))
+        gate.delta(submit, num_ids=0, prompt=(1, token_outputs(-math.inf, top=[(7, -0.5)]), [b"c"]))
         gate.finish(submit, "x", 0)
         gate.finish(submit, "y", 1)
         body = response.result().json()
@@ -136,8 +143,8 @@ class TestCompletions:
                 pieces = cut(data, cuts)
                 response = gate.complete(COMPLETION | {"logprobs": 0})
                 submit = gate.begin()
-                payload = records(*[-1.0] * len(pieces))
-                gate.delta(submit, TEXT, len(pieces), records=payload, pieces=pieces, finish=m.Finish.LENGTH)
+                payload = token_outputs(*[-1.0] * len(pieces))
+                gate.delta(submit, TEXT, len(pieces), token_outputs=payload, pieces=pieces, finish=m.Finish.LENGTH)
                 choice = response.result().json()["choices"][0]
                 assert choice["logprobs"]["text_offset"] == expected(pieces)
                 assert choice["logprobs"]["token_logprobs"] == [-1.0] * len(pieces)
@@ -157,16 +164,18 @@ class TestCompletions:
             ):
                 response = gate.complete(COMPLETION | {"logprobs": 0, "skip_special_tokens": skips})
                 submit = gate.begin()
-                gate.delta(submit, text, 6, records=records(*[-1.0] * 6), pieces=pieces, finish=m.Finish.LENGTH)
+                gate.delta(
+                    submit, text, 6, token_outputs=token_outputs(*[-1.0] * 6), pieces=pieces, finish=m.Finish.LENGTH
+                )
                 logprobs = response.result().json()["choices"][0]["logprobs"]
                 assert (logprobs["text_offset"], logprobs["tokens"][0]) == (offsets, "<s>")
 
     def test_top_logprobs_are_sorted_and_include_the_token(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"logprobs": 2})
         submit = gate.begin()
-        payload = records(-2.0, -0.25, top=[(0, -0.25), (8, -1.5)])
+        payload = token_outputs(-2.0, -0.25, top=[(0, -0.25), (8, -1.5)])
         pieces = [b"z", b"b", b"\xff", b"b", b"b", b"b"]  # the last two ids have the same text
-        gate.delta(submit, "zb", 2, records=payload, pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(submit, "zb", 2, token_outputs=payload, pieces=pieces, finish=m.Finish.STOP)
         logprobs = response.result().json()["choices"][0]["logprobs"]
         assert [list(one.items()) for one in logprobs["top_logprobs"]] == [
             [("b", -0.25), ("bytes:\\xff", -1.5), ("z", -2.0)],
@@ -179,9 +188,11 @@ class TestCompletions:
             submit = gate.submit()
             gate.accept(submit, pieces=[b"<s>", b"H", b"\xc3", b"\xa9"])
             top = [(7, -0.5)]
-            gate.delta(submit, num_ids=0, prompt=(0, records(-1.0, top=top), [b"x"]))
-            gate.delta(submit, num_ids=0, prompt=(1, records(-2.0, -3.0, top=top), [b"x", b"x"]))
-            gate.delta(submit, "!", records=records(-4.0, top=top), pieces=[b"!", b"x"], finish=m.Finish.STOP)
+            gate.delta(submit, num_ids=0, prompt=(0, token_outputs(-1.0, top=top), [b"x"]))
+            gate.delta(submit, num_ids=0, prompt=(1, token_outputs(-2.0, -3.0, top=top), [b"x", b"x"]))
+            gate.delta(
+                submit, "!", token_outputs=token_outputs(-4.0, top=top), pieces=[b"!", b"x"], finish=m.Finish.STOP
+            )
             if streams:
                 events = events_of(response.result().text)
                 choices = [event["choices"][0] for event in events]
@@ -207,9 +218,14 @@ class TestCompletions:
             assert submit.options.max_tokens == 1
             ids = np.arange(2, dtype=np.int32).tobytes()
             gate.rig.send(m.Accepted(submit.request_id, 1, ids, "ab", pieces=[b"a", b"b"]), "ingest.0")
-            gate.delta(submit, num_ids=0, prompt=(0, records(-1.0), []))
+            gate.delta(submit, num_ids=0, prompt=(0, token_outputs(-1.0), []))
             gate.delta(
-                submit, "sampled", records=records(-9.0), pieces=[b"sampled"], finish=m.Finish.STOP, stop_reason=5
+                submit,
+                "sampled",
+                token_outputs=token_outputs(-9.0),
+                pieces=[b"sampled"],
+                finish=m.Finish.STOP,
+                stop_reason=5,
             )
             events = events_of(response.result().text) if streams else [response.result().json()]
             choices = [event["choices"][0] for event in events if event["choices"]]
@@ -230,7 +246,7 @@ class TestCompletions:
         for score in (-1.0, -2.0):
             submit = gate.submit()
             gate.accept(submit, pieces=[b"x", b"y"])
-            gate.delta(submit, "!", prompt=(0, records(score), []), finish=m.Finish.LENGTH)
+            gate.delta(submit, "!", prompt=(0, token_outputs(score), []), finish=m.Finish.LENGTH)
         choices = response.result().json()["choices"]
         found = {choice["prompt_logprobs"][1]["1"]["logprob"] for choice in choices}
         assert found == {-1.0, -2.0}
@@ -240,8 +256,10 @@ class TestCompletions:
         response = gate.complete(COMPLETION | {"best_of": 2, "logprobs": 1})
         submit = gate.begin()
         for index, score in ((0, -3.0), (1, -1.0)):
-            payload = records(score, top=[(5, -0.5 if index == 0 else -7.0)])
-            gate.delta(submit, f"{index}", index=index, records=payload, pieces=[b"p", b"q"], finish=m.Finish.STOP)
+            payload = token_outputs(score, top=[(5, -0.5 if index == 0 else -7.0)])
+            gate.delta(
+                submit, f"{index}", index=index, token_outputs=payload, pieces=[b"p", b"q"], finish=m.Finish.STOP
+            )
         (choice,) = response.result().json()["choices"]
         assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("1", [-1.0])
 
@@ -256,8 +274,8 @@ class TestStreams:
         pieces = cut("a😀b".encode(), (1, 2, 4, 5))
         texts = ["a", "", "", "😀", "b"]
         for index, (text, piece) in enumerate(zip(texts, pieces, strict=True)):
-            gate.delta(submit, text, records=records(-1.0 - index), pieces=[piece])
-        gate.delta(submit, "", records=records(-6.0), pieces=[b"<e>"])
+            gate.delta(submit, text, token_outputs=token_outputs(-1.0 - index), pieces=[piece])
+        gate.delta(submit, "", token_outputs=token_outputs(-6.0), pieces=[b"<e>"])
         gate.delta(submit, "", num_ids=0, finish=m.Finish.LENGTH)
         events = events_of(response.result().text)
         choices = [event["choices"][0] for event in events]
@@ -279,10 +297,10 @@ class TestStreams:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 1})
         submit = gate.begin()
         top = [(7, -0.5)]
-        gate.delta(submit, "ab", 2, records=records(-1.0, -2.0, top=top), pieces=[b"a", b"x", b"b", b"x"])
-        payload = records(-2.0, -3.0, top=top)
+        gate.delta(submit, "ab", 2, token_outputs=token_outputs(-1.0, -2.0, top=top), pieces=[b"a", b"x", b"b", b"x"])
+        payload = token_outputs(-2.0, -3.0, top=top)
         pieces = [b"b", b"x", b"c", b"x"]
-        gate.delta(submit, "bc", 2, back=1, records=payload, pieces=pieces, finish=m.Finish.STOP)
+        gate.delta(submit, "bc", 2, back=1, token_outputs=payload, pieces=pieces, finish=m.Finish.STOP)
         content = response.result().json()["choices"][0]["logprobs"]["content"]
         assert [(one["token"], one["logprob"]) for one in content] == [("a", -1.0), ("b", -2.0), ("c", -3.0)]
 
@@ -304,8 +322,8 @@ class TestStreams:
     def test_json_has_no_infinity(self, gate: Gate) -> None:
         response = gate.complete(COMPLETION | {"logprobs": 1})
         submit = gate.begin()
-        payload = records(-math.inf, top=[(5, math.nan)])
-        gate.delta(submit, "a", records=payload, pieces=[b"a", b"b"], finish=m.Finish.STOP)
+        payload = token_outputs(-math.inf, top=[(5, math.nan)])
+        gate.delta(submit, "a", token_outputs=payload, pieces=[b"a", b"b"], finish=m.Finish.STOP)
 
         def fail(name: str) -> None:
             raise AssertionError(name)
@@ -320,11 +338,13 @@ class TestLargeReplies:
 
     def give(self, gate: Gate, submit: m.Submit) -> None:
         top = [(rank, -1.0 - rank) for rank in range(20)]
-        payload = records(*[-0.5] * self.NUM_IDS, top=top)
+        payload = token_outputs(*[-0.5] * self.NUM_IDS, top=top)
         pieces = with_tops([b"a"] * self.NUM_IDS, *[b"b"] * 20)
         for index in range(submit.options.n):
             text = "a" * self.NUM_IDS
-            gate.delta(submit, text, self.NUM_IDS, index=index, records=payload, pieces=pieces, finish=m.Finish.LENGTH)
+            gate.delta(
+                submit, text, self.NUM_IDS, index=index, token_outputs=payload, pieces=pieces, finish=m.Finish.LENGTH
+            )
 
     def test_a_large_reply_is_complete(self, gate: Gate) -> None:
         response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4})
@@ -402,7 +422,7 @@ class TestPromptLogprobsLimit:
 
 def test_top_logprobs_are_bounded_by_the_vocabulary(gate: Gate) -> None:
     response = gate.post(CHAT | {"logprobs": True, "top_logprobs": 3})
-    payload = records(-0.5, top=[(1, -0.5), (0, -1.0), (-1, -math.inf)])
-    gate.delta(gate.begin(), "a", records=payload, pieces=[b"a", b"a", b"b", b""], finish=m.Finish.STOP)
+    payload = token_outputs(-0.5, top=[(1, -0.5), (0, -1.0), (-1, -math.inf)])
+    gate.delta(gate.begin(), "a", token_outputs=payload, pieces=[b"a", b"a", b"b", b""], finish=m.Finish.STOP)
     (one,) = response.result().json()["choices"][0]["logprobs"]["content"]
     assert [top["token"] for top in one["top_logprobs"]] == ["a", "b"]

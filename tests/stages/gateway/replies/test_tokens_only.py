@@ -19,7 +19,7 @@ from tests.stages.gateway.gate import (
     read_until,
 )
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
-from tests.stages.gateway.replies.test_logprobs import records
+from tests.stages.gateway.replies.test_logprobs import token_outputs
 
 PATH = "/inference/v1/generate"
 BODY = {"token_ids": [1, 2, 3], "sampling_params": {}}
@@ -87,8 +87,8 @@ class TestReplies:
         response = gate.post(BODY | {"request_id": "me", "sampling_params": {"n": 2, "logprobs": 1}}, PATH)
         submit = gate.begin()
         top = [(7, -0.5)]
-        gate.delta(submit, "text", 2, records=records(-1.0, -2.0, top=top), finish=m.Finish.STOP)
-        gate.delta(submit, "x", 1, index=1, records=records(-3.0, top=top), finish=m.Finish.LENGTH)
+        gate.delta(submit, "text", 2, token_outputs=token_outputs(-1.0, -2.0, top=top), finish=m.Finish.STOP)
+        gate.delta(submit, "x", 1, index=1, token_outputs=token_outputs(-3.0, top=top), finish=m.Finish.LENGTH)
         body = response.result().json()
         tops = [{"token": "token_id:7", "logprob": -0.5, "bytes": None}]
 
@@ -120,7 +120,7 @@ class TestReplies:
         response = gate.post(params(prompt_logprobs=0), PATH)
         submit = gate.begin()
         assert not submit.options.with_pieces and not submit.prompt_options.with_pieces
-        gate.delta(submit, prompt=(0, records(-1.0, -2.0), []), finish=m.Finish.STOP)
+        gate.delta(submit, prompt=(0, token_outputs(-1.0, -2.0), []), finish=m.Finish.STOP)
         body = response.result().json()
         one = {"rank": None, "decoded_token": "token_id:1"}
         assert body["prompt_logprobs"][:2] == [None, {"1": {"logprob": -1.0, **one}}]

@@ -24,7 +24,7 @@ async def client(gate: Gate) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def records(ids: Any, num_top: int) -> bytes:
+def token_outputs(ids: Any, num_top: int) -> bytes:
     return b"".join(record(one, num_top) for one in ids)
 
 
@@ -35,7 +35,7 @@ def pieces(ids: Any, num_top: int, *, tops_alone: bool = False) -> list[bytes]:
 
 def send_delta(gate: Gate, submit: m.Submit, ids: range, num_top: int, text: str = "", **more: Any) -> None:
     """Send a delta of these ids, which must be the next ones, with their records."""
-    gate.delta(submit, text, len(ids), records=records(ids, num_top), pieces=pieces(ids, num_top), **more)
+    gate.delta(submit, text, len(ids), token_outputs=token_outputs(ids, num_top), pieces=pieces(ids, num_top), **more)
 
 
 def expected(token_id: int, num_top: int) -> dict[int, Logprob]:
@@ -85,8 +85,8 @@ def test_deltas_without_credit_are_merged_with_their_records(gate: Gate) -> None
         peer.send(p.Credit(1, 1))
         first, second = peer.receive(p.Delta).outputs
         assert (first.text, first.token_offset, first.finish_reason) == ("bcd", 1, "length")
-        assert (first.records, first.pieces) == (records(range(1, 5), 1), pieces(range(1, 5), 1))
-        assert (second.text, second.records, second.pieces) == ("x", records(range(2), 1), pieces(range(2), 1))
+        assert (first.records, first.pieces) == (token_outputs(range(1, 5), 1), pieces(range(1, 5), 1))
+        assert (second.text, second.records, second.pieces) == ("x", token_outputs(range(2), 1), pieces(range(2), 1))
         peer.receive(p.Finished)
 
 
@@ -97,10 +97,10 @@ def test_repeated_ids_are_sent_once(gate: Gate) -> None:
         submit = gate.begin()
         peer.receive(p.Accepted)
         send_delta(gate, submit, range(3), 2, "abc")
-        assert peer.receive(p.Delta).outputs[0].records == records(range(3), 2)
+        assert peer.receive(p.Delta).outputs[0].records == token_outputs(range(3), 2)
         send_delta(gate, submit, range(1, 5), 2, "bcde", back=2, finish=m.Finish.LENGTH)
         (output,) = peer.receive(p.Delta).outputs
-        assert (output.text, output.token_offset, output.records) == ("de", 3, records(range(3, 5), 2))
+        assert (output.text, output.token_offset, output.records) == ("de", 3, token_outputs(range(3, 5), 2))
         assert output.pieces == pieces(range(3, 5), 2)
 
 
@@ -113,12 +113,12 @@ def test_a_resumed_request_has_records_of_new_ids_only(gate: Gate) -> None:
         gate.accept(submit, pieces=[b"a", b"b"])
         assert peer.receive(p.Accepted).prompt_pieces == [b"a", b"b"]
         gate.continue_at(submit, 2, 2)
-        send_delta(gate, submit, range(2, 4), 1, "cd", finish=m.Finish.LENGTH, prompt=(0, records([1], 0), []))
+        send_delta(gate, submit, range(2, 4), 1, "cd", finish=m.Finish.LENGTH, prompt=(0, token_outputs([1], 0), []))
         delta = peer.receive(p.Delta)
-        assert (delta.prompt_records, delta.prompt_record_offset) == (records([1], 0), 0)
+        assert (delta.prompt_records, delta.prompt_record_offset) == (token_outputs([1], 0), 0)
         (output,) = delta.outputs
         assert (output.token_offset, output.text_offset) == (2, 2)
-        assert (output.records, output.pieces) == (records(range(2, 4), 1), pieces(range(2, 4), 1))
+        assert (output.records, output.pieces) == (token_outputs(range(2, 4), 1), pieces(range(2, 4), 1))
 
 
 def test_an_abort_returns_the_records_so_far(gate: Gate) -> None:
@@ -127,14 +127,14 @@ def test_an_abort_returns_the_records_so_far(gate: Gate) -> None:
         submit = gate.submit()
         gate.accept(submit, pieces=[b"a", b"b"])
         peer.receive(p.Accepted)
-        send_delta(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
+        send_delta(gate, submit, range(2), 1, "ab", prompt=(0, token_outputs([1], 1), [b"<1>"]))
         gate.rig.send(m.Ping(5), "supervisor")
         gate.rig.receive("supervisor", m.Pong)  # the gateway has read all earlier messages
         peer.send(p.Abort(1))
         delta = peer.receive(p.Delta)
-        assert (delta.prompt_records, delta.prompt_record_pieces) == (records([1], 1), [b"<1>"])
+        assert (delta.prompt_records, delta.prompt_record_pieces) == (token_outputs([1], 1), [b"<1>"])
         (output,) = delta.outputs
-        assert (output.finish_reason, output.records) == ("abort", records(range(2), 1))
+        assert (output.finish_reason, output.records) == ("abort", token_outputs(range(2), 1))
         peer.receive(p.Finished)
 
 
@@ -146,7 +146,7 @@ def test_best_of_returns_the_records_of_the_best(gate: Gate) -> None:
         send_delta(gate, submit, range(4), 1, "worst", finish=m.Finish.LENGTH)  # later ids are less likely
         send_delta(gate, submit, range(2), 1, "best", index=1, finish=m.Finish.LENGTH)
         (output,) = peer.receive(p.Delta).outputs
-        assert (output.index, output.text, output.records) == (0, "best", records(range(2), 1))
+        assert (output.index, output.text, output.records) == (0, "best", token_outputs(range(2), 1))
         peer.receive(p.Finished)
 
 
@@ -169,11 +169,11 @@ class TestPrompts:
         assert (submit.options.num_prompt_logprobs, submit.options.num_logprobs) == (2, -1)
         own = [b"<%d>" % i for i in range(6)]
         gate.accept(submit, pieces=own)
-        gate.delta(submit, "", 0, prompt=(0, records([1, 2], 2), pieces([1, 2], 2, tops_alone=True)))
+        gate.delta(submit, "", 0, prompt=(0, token_outputs([1, 2], 2), pieces([1, 2], 2, tops_alone=True)))
         await asyncio.wait_for(stream.accepted(), PATIENCE_S)
         gate.delta(submit, "x", 1, index=1)  # a sequence may be ahead of the first
         # Only the end of a repetition is new.
-        gate.delta(submit, "a", 1, prompt=(1, records(range(2, 6), 2), pieces(range(2, 6), 2, tops_alone=True)))
+        gate.delta(submit, "a", 1, prompt=(1, token_outputs(range(2, 6), 2), pieces(range(2, 6), 2, tops_alone=True)))
         gate.finish(submit)
         gate.finish(submit, index=1)
         outputs = await all_of(stream)
@@ -186,16 +186,16 @@ class TestPrompts:
             submit = gate.submit()
             gate.accept(submit, pieces=[b"a", b"b", b"c", b"d"])
             peer.receive(p.Accepted)
-            gate.delta(submit, "", 0, prompt=(0, records([1], 0), []))
-            assert peer.receive(p.Delta) == p.Delta(1, [], records([1], 0), 0, [])
-            gate.delta(submit, "", 0, prompt=(1, records([2], 0), []))
-            gate.delta(submit, "", 0, prompt=(2, records([3], 0), []))
+            gate.delta(submit, "", 0, prompt=(0, token_outputs([1], 0), []))
+            assert peer.receive(p.Delta) == p.Delta(1, [], token_outputs([1], 0), 0, [])
+            gate.delta(submit, "", 0, prompt=(1, token_outputs([2], 0), []))
+            gate.delta(submit, "", 0, prompt=(2, token_outputs([3], 0), []))
             for index in range(2):
                 gate.delta(submit, "x", 1, index=index, logprobs=[-1.0], finish=m.Finish.LENGTH)
             assert peer.receives_nothing()
             peer.send(p.Credit(1, 1))
             delta = peer.receive(p.Delta)
-            assert (delta.prompt_records, delta.prompt_record_offset) == (records([2, 3], 0), 1)
+            assert (delta.prompt_records, delta.prompt_record_offset) == (token_outputs([2, 3], 0), 1)
             assert [output.text for output in delta.outputs] == ["x"]
             peer.receive(p.Finished)
 
@@ -221,7 +221,7 @@ class TestRequestOutputs:
             task = asyncio.create_task(read())
             submit = await do(gate.submit)
             gate.accept(submit, pieces=[b"<0>", b"<1>"])
-            send_delta(gate, submit, range(2), 1, "ab", prompt=(0, records([1], 1), [b"<1>"]))
+            send_delta(gate, submit, range(2), 1, "ab", prompt=(0, token_outputs([1], 1), [b"<1>"]))
             send_delta(gate, submit, range(2, 3), 1, "c", finish=m.Finish.LENGTH)
             return await asyncio.wait_for(task, PATIENCE_S)
 

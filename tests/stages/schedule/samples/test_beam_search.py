@@ -132,12 +132,12 @@ def test_records_are_those_of_the_hypotheses(num_logprobs: int) -> None:
     found = beam_search(prompt_of(1), 3, 20, set(STOP))
     width = 4 + 8 * num_logprobs
     for one, (seq, ids) in zip(found, bench.received.items(), strict=True):
-        records = bench.records[seq]
-        assert len(records) == width * len(ids)
-        logprobs = np.frombuffer(records, np.uint8).reshape(len(ids), width)[:, :4].copy().view(np.float32)
+        token_outputs = bench.token_outputs[seq]
+        assert len(token_outputs) == width * len(ids)
+        logprobs = np.frombuffer(token_outputs, np.uint8).reshape(len(ids), width)[:, :4].copy().view(np.float32)
         assert logprobs.sum() / len(ids) == pytest.approx(one.score, abs=1e-4)
         if num_logprobs:
-            tops = np.frombuffer(records[4 : 4 + 4 * num_logprobs], np.int32)
+            tops = np.frombuffer(token_outputs[4 : 4 + 4 * num_logprobs], np.int32)
             assert logprobs[0, 0] == pytest.approx(logprob(int(tops[0])) - (ids[0] - tops[0]))
 
 
@@ -308,11 +308,11 @@ def test_after_a_death_of_schedule_the_search_begins_again_and_adds_to_what_the_
         assert isinstance(opened, m.Open)
         bench.opened[opened.seq], bench.admitted[opened.seq] = opened, (again, options)
         bench.received[opened.seq] = np.frombuffer(inline(opened.outputs), np.int32).tolist()
-        bench.records[opened.seq] = bench.prompts[opened.seq] = b""
+        bench.token_outputs[opened.seq] = bench.prompts[opened.seq] = b""
     bench.run()
     assert bench.received == first.received
     assert bench.finished == first.finished
-    assert [bench.records[seq] for seq in (1, 3)] == [first.records[seq] for seq in (1, 3)]
+    assert [bench.token_outputs[seq] for seq in (1, 3)] == [first.token_outputs[seq] for seq in (1, 3)]
 
 
 def test_a_successor_of_detokenize_gets_all_output_of_a_search_again() -> None:
@@ -326,11 +326,11 @@ def test_a_successor_of_detokenize_gets_all_output_of_a_search_again() -> None:
     bench.report()
     assert not any(bench.received.values()), "beams have no output before the search is over"
     bench.run()
-    received, records = dict(bench.received), dict(bench.records)
+    received, token_outputs = dict(bench.received), dict(bench.token_outputs)
     bench.scheduler.resend(0)
     bench.received = {seq: [] for seq in received}
-    bench.records = dict.fromkeys(received, b"")
+    bench.token_outputs = dict.fromkeys(received, b"")
     bench.finished, bench.begun = {}, set()
     bench.report()
-    assert (bench.received, bench.records) == (received, records)
+    assert (bench.received, bench.token_outputs) == (received, token_outputs)
     check(bench)

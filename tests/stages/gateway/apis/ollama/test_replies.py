@@ -149,7 +149,7 @@ def test_logprobs_of_each_token(gate: Gate, client: ollama.Client) -> None:
 def test_embeddings(gate: Gate, client: ollama.Client) -> None:
     for call, names in ((client.embed, {"input": "x"}), (client.embeddings, {"prompt": "x"})):
         future = gate.do(call, MODEL, **names)
-        gate.delta(gate.begin(), "", records=np.array([3, 4] + [0] * 6, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        gate.delta(gate.begin(), "", token_outputs=np.array([3, 4] + [0] * 6, "<f4").tobytes(), finish=m.Finish.LENGTH)
         reply = future.result()
         vector = reply.embeddings[0] if "embeddings" in reply else reply.embedding
         assert vector == pytest.approx([0.6, 0.8] + [0] * 6)

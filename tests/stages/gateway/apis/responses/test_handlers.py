@@ -22,7 +22,7 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
 from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import until
-from tests.stages.gateway.replies.test_logprobs import records
+from tests.stages.gateway.replies.test_logprobs import token_outputs
 from tests.stages.replays import replays_alike
 
 PATH = "/v1/responses"
@@ -141,7 +141,7 @@ def test_logprobs_are_with_the_text(gate: Gate) -> None:
         submit = gate.begin()
         assert submit.options.num_logprobs == 1
         top = [(7, -0.5)]
-        gate.delta(submit, "x", records=records(-2.0, top=top), pieces=[b"x", b"a"], finish=m.Finish.STOP)
+        gate.delta(submit, "x", token_outputs=token_outputs(-2.0, top=top), pieces=[b"x", b"a"], finish=m.Finish.STOP)
         text = future.result().text
         response = events_of(text)[-1]["response"] if is_stream else json.loads(text)
         (one,) = response["output"][0]["content"][0]["logprobs"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import prompt_record_bytes, record_bytes
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor, expected, inline, record
@@ -37,7 +37,7 @@ class RecordBench:
         self.reports: list[m.Settled] = []
         self.seqs: dict[tuple[int, int], int] = {}
         self.ids: dict[int, list[int]] = {}
-        self.records: dict[int, bytes] = {}
+        self.token_outputs: dict[int, bytes] = {}
         self.prompts: dict[int, bytes] = {}
         self.finishes: dict[int, Finish] = {}
         self.errors: dict[int, str] = {}
@@ -76,9 +76,9 @@ class RecordBench:
         for opening in self.scheduler.admit(admit):
             assert isinstance(opening, m.Open) and opening.options == admit.options
             self.seqs[request_id, opening.index] = opening.seq
-            self.ids[opening.seq], self.records[opening.seq], self.prompts[opening.seq] = [], b"", b""
-            self._widths[opening.seq] = record_bytes(options, hidden_size=0)
-            self._prompt_widths[opening.seq] = prompt_record_bytes(options)
+            self.ids[opening.seq], self.token_outputs[opening.seq], self.prompts[opening.seq] = [], b"", b""
+            self._widths[opening.seq] = token_output_bytes(options, hidden_size=0)
+            self._prompt_widths[opening.seq] = prompt_logprob_bytes(options)
 
     def turn(self) -> bool:
         """Plan, and handle one result. Returns whether there was one."""
@@ -98,11 +98,13 @@ class RecordBench:
         self.scheduler.output_buffer.mark_sent()
         self.reports.append(message)
         ids = np.frombuffer(inline(message.ids), np.int32).tolist()
-        all_records = inline(message.records)
-        for seq, start, records in zip(message.prompt_seqs, message.prompt_starts, message.prompt_records, strict=True):
+        all_token_outputs = inline(message.token_outputs)
+        for seq, start, token_outputs in zip(
+            message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True
+        ):
             assert seq not in self.finishes
             assert start * self._prompt_widths[seq] == len(self.prompts[seq])
-            self.prompts[seq] += records
+            self.prompts[seq] += token_outputs
         begin = recorded = 0
         errors = iter(message.errors)
         arrays = (message.seqs, np.uint64), (message.counts, np.int32), (message.finishes, np.uint8)
@@ -110,14 +112,14 @@ class RecordBench:
             *(np.frombuffer(inline(array), kind).tolist() for array, kind in arrays), strict=True
         ):
             self.ids[seq] += ids[begin : begin + num]
-            self.records[seq] += all_records[recorded : recorded + num * self._widths[seq]]
+            self.token_outputs[seq] += all_token_outputs[recorded : recorded + num * self._widths[seq]]
             begin += num
             recorded += num * self._widths[seq]
             if finish:
                 self.finishes[seq] = Finish(finish)
             if finish == Finish.ERROR:
                 self.errors[seq] = next(errors)
-        assert recorded == len(all_records) and next(errors, None) is None
+        assert recorded == len(all_token_outputs) and next(errors, None) is None
 
     def run(self, report_every: int = 1) -> None:
         turns = 0
@@ -128,7 +130,7 @@ class RecordBench:
         self.report()
 
 
-def records_of(ids: list[int], num_top: int) -> bytes:
+def token_outputs_of(ids: list[int], num_top: int) -> bytes:
     return b"".join(record(one, num_top) for one in ids)
 
 
@@ -162,7 +164,9 @@ def test_every_id_comes_with_its_own_record(depth: int, report_every: int, memor
     assert stopped and len(bench.finishes) == len(bench.seqs)
     for (request_id, _), seq in bench.seqs.items():
         assert len(bench.ids[seq]) >= 10
-        assert bench.records[seq] == (records_of(bench.ids[seq], request_id % 3) if request_id % 2 == 0 else b"")
+        assert bench.token_outputs[seq] == (
+            token_outputs_of(bench.ids[seq], request_id % 3) if request_id % 2 == 0 else b""
+        )
     assert bench.scheduler.rows.all_flags == 0
 
 
@@ -189,8 +193,10 @@ def test_each_prompt_id_has_one_record(depth: int, report_every: int, memory: di
     assert (load.num_preemptions > 0) == ("num_blocks" in memory)
     for (request_id, index), seq in bench.seqs.items():
         num_top = request_id % 4 - 1
-        has_records = index == 0 and num_top >= 0
-        assert bench.prompts[seq] == (records_of(prompt(1 + request_id // 3)[1:], num_top) if has_records else b"")
+        has_token_outputs = index == 0 and num_top >= 0
+        assert bench.prompts[seq] == (
+            token_outputs_of(prompt(1 + request_id // 3)[1:], num_top) if has_token_outputs else b""
+        )
         assert (
             bench.ids[seq] == expected(prompt(1 + request_id // 3), m.GenerationOptions(seed=request_id), index, 40)[0]
         )
@@ -217,7 +223,7 @@ def test_a_sequence_ends_with_the_reason_if_no_id_can_be_sampled(depth: int) -> 
         seq = bench.seqs[i, 0]
         num_sampled = ids.index(ids[17 + i]) if i % 2 else 40
         assert bench.ids[seq] == ids[:num_sampled]
-        assert bench.records[seq] == records_of(bench.ids[seq], 0)
+        assert bench.token_outputs[seq] == token_outputs_of(bench.ids[seq], 0)
         assert bench.finishes[seq] == (Finish.ERROR if i % 2 else Finish.LENGTH)
         assert bench.errors.get(seq) == (f"{ids[17 + i]} must not be sampled" if i % 2 else None)
     assert bench.scheduler.load().num_blocks_held == 0
@@ -229,8 +235,8 @@ def test_without_a_request_for_records_there_are_none() -> None:
         bench.admit(i, prompt(i))
     bench.run()
     assert bench.reports and bench.results
-    assert all(report.records == b"" for report in bench.reports)
-    assert all(result.records == b"" for result in bench.results)
+    assert all(report.token_outputs == b"" for report in bench.reports)
+    assert all(result.token_outputs == b"" for result in bench.results)
 
 
 def test_a_reused_row_has_no_records_of_its_predecessor() -> None:
@@ -239,8 +245,8 @@ def test_a_reused_row_has_no_records_of_its_predecessor() -> None:
     bench.admit(2, prompt(2), num_logprobs=0, max_tokens=5)
     bench.admit(3, prompt(3), max_tokens=20)
     bench.run()
-    assert bench.records[bench.seqs[3, 0]] == b""
-    assert bench.records[bench.seqs[2, 0]] == records_of(bench.ids[bench.seqs[2, 0]], 0)
+    assert bench.token_outputs[bench.seqs[3, 0]] == b""
+    assert bench.token_outputs[bench.seqs[2, 0]] == token_outputs_of(bench.ids[bench.seqs[2, 0]], 0)
 
 
 def test_an_aborted_sequence_has_the_records_of_its_settled_ids() -> None:
@@ -252,7 +258,7 @@ def test_an_aborted_sequence_has_the_records_of_its_settled_ids() -> None:
     bench.run()
     for index in (0, 1):
         seq = bench.seqs[1, index]
-        assert bench.records[seq] == records_of(bench.ids[seq], 0)
+        assert bench.token_outputs[seq] == token_outputs_of(bench.ids[seq], 0)
     assert 0 < len(bench.ids[bench.seqs[1, 1]]) < len(bench.ids[bench.seqs[1, 0]]) == 40
 
 
@@ -263,4 +269,4 @@ def test_resumed_sequences_have_records_only_of_new_ids() -> None:
     bench.run()
     seq = bench.seqs[1, 0]
     assert bench.ids[seq] == whole[13:]
-    assert bench.records[seq] == records_of(whole[13:], 0)
+    assert bench.token_outputs[seq] == token_outputs_of(whole[13:], 0)

@@ -1,4 +1,4 @@
-"""The layout of logprob records, which the executor returns besides ids. Schedule forwards them as bytes of fixed
+"""The layout of token outputs, which the executor returns besides ids. Schedule forwards them as bytes of fixed
 width.
 
     log probabilities   float32 logprob · num_top × int32 ids · num_top × float32 logprobs
@@ -18,20 +18,21 @@ from pipeline.runtime.messages import GenerationOptions, Pooling
 RecordArray = np.ndarray[Any, np.dtype[np.void]]
 
 
-def record_bytes(options: GenerationOptions, hidden_size: int) -> int:
-    """Bytes of the record of each output id; 0: no records."""
+def token_output_bytes(options: GenerationOptions, hidden_size: int) -> int:
+    """Bytes of the token output of each output id; 0: no token outputs."""
     if options.pooling != Pooling.NONE:
         return embedding_bytes(hidden_size)
     return logprob_bytes(options.num_logprobs) if options.num_logprobs >= 0 else 0
 
 
-def prompt_record_bytes(options: GenerationOptions) -> int:
-    """Bytes of the record of each prompt id but the first; 0: no records. The first of n sequences has them."""
+def prompt_logprob_bytes(options: GenerationOptions) -> int:
+    """Bytes of the token output of each prompt id but the first; 0: no token outputs. The first of n sequences has
+    them."""
     return logprob_bytes(options.num_prompt_logprobs) if options.num_prompt_logprobs >= 0 else 0
 
 
 def logprob_bytes(num_top: int) -> int:
-    """Bytes of one record of log probabilities."""
+    """Bytes of one token output of log probabilities."""
     return 4 + 8 * num_top
 
 
