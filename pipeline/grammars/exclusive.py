@@ -22,7 +22,7 @@ Resolve = Callable[[str], Any]
 """A local reference → the schema that it names, None if there is none"""
 
 
-class Looks:
+class LookBudget:
     """How often the names and values of a document may still be looked at. Many references may lead to the same ones,
     so without a limit that takes quadratic time."""
 
@@ -40,7 +40,7 @@ class Looks:
         return self.take(1 + len(ref) // CHARS_PER_LOOK)
 
 
-def with_any_of(schema: dict[str, Any], resolve: Resolve, looks: Looks) -> dict[str, Any]:
+def with_any_of(schema: dict[str, Any], resolve: Resolve, looks: LookBudget) -> dict[str, Any]:
     """The schema with `anyOf` in place of `oneOf`, if that is proven to mean the same with the `looks` that are
     left."""
     parts = schema.get("oneOf")
@@ -49,7 +49,7 @@ def with_any_of(schema: dict[str, Any], resolve: Resolve, looks: Looks) -> dict[
     return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
 
 
-def _are_exclusive(parts: Sequence[Any], resolve: Resolve, looks: Looks) -> bool:
+def _are_exclusive(parts: Sequence[Any], resolve: Resolve, looks: LookBudget) -> bool:
     objects: list[Mapping[str, Any]] = []
     seen: set[str] = set()
     for part in parts:
@@ -68,7 +68,7 @@ def _are_exclusive(parts: Sequence[Any], resolve: Resolve, looks: Looks) -> bool
     return any(_differ(name, objects, required, looks) for name in required[0])
 
 
-def _target(part: Any, resolve: Resolve, looks: Looks) -> Any:
+def _target(part: Any, resolve: Resolve, looks: LookBudget) -> Any:
     """The schema that references lead to. What stands beside a reference only restricts more."""
     for _ in range(MAX_REFS):
         if not isinstance(part, dict) or not isinstance(part.get("$ref"), str):
@@ -98,7 +98,9 @@ def _required(schema: Mapping[str, Any]) -> Collection[str]:
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else ()
 
 
-def _differ(name: str, objects: Sequence[Mapping[str, Any]], required: Sequence[Collection[str]], looks: Looks) -> bool:
+def _differ(
+    name: str, objects: Sequence[Mapping[str, Any]], required: Sequence[Collection[str]], looks: LookBudget
+) -> bool:
     """Whether each of the objects requires a property with values that no other allows."""
     seen: set[Any] = set()
     for schema, names in zip(objects, required, strict=True):
@@ -110,7 +112,7 @@ def _differ(name: str, objects: Sequence[Mapping[str, Any]], required: Sequence[
     return True
 
 
-def _values(schema: Any, looks: Looks) -> set[Any] | None:
+def _values(schema: Any, looks: LookBudget) -> set[Any] | None:
     """The values that a schema lists; None if it lists none, or numbers, which can be written in several ways."""
     if not isinstance(schema, dict):
         return None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pipeline.grammars.exact_json import Written, encoded
-from pipeline.grammars.exclusive import Looks, with_any_of
+from pipeline.grammars.exclusive import LookBudget, with_any_of
 from pipeline.grammars.keywords import KEYWORDS, OF_NAMES
 from pipeline.grammars.numbers import check_values, with_enforced_bounds
 from pipeline.grammars.schema import VALUES, UnsupportedSchema
@@ -82,7 +82,7 @@ class _Simplifier:
         self._num_repeated = 0
         """Characters of the schemas that were repeated"""
         text = encoded(root)
-        self._looks = Looks(len(text))
+        self._looks = LookBudget(len(text))
         self._has_dynamic_refs = '"$dynamicRef"' in text
         self._has_unevaluated = '"unevaluated' in text
         """A schema that restricts nothing may still evaluate items or properties."""

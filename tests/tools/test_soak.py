@@ -26,7 +26,7 @@ from tools.soak import patience as patience_module
 from tools.soak.__main__ import complaints_of
 from tools.soak.after import leftovers
 from tools.soak.clients import Outcome, known_extras, of_status, over_http
-from tools.soak.endings import Endings
+from tools.soak.endings import ReplyState
 from tools.soak.requests import EXTRAS, RandomRequest, draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -92,7 +92,7 @@ def test_only_known_extras_are_requested() -> None:
 
 
 def fed(n: int, *events: tuple[int, bool, str | None]) -> list[str]:
-    endings = Endings(n)
+    endings = ReplyState(n)
     for event in events:
         endings.feed(*event)
     return endings.end()

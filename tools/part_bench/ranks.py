@@ -70,7 +70,7 @@ def serve(pipe: Connection, settings: Settings, folder: str, number: int, fds: t
     runner.close()
 
 
-class Side:
+class RankProcesses:
     """The processes of one side."""
 
     def __init__(self, settings: Settings, folder: str) -> None:
@@ -135,7 +135,7 @@ def main() -> None:
         )
         return Settings(execute=execute, schedule=ScheduleSettings(max_num_seqs=32, max_num_batched_tokens=CHUNK))
 
-    sides = [Side(settings(*nums), folder) for nums in ((1, 1), (args.tp, args.pp))]
+    sides = [RankProcesses(settings(*nums), folder) for nums in ((1, 1), (args.tp, args.pp))]
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
     times: dict[str, list[list[float]]] = {name: [[], []] for name in CASES}
     for number in range(args.rounds + 1):

@@ -55,7 +55,7 @@ LIMITS = RequestLimits(
 Parse = Callable[[bytes, RequestLimits], object]
 
 
-class _Nothing:
+class _NoStoredResponses:
     """No stored responses. Cases with some are in stored.py."""
 
     is_on = True
@@ -75,7 +75,7 @@ class _Nothing:
 
 
 def _of_response(body: bytes, limits: RequestLimits) -> object:
-    return parse_response(body, limits, _Nothing(), "seed")
+    return parse_response(body, limits, _NoStoredResponses(), "seed")
 
 
 def _decoded(decoder: "msgspec.json.Decoder[Any]") -> Parse:

@@ -13,7 +13,7 @@ from pipeline.cli.bench.client import ServerError, message_of, reason_of
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
-from tools.soak.endings import Endings
+from tools.soak.endings import ReplyState
 from tools.soak.patience import patience
 from tools.soak.requests import EXTRAS, RandomRequest
 
@@ -41,21 +41,21 @@ async def over_http(session: aiohttp.ClientSession, url: str, model: str, ask: R
         async with session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
             if response.status != 200:
                 return of_status(response.status, message_of(await response.read()), ask)
-            endings = Endings(ask.n)
+            endings = ReplyState(ask.n)
             error = await (_read_events if ask.streams else _read_whole)(response, endings)
             return _judged(error, endings, ask)
 
     return await _patiently(answered, ask)
 
 
-async def _read_whole(response: aiohttp.ClientResponse, endings: Endings) -> str | None:
+async def _read_whole(response: aiohttp.ClientResponse, endings: ReplyState) -> str | None:
     reply = orjson.loads(await response.read())
     for choice in reply["choices"]:
         endings.feed(choice["index"], True, choice["finish_reason"])
     return None
 
 
-async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> str | None:
+async def _read_events(response: aiohttp.ClientResponse, endings: ReplyState) -> str | None:
     """Returns the error in the stream, if there is one."""
     is_done, error = False, None
     async for line in response.content:
@@ -80,7 +80,7 @@ async def _read_events(response: aiohttp.ClientResponse, endings: Endings) -> st
 async def over_zmq(client: AsyncClient, ask: RandomRequest, adapter: str | None = None) -> Outcome:
     """Send a request over ZeroMQ, and check the reply."""
     params, options = _for_zmq(ask)
-    endings = Endings(ask.n)
+    endings = ReplyState(ask.n)
 
     async def answered() -> Outcome:
         try:
@@ -145,7 +145,7 @@ def of_status(status: int, message: str, ask: RandomRequest) -> Outcome:
     return Outcome("wrong", f"{status}: {message}")
 
 
-def _judged(error: str | None, endings: Endings, ask: RandomRequest) -> Outcome:
+def _judged(error: str | None, endings: ReplyState, ask: RandomRequest) -> Outcome:
     has_deadline = "timeout_s" in ask.extras
     if error is not None and SUSPECTED in error:
         return Outcome("suspected")

@@ -1,7 +1,7 @@
 """Checks that each sequence of a reply ends exactly once, and has no output afterwards."""
 
 
-class Endings:
+class ReplyState:
     """The state of one reply with `n` sequences. Faults are sentences; an empty list is good."""
 
     def __init__(self, n: int) -> None:

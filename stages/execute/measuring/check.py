@@ -95,13 +95,13 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> ProgramResults:
             exact,
             chooses_experts=ModelConfig.load(folder).experts is not None,
         )
-        _Ways(runner, ours, plan).all()
+        _PlanComparison(runner, ours, plan).all()
         return ours
     finally:
         runner.close()
 
 
-class _Ways:
+class _PlanComparison:
     """Computes a plan in each way, keeping the logits of every sampled row."""
 
     def __init__(self, runner: Any, ours: ProgramResults, plan: CheckPlan) -> None:

@@ -1,6 +1,6 @@
 """Limits on what is open at once: sequences, prompt tokens, and bytes that requests keep (see open_bytes.py). Pure.
 
-    admit ──► take (an estimate) ──► correct (`Accepted` has the number) ──► give, when the request is settled
+    admit ──► take (an estimate) ──► correct (`Accepted` has the number) ──► give, when the request is removed
                                      change_bytes, as its output grows ─┘
 
 A request is always admitted if nothing else is open, so that a prompt longer than the limit of tokens can be served; no
@@ -178,7 +178,7 @@ class Admission:
     def give(
         self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0, num_base_bytes: int = 0
     ) -> None:
-        """A prompt request is settled."""
+        """A prompt request is removed."""
         self.num_sequences -= num_sequences
         self.num_tokens -= num_tokens
         self.change_bytes(-num_bytes, -num_base_bytes)

@@ -1,10 +1,10 @@
 """The table of open requests: opens, aborts and releases them, and owns the credits that bound them.
 
-    open ──Submit──► (Accepted) ──► Deltas, Deltas, … ──► closed ──Closed──► settled
+    open ──Submit──► (Accepted) ──► Deltas, Deltas, … ──► closed ──Closed──► removed
                          └────────────► Rejected ───────────┘
 
 `open` creates one prompt request for each prompt. A prompt request is closed when all its sequences have finished and
-its prompt's ids have arrived, if anything still needs them. It is settled when, besides, its response is over: then its
+its prompt's ids have arrived, if anything still needs them. It is removed when, besides, its response is over: then its
 credits, one for each sequence, its prompt's tokens and the bytes that it keeps, are returned (see admission.py). If a
 response ends early, `release` aborts its open prompt requests; they stay in the table until their closing messages have
 arrived. A request that reaches its deadline is aborted like one aborted by id, or fails if it has no token yet.
@@ -70,7 +70,7 @@ class RequestTable:
         )
         """Replies that clients have not taken, besides those of open requests."""
         self.on_room: Callable[[], None] = lambda: None
-        """Called when a request is settled while others wait for its bytes."""
+        """Called when a request is removed while others wait for its bytes."""
         self.hidden_size: int | None = None
         """Length of an embedding; None until it is known."""
         self._deadlines = RequestDeadlines(stage.settings.gateway.request_timeout_s, self.expire)

@@ -198,7 +198,7 @@ class ZmtpListener:
                 self._resume(connection)
                 return
             self._num_left -= 1
-            if isinstance(event, zmtp.Large):
+            if isinstance(event, zmtp.LargeFrame):
                 if not self._admit(connection, event.num_bytes):
                     return
                 continue

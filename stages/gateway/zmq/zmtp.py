@@ -4,8 +4,8 @@ libzmq is not safe with hostile clients. It bounds the size of a frame and the n
 frames of a message until the last one: a message that never ends uses all memory. Here a message is one frame, and a
 frame with the MORE flag is refused when its header is read.
 
-    bytes ──feed──► Decoder ──next──► Message, Command, Large, Refusal, or None: more bytes are needed
-"""
+    bytes ──feed──► Decoder ──next──► ZmtpMessage, Command, LargeFrame, UnreadableMessage, or None: more bytes are
+    needed"""
 
 import struct
 from typing import Literal, NamedTuple
@@ -41,7 +41,7 @@ class Command(NamedTuple):
     data: bytes
 
 
-class Large(NamedTuple):
+class LargeFrame(NamedTuple):
     """A large frame, or more of it, can be received: call `admit` when there is memory for `num_bytes` of it."""
 
     num_bytes: int
@@ -53,7 +53,7 @@ class UnreadableMessage(NamedTuple):
     reason: Literal["more frames", "too large"]
 
 
-Event = ZmtpMessage | Command | Large | UnreadableMessage
+Event = ZmtpMessage | Command | LargeFrame | UnreadableMessage
 
 
 class Decoder:
@@ -165,7 +165,7 @@ class Decoder:
             if self._filled < len(self._large):
                 return None
             if self._filled < self._size:
-                return Large(self._next_bytes)
+                return LargeFrame(self._next_bytes)
             whole, self._large, self._filled = self._large, None, 0
             return ZmtpMessage(whole)
         if (header := self._header()) is None:
@@ -181,7 +181,7 @@ class Decoder:
         elif size > self.max_frame_bytes:
             return UnreadableMessage("too large")
         elif size > READ_BYTES:
-            return Large(min(size, FIRST_BYTES))
+            return LargeFrame(min(size, FIRST_BYTES))
         end = begin + size
         if len(self._bytes) < end:
             return None

@@ -20,7 +20,7 @@ from pipeline.stages.execute.ranks.context import RankContext
 from pipeline.stages.execute.rows import RowTable
 
 
-class Promise(NamedTuple):
+class ExpectedIds(NamedTuple):
     """Ids that the last stage samples in a step."""
 
     number: int
@@ -34,7 +34,7 @@ class PPStage:
 
     def __init__(self, link: PPLink, context: RankContext, rows: RowTable) -> None:
         self._link, self._context, self._rows = link, context, rows
-        self._promises: deque[Promise] = deque()
+        self._expected: deque[ExpectedIds] = deque()
         self._epochs: LongArray = np.zeros(len(rows.num_ids), np.int64)
         self._promised: LongArray = np.zeros(len(rows.num_ids), np.int64)
         """By row: the last step that samples an id for it."""
@@ -58,7 +58,7 @@ class PPStage:
     def announce(self, incarnation: int) -> None:
         """A new scheduler begins without rows."""
         self._link.announce(incarnation)
-        self._promises.clear()
+        self._expected.clear()
         self._promised[:] = 0
 
     def await_ids(self, rows: IntArray) -> None:
@@ -69,16 +69,16 @@ class PPStage:
         needed = self._link.number - self._context.num_stages
         if len(rows):
             needed = max(needed, int(np.maximum.reduce(self._promised[rows])))
-        while self._promises and self._promises[0].number <= needed:
-            promise = self._promises.popleft()
-            self._append(promise, self._link.await_ids(promise.number))
+        while self._expected and self._expected[0].number <= needed:
+            expected = self._expected.popleft()
+            self._append(expected, self._link.await_ids(expected.number))
 
-    def _append(self, promise: Promise, ids: IntArray) -> None:
-        assert len(ids) == len(promise.rows), f"{len(ids)} ids came, {len(promise.rows)} were promised"
-        current = self._epochs[promise.rows] == promise.epochs
+    def _append(self, expected: ExpectedIds, ids: IntArray) -> None:
+        assert len(ids) == len(expected.rows), f"{len(ids)} ids came, {len(expected.rows)} were promised"
+        current = self._epochs[expected.rows] == expected.epochs
         has_id = current & (ids != NO_ID)
-        self._rows.append_ids(promise.rows[has_id], ids[has_id])
-        for row in promise.rows[current & ~has_id].tolist():
+        self._rows.append_ids(expected.rows[has_id], ids[has_id])
+        for row in expected.rows[current & ~has_id].tolist():
             self._rows.end(row)
 
     def receive(self, residual: FloatArray) -> None:
@@ -96,7 +96,7 @@ class PPStage:
         rows that end without one. Raises RankLateError."""
         if not self._context.is_last_stage:
             number = self._link.number
-            self._promises.append(Promise(number, sampled.copy(), self._epochs[sampled]))
+            self._expected.append(ExpectedIds(number, sampled.copy(), self._epochs[sampled]))
             self._promised[sampled] = number
         elif self._context.rank == 0:
             self._link.publish(ids)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.stages.gateway.zmq import zmtp
-from pipeline.stages.gateway.zmq.zmtp import Command, Decoder, Large, ProtocolError, UnreadableMessage, ZmtpMessage
+from pipeline.stages.gateway.zmq.zmtp import Command, Decoder, LargeFrame, ProtocolError, UnreadableMessage, ZmtpMessage
 
 MAX_BYTES = 40_000
 HANDSHAKE = zmtp.GREETING + zmtp.ready(b"DEALER")
@@ -32,7 +32,7 @@ def read(decoder: Decoder, data: bytes, sizes: list[int]) -> list[Any]:
         position, number = position + len(piece), number + 1
         while (event := decoder.next()) is not None:
             events.append(event)
-            if isinstance(event, Large):
+            if isinstance(event, LargeFrame):
                 decoder.admit()
             elif isinstance(event, UnreadableMessage):
                 return events
@@ -76,11 +76,11 @@ def test_a_large_frame_has_no_buffer_until_it_is_admitted_and_then_one_for_what_
     size = 5 * zmtp.FIRST_BYTES
     decoder, data = opened(size), zmtp.message(bytes(range(256)) * (size // 256))
     decoder.feed(data[:1000])
-    assert decoder.next() == decoder.next() == Large(zmtp.FIRST_BYTES)
+    assert decoder.next() == decoder.next() == LargeFrame(zmtp.FIRST_BYTES)
     assert decoder.missing is None
     position = 1000
     for num_bytes in (1, 2, 4, 5):
-        assert decoder.next() == Large(num_bytes * zmtp.FIRST_BYTES) and decoder.missing is None
+        assert decoder.next() == LargeFrame(num_bytes * zmtp.FIRST_BYTES) and decoder.missing is None
         decoder.admit()
         assert decoder.next() is None
         assert decoder.missing is not None and len(decoder.missing) == num_bytes * zmtp.FIRST_BYTES - (position - 9)

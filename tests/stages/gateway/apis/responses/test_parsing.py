@@ -72,7 +72,7 @@ class Stored:
         self.checked.append((param, num_bytes))
 
 
-class Large:
+class LargeConversation:
     """A stored conversation of one message with many parts."""
 
     is_on = True
@@ -490,7 +490,7 @@ class TestStoredConversations:
     def test_more_parts_than_the_model_takes_tokens_are_refused_before_they_are_read(
         self, fields: dict[str, Any]
     ) -> None:
-        stored = Large(500)
+        stored = LargeConversation(500)
         with pytest.raises(ApiError) as refused:
             parse_response(json.dumps({"model": "tiny", "input": "Hi"} | fields).encode(), LIMITS, stored, "seed")
         assert (refused.value.status, refused.value.param, refused.value.code) == (
@@ -502,7 +502,7 @@ class TestStoredConversations:
 
     @pytest.mark.parametrize("num", [1, 500])
     def test_reading_the_body_alone_tells_how_much_is_stored(self, num: int) -> None:
-        stored = Large(num)
+        stored = LargeConversation(num)
         body = json.dumps({"model": "tiny", "input": "Hi"} | AFTER).encode()
         read = read_response(body, LIMITS, stored, "seed")
         assert (read.num_stored_bytes, stored.num_read, read.num_parts) == (stored.message.num_bytes, 0, num + 1)
@@ -512,5 +512,5 @@ class TestStoredConversations:
 
     def test_items_that_a_body_names_count_as_stored(self) -> None:
         body = json.dumps({"model": "tiny", "input": [{"type": "item_reference", "id": "a"}] * 2}).encode()
-        stored = Large(100)
+        stored = LargeConversation(100)
         assert read_response(body, LIMITS, stored, "seed").num_stored_bytes == 2 * stored.message.num_bytes
