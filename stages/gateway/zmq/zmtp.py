@@ -4,8 +4,9 @@ libzmq is not safe with hostile clients. It bounds the size of a frame and the n
 frames of a message until the last one: a message that never ends uses all memory. Here a message is one frame, and a
 frame with the MORE flag is refused when its header is read.
 
-    bytes ──feed──► Decoder ──next──► ZmtpMessage, Command, LargeFrame, UnreadableMessage, or None: more bytes are
-    needed"""
+    bytes ──feed──► Decoder ──next──► ZmtpMessage, Command, LargeFrame or UnreadableMessage
+                                      None if more bytes are needed
+"""
 
 import struct
 from typing import Literal, NamedTuple
