@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.runtime.process.black_box import CRUMB_BYTES, Breadcrumb
+from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.stages.detokenize.output_sequence import ERROR, Ids, OutputSequence
 from pipeline.stages.detokenize.stop_matcher import StopStrings
 from pipeline.text.vocabulary import Vocabulary
@@ -209,12 +209,16 @@ class OutputProcessor:
         if names:
             self._breadcrumb.clear()
         assert end == len(ids), f"{len(ids)} ids came, {end} were expected"
-        assert recorded == len(token_outputs), f"{len(token_outputs)} bytes of token outputs came, {recorded} were expected"
+        assert recorded == len(token_outputs), (
+            f"{len(token_outputs)} bytes of token outputs came, {recorded} were expected"
+        )
         return aborts
 
     def add_prompt_logprobs(self, message: m.Settled) -> None:
         """Handle the prompt logprobs of a `Settled`. Call it before `settle`, which may close the sequences."""
-        for seq, start, logprobs in zip(message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True):
+        for seq, start, logprobs in zip(
+            message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True
+        ):
             if seq in self._resuming:
                 later = functools.partial(self._add_prompt_logprobs, seq, start, logprobs)
                 self._resuming[seq].later.append(later)
@@ -264,7 +268,9 @@ class OutputProcessor:
                 spans.append(bytes(sequence.special_spans))
             if sequence.token_outputs or sequence.prompt_logprobs:  # seldom
                 has_token_outputs = True
-        prompts = [(index, one) for index, one in enumerate(sequences) if one.prompt_logprobs] if has_token_outputs else []
+        prompts = (
+            [(index, one) for index, one in enumerate(sequences) if one.prompt_logprobs] if has_token_outputs else []
+        )
         return m.Deltas(
             request_ids=request_ids,
             attempts=attempts,
@@ -279,7 +285,9 @@ class OutputProcessor:
             firsts=firsts,
             settled_s=self._settled_s,
             sent_s=now_s,
-            token_outputs=_or_none([bytes(sequence.token_outputs) for sequence in sequences]) if has_token_outputs else [],
+            token_outputs=_or_none([bytes(sequence.token_outputs) for sequence in sequences])
+            if has_token_outputs
+            else [],
             pieces=_or_none([self._pieces(sequence) for sequence in sequences]) if has_token_outputs else [],
             prompt_indices=[index for index, _ in prompts] if prompts else [],
             prompt_offsets=[sequence.prompt_offset for _, sequence in prompts] if prompts else [],
@@ -295,14 +303,18 @@ class OutputProcessor:
         """The bytes of each of its ids and of the likeliest ids in its token outputs."""
         if not (sequence.options.with_pieces and sequence.token_outputs):
             return []
-        names = np.frombuffer(bytes(sequence.token_outputs), logprob_dtype(sequence.options.num_logprobs))["top_ids"].tolist()
+        names = np.frombuffer(bytes(sequence.token_outputs), logprob_dtype(sequence.options.num_logprobs))[
+            "top_ids"
+        ].tolist()
         pairs = zip(sequence.ids, names, strict=True)
         return [self._bytes_of(named) for token_id, top_ids in pairs for named in (token_id, *top_ids)]
 
     def _prompt_pieces(self, sequence: OutputSequence) -> list[bytes]:
         if not sequence.options.with_pieces:
             return []
-        token_outputs = np.frombuffer(bytes(sequence.prompt_logprobs), logprob_dtype(sequence.options.num_prompt_logprobs))
+        token_outputs = np.frombuffer(
+            bytes(sequence.prompt_logprobs), logprob_dtype(sequence.options.num_prompt_logprobs)
+        )
         return list(map(self._bytes_of, token_outputs["top_ids"].reshape(-1).tolist()))
 
     def _bytes_of(self, token_id: int) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.logprob_records import logprob_bytes
+from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
 from pipeline.text import special_spans
 from pipeline.text.incremental_decoder import IncrementalDecoder
@@ -43,16 +43,16 @@ class OutputSequence:
         "index",
         "later",
         "options",
+        "prompt_logprobs",
         "prompt_offset",
-        "prompt_records",
         "received_finish",
-        "record_bytes",
-        "records",
         "request_id",
         "special_spans",
         "stop_reason",
         "text_offset",
         "texts",
+        "token_output_bytes",
+        "token_outputs",
     )
 
     def __init__(
@@ -86,13 +86,13 @@ class OutputSequence:
         self.ids: list[int] = []
         self.id_offset = 0
         self.options = options
-        self.record_bytes = opening.record_bytes
-        self.records = bytearray()
-        """Logprob records of `ids`, if the request asks for them."""
-        self.prompt_records = bytearray()
-        """Logprob records of the prompt."""
+        self.token_output_bytes = opening.token_output_bytes
+        self.token_outputs = bytearray()
+        """Token outputs of `ids`, if the request asks for them."""
+        self.prompt_logprobs = bytearray()
+        """Logprobs of the prompt."""
         self.prompt_offset = 0
-        """Number of prompt records before these."""
+        """Number of prompt logprobs before these."""
         self.error = ""
         """The reason, if it finished with `error`."""
         self.finish: int = m.Finish.NONE
@@ -183,15 +183,15 @@ class OutputSequence:
         """Append all ids, and the text of the first `num_shown`. Stop at the id that completes a stop string."""
         decoder, matcher, texts, specials = self._decoder, self._stop_matcher, self.texts, self._special_ids
         num_silent = self._min_tokens - (self._num_settled - len(ids))
-        for place in range(num_shown):
-            text = decoder.add(ids[place])
-            if specials and ids[place] in specials:
-                self._note(ids[place], text)
-            texts.append(shown := matcher.push(text, counts=place >= num_silent))
+        for index in range(num_shown):
+            text = decoder.add(ids[index])
+            if specials and ids[index] in specials:
+                self._note(ids[index], text)
+            texts.append(shown := matcher.push(text, counts=index >= num_silent))
             if specials:
                 self._num_chars += len(shown)
             if matcher.found is not None:
-                self.ids += ids[: place + 1]
+                self.ids += ids[: index + 1]
                 self._stop()
                 return
         self.ids += ids
@@ -206,18 +206,21 @@ class OutputSequence:
         self.finish = m.Finish.STOP
         self.stop_reason = self._stop_matcher.found
 
-    def add_records(self, num_before: int, records: bytes) -> None:
-        """Add the records of settled ids, without the first `num_before`, which are here already, and without those of
-        ids after a stop string."""
-        num = len(self.ids) - len(self.records) // self.record_bytes
-        self.records += records[num_before * self.record_bytes : (num_before + num) * self.record_bytes]
+    def add_token_outputs(self, num_before: int, token_outputs: bytes) -> None:
+        """Add the token outputs of settled ids, without the first `num_before`, which are here already, and without
+        those of ids after a stop string."""
+        num = len(self.ids) - len(self.token_outputs) // self.token_output_bytes
+        self.token_outputs += token_outputs[
+            num_before * self.token_output_bytes : (num_before + num) * self.token_output_bytes
+        ]
 
-    def add_prompt_records(self, start: int, records: bytes) -> None:
-        """Add records of the prompt, `start` of which come before. Records that were added before are skipped."""
+    def add_prompt_logprobs(self, start: int, logprobs: bytes) -> None:
+        """Add logprobs of the prompt, `start` of which come before. Token outputs that were added before are
+        skipped."""
         width = logprob_bytes(self.options.num_prompt_logprobs)
-        num_known = self.prompt_offset + len(self.prompt_records) // width
-        assert start <= num_known, f"prompt records {num_known} to {start} of request {self.request_id:x} are missing"
-        self.prompt_records += records[(num_known - start) * width :]
+        num_known = self.prompt_offset + len(self.prompt_logprobs) // width
+        assert start <= num_known, f"prompt logprobs {num_known} to {start} of request {self.request_id:x} are missing"
+        self.prompt_logprobs += logprobs[(num_known - start) * width :]
 
     def mark_sent(self) -> None:
         """The gateway got all output up to now."""
@@ -226,8 +229,8 @@ class OutputSequence:
         self.id_offset += len(self.ids)
         self.ids.clear()
         self.special_spans.clear()
-        self.records.clear()
-        if self.prompt_records:
-            self.prompt_offset += len(self.prompt_records) // logprob_bytes(self.options.num_prompt_logprobs)
-            self.prompt_records.clear()
+        self.token_outputs.clear()
+        if self.prompt_logprobs:
+            self.prompt_offset += len(self.prompt_logprobs) // logprob_bytes(self.options.num_prompt_logprobs)
+            self.prompt_logprobs.clear()
         self.first = self.drafts = None

@@ -297,5 +297,5 @@ def test_a_trace_marks_a_request_where_its_text_begins_and_where_it_ends(rig):
     rig.send(m.TakeTrace(2))
     while (answer := rig.receive("supervisor", m.Answer)).nonce != 2:
         pass
-    spans = msgspec.msgpack.decode(answer.body, type=StageTrace).token_outputs
+    spans = msgspec.msgpack.decode(answer.body, type=StageTrace).records
     assert [one.requests for one in spans if one.name == "text"] == [[1002], [1001], [1002]]
