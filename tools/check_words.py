@@ -153,20 +153,20 @@ def check_text(text: str, is_python: bool) -> Iterator[Finding]:
                 yield Finding(line, match[0].lower())
     for line, name, node in _names(nodes):
         if line not in excepted:
-            for word in banned_in(name, type(node)):
+            for word in banned_in(name, type(node).__name__):
                 yield Finding(line, word)
 
 
 @functools.cache
-def banned_in(name: str, kind: type[ast.AST] = ast.Name) -> tuple[str, ...]:
-    """What is banned in an identifier that such a node defines, each with what to write instead."""
+def banned_in(name: str, kind: str = "Name") -> tuple[str, ...]:
+    """What is banned in an identifier that a node of this type defines, each with what to write instead."""
     if name.startswith("test_"):
         return tuple(match[0] for match in BANNED.finditer(name.replace("_", " ")))
-    if kind is ast.ClassDef and name.strip("_") in CLASSES:
+    if kind == "ClassDef" and name.strip("_") in CLASSES:
         return (f"{name}: add a noun",)
     words = {word.lower() for word in _WORD.findall(name.replace("in_place", ""))}
     found = [f"{name}: write {IDENTIFIERS[word]}" for word in sorted(words & IDENTIFIERS.keys())]
-    if kind in (ast.FunctionDef, ast.AsyncFunctionDef) and (instead := FUNCTIONS.get(name.strip("_"))):
+    if kind in ("FunctionDef", "AsyncFunctionDef") and (instead := FUNCTIONS.get(name.strip("_"))):
         found.append(f"{name}: write {instead}")
     return tuple(found)
 

@@ -9,7 +9,8 @@ from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.stages.ingest import reply_grammar
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
-from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor, RequestRejected
+from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
+from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.chat_formats import ChatFormats
 
 TRIM_CHARS = 500_000
