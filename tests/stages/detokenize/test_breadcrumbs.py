@@ -10,7 +10,7 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.process import black_box
-from pipeline.stages.detokenize.output_processor import OutputSequence
+from pipeline.stages.detokenize.output_sequence import OutputSequence
 from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import opening

@@ -73,7 +73,7 @@ def test_a_line_has_who_what_tokens_and_times(tmp_path: Path) -> None:
 def test_an_embedding_has_no_output_tokens(tmp_path: Path) -> None:
     with logged(tmp_path) as (one, path):
         response = one.post(ALICE, {"input": "Hi"}, "/v1/embeddings")
-        one.gate.delta(one.gate.begin(), "x", records=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
+        one.gate.delta(one.gate.begin(), "x", token_outputs=np.ones(8, "<f4").tobytes(), finish=m.Finish.LENGTH)
         assert response.result().status_code == 200
         (line,) = lines_of(path, 1)
         assert (line["prompt_tokens"], line["output_tokens"]) == (3, 0)
