@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from tests.e2e.server import Server
-from tools.check_page import checks, hostile, pictures
+from tools.check_page import actions, checks, hostile, pictures
 from tools.check_page.devtools import PageError, Tab, browser, find_browser
 
 KEY = "sk-of-the-page-check"
@@ -49,7 +49,7 @@ async def run(program: str, only: str, folder: Path | None) -> int:
                 await tab.resize(1280, 820)
                 await tab.set_media()
                 await tab.open(f"{server.url}/")
-                await checks.ready(tab)
+                await actions.ready(tab)
                 for check in chosen:
                     failed += await passes(tab, server.url, check.__name__, check(tab)) is False
             if folder is not None:
@@ -68,7 +68,7 @@ async def run(program: str, only: str, folder: Path | None) -> int:
             async with browser(program) as chromium:
                 tab = await chromium.tab()
                 await tab.open(f"{server.url}/")
-                await checks.ready(tab)
+                await actions.ready(tab)
                 for check in chosen:
                     failed += await passes(tab, server.url, check.__name__, check(tab)) is False
                 if only in died.__name__:
@@ -83,8 +83,8 @@ async def passes(tab: Tab, url: str, name: str, check: Awaitable[None]) -> bool:
     try:
         await check
         foreign = {one for one in tab.urls if not one.startswith((url, "data:", "blob:", "about:"))}
-        checks.expect(not foreign, f"requests to other servers: {foreign}")
-        checks.expect(not tab.problems, f"errors in the console: {tab.problems}")
+        actions.expect(not foreign, f"requests to other servers: {foreign}")
+        actions.expect(not tab.problems, f"errors in the console: {tab.problems}")
     except EXPECTED as error:
         tab.problems.clear()
         print(f"FAILED {name.replace('_', ' ')}: {error}", flush=True)

@@ -1,59 +1,28 @@
 """What the page must do, each as a function of a tab that shows it. They run in this order, in one tab."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
+from tools.check_page.actions import (
+    IS_IDLE,
+    LAST,
+    NUM_REPLIES,
+    SLOW_S,
+    Check,
+    ask,
+    expect,
+    ready,
+    reload,
+    send,
+    settings,
+)
 from tools.check_page.devtools import Tab
 
-SLOW_S = 90.0
-IS_IDLE = "!document.querySelector('.streaming')"
-NUM_REPLIES = "document.querySelectorAll('.message.assistant').length"
-LAST = "[...document.querySelectorAll('.message.assistant')].at(-1)"
 HOSTILE = (
     "# Hi\n\n<img src=x onerror=alert(1)><script>alert(1)</script>\n\n[a](javascript:alert(1)) "
     "[b](https://example.com) ![c](https://example.com/x.png)\n\n```html\n<b>x</b>\n```"
 )
-
-Check = Callable[[Tab], Awaitable[None]]
-
-
-def expect(condition: object, words: str) -> None:
-    if not condition:
-        raise AssertionError(words)
-
-
-async def settings(tab: Tab, **texts: str) -> None:
-    """Load the page anew with values of the controls."""
-    value = json.dumps(json.dumps({"texts": texts, "system": ""}))
-    await tab.run(f"localStorage.setItem('pipeline.settings', {value})")
-    await reload(tab)
-
-
-async def ready(tab: Tab) -> None:
-    await tab.until("document.readyState === 'complete' && document.title.includes('–')")
-    await tab.until("document.querySelector('#model').textContent")
-
-
-async def reload(tab: Tab) -> None:
-    await tab.run("window.isOld = true; location.reload()")
-    await tab.until("!window.isOld")
-    await ready(tab)
-
-
-async def send(tab: Tab, text: str) -> None:
-    await tab.run("document.querySelector('#message').focus()")
-    await tab.type(text)
-    await tab.press("Enter")
-
-
-async def ask(tab: Tab, text: str) -> str:
-    """Send a message and wait for the whole reply."""
-    before = await tab.run(NUM_REPLIES)
-    await send(tab, text)
-    await tab.until(f"{NUM_REPLIES} > {before} && {IS_IDLE}", SLOW_S)
-    reply: str = await tab.run(f"{LAST}.querySelector('.body').textContent")
-    return reply
 
 
 async def it_streams_a_reply(tab: Tab) -> None:

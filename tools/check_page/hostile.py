@@ -3,7 +3,7 @@ loaded, because chats are kept. Functions of a tab that shows the page, run afte
 
 import json
 
-from tools.check_page.checks import Check, expect, reload
+from tools.check_page.actions import Check, expect, reload
 from tools.check_page.devtools import Tab
 
 NUM = 60_000

@@ -4,7 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from tools.check_page import checks
+from tools.check_page import actions
 from tools.check_page.devtools import Tab
 
 WIDTHS = {"desktop": (1280, 860, 1.0), "phone": (360, 740, 2.0)}
@@ -21,18 +21,18 @@ async def save(tab: Tab, url: str, folder: Path) -> None:
     await tab.resize(*WIDTHS["desktop"])
     await tab.set_media()
     await tab.open(f"{url}/")
-    await checks.ready(tab)
-    await checks.settings(tab, temperature="0.2", max_tokens="220", seed="3")
+    await actions.ready(tab)
+    await actions.settings(tab, temperature="0.2", max_tokens="220", seed="3")
     await _both(tab, folder, "welcome")
     for question in QUESTIONS:
-        await checks.ask(tab, question)
+        await actions.ask(tab, question)
     await tab.run("document.querySelectorAll('.timings')[1].open = true; document.activeElement.blur()")
     await _both(tab, folder, "chat")
     await tab.click(".toggle[aria-controls=settings]")
     await _both(tab, folder, "settings")
     await tab.run("document.querySelector('.toggle[aria-controls=settings]').click()")
     await tab.run("document.querySelector('.toggle[aria-pressed]').click()")
-    await checks.ask(tab, "Name three colours of the sky.")
+    await actions.ask(tab, "Name three colours of the sky.")
     await tab.until("document.querySelector('.message:last-child .tokens')")
     await tab.run("document.querySelector('.message:last-child .tokens').focus()")
     await tab.press("Home")
@@ -42,7 +42,7 @@ async def save(tab: Tab, url: str, folder: Path) -> None:
     await tab.run("location.hash = '#pipeline'")
     await tab.until("document.querySelector('.requests li:not(.open)')")
     await _both(tab, folder, "stages")
-    await tab.until("!document.querySelector('.requests li.open')", checks.SLOW_S)
+    await tab.until("!document.querySelector('.requests li.open')", actions.SLOW_S)
     await tab.click(".requests li:nth-child(2) button")
     await tab.run("document.querySelector('#pipeline-view').scrollTop = 400")
     await _both(tab, folder, "request")

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.prepare.gguf.model import gguf_name
+from pipeline.stages.prepare.gguf.tensor_names import gguf_name
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.weights.tensors import expected_shapes
 

@@ -10,6 +10,7 @@ from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
+from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_token_indices
 from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import BoolArray, RowTable
@@ -44,6 +45,12 @@ class Results:
         self._rows, self._failed, self._speculator, self._samples = rows, failed, speculator, samples
         self.nan_rows: frozenset[int] = frozenset()
         """The rows without an id whose logits were NaN in the last step in which any row had no id."""
+
+    def find_nan(self, ids: IntArray, rows: IntArray, logits: LogitArray) -> None:
+        """Find out for which `rows` no id could be sampled because their logits are NaN, not because their request
+        excludes all tokens. `logits` are [samples, vocabulary]."""
+        indices = np.flatnonzero(ids == NO_ID).tolist()
+        self.nan_rows = frozenset(int(rows[at]) for at in indices if np.isnan(logits[at]).any())
 
     def make(
         self,

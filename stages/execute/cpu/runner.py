@@ -338,14 +338,10 @@ class CpuRunner(Runner):
                 return ranks.ids[: self.inputs.num_samples].copy()
 
     def _find_nan(self, rows: IntArray, num_drafts: LongArray | None, ids: IntArray) -> None:
-        """Tell `Results` for which rows no id could be sampled because their logits are NaN, not because their request
-        excludes all tokens."""
-        if not np.count_nonzero(ids == NO_ID):
-            return
-        sampled = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
-        logits = self.program.logits()
-        indices = np.flatnonzero(ids == NO_ID).tolist()
-        self._results.nan_rows = frozenset(int(sampled[at]) for at in indices if np.isnan(logits[at]).any())
+        """Tell `Results` about rows without an id."""
+        if np.count_nonzero(ids == NO_ID):
+            sampled = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)
+            self._results.find_nan(ids, sampled, self.program.logits())
 
     def _sample(self, rows: IntArray, num_drafts: LongArray | None) -> IntArray:
         """The same on one rank, or on rank 0 of several."""

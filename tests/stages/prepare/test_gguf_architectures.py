@@ -22,7 +22,8 @@ from pipeline.config.settings import Settings
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufKeys
+from pipeline.stages.prepare.gguf.architecture import GgufKeys
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare

@@ -1,0 +1,82 @@
+"""What an architecture of .gguf files declares, and the keys that it reads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
+from pipeline.stages.prepare.sources.source import ModelError
+
+Tensors = Mapping[str, Any]
+
+EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufKeys:
+    """A file's keys that begin with its architecture's name, and the names of its tensors."""
+
+    metadata: Metadata
+    architecture: str
+    tensors: Tensors
+    num_layers: int
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        value = self.metadata.get(f"{self.architecture}.{key}", (int, float))
+        return default if value is None else float(str(value)) if isinstance(value, int) else shortest(value)
+
+    def count(self, key: str) -> int | None:
+        """The integer under a key, which a file may have once for each layer; None if it is 0 or absent."""
+        name = f"{self.architecture}.{key}"
+        if self.metadata.get(name, (int, list)) is None:
+            return None
+        return self.metadata.of_all_layers(name, self.num_layers) or None
+
+    def windowed_layers(self, every: int | None) -> list[int] | None:
+        """The layers with a window, as llama.cpp finds them (`load_swa_pattern`): the file lists them, or has n for all
+        but each n-th (0: all). Without that key, n is `every`, and None is returned if that is None. Raises ModelError
+        unless a list has a value for each layer."""
+        name = f"{self.architecture}.attention.sliding_window_pattern"
+        found = self.metadata.get(name, (int, list), every)
+        if not isinstance(found, list):
+            return None if found is None else [i for i in range(self.num_layers) if found < 1 or (i + 1) % found]
+        if len(found) != self.num_layers or not all(isinstance(value, int) for value in found):
+            path = self.metadata.path
+            raise ModelError(f"{path}: {name} has {len(found)} values; the model has {self.num_layers} layers")
+        return [layer for layer, value in enumerate(found) if value]
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
+
+
+def no_fields(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """What is specific to the files of one `general.architecture`."""
+
+    models: str
+    """Model families, for error messages."""
+    model_type: Architecture | None = None
+    """The architecture that such a file becomes, if its name is another one."""
+    interleaved_rope: bool = False
+    """The converter reordered rows of q and k for rotary embeddings of adjacent pairs (`LlamaModel.permute`). If False,
+    they are in Hugging Face's order."""
+    has_windows: bool = False
+    """The file's sliding window applies to every layer. Else it is refused, unless `read` knows the layers."""
+    eps: str = EPS
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ModelConfig that the architecture fixes."""
+    read: Callable[[GgufKeys, ModelConfig], dict[str, Any]] = no_fields
+    """Further fields of ModelConfig, from keys and the presence of tensors."""
+    reads_windows: bool = False
+    """Whether `read` handles the sliding window."""
+    reads_experts: bool = False
+    """Whether `read` handles a mixture of experts."""
+    reads_scaling: bool = False
+    """Whether `read` handles the scaling of the rotary embedding."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors in the file, if they differ from the usual ones, by their names in the model."""
