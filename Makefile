@@ -1,6 +1,6 @@
 # make serve            install what serving needs into .venv, then serve the default model on 127.0.0.1:8000
 # make serve ARGS="…"   the same with options of `pipeline serve`, as ARGS="--config throughput --port 9000"
-# make test             install, then check everything: format, lint, types, imports, words, tests; goes on after a failure
+# make test             install, then check all: format, lint, types, imports, words, sizes, tests; goes on after a failure
 # make test ARGS="…"    the same with options of `tools/check`, as ARGS="--isa avx2"
 # make clean            remove .venv
 #

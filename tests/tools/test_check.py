@@ -112,7 +112,7 @@ def test_all_steps_run_in_order(check: ModuleType, monkeypatch: pytest.MonkeyPat
     run = Run(check, monkeypatch, "--fail-fast")
     assert (run.code, run.commands) == (
         0,
-        ["format", "lint", "imports", "words", "types", "servers", "shared", "alone"],
+        ["format", "lint", "imports", "words", "sizes", "types", "servers", "shared", "alone"],
     )
 
 
@@ -120,7 +120,7 @@ def test_some_steps_run_beside_the_tests_and_are_reported_before_tests_that_meas
     check: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = ["format", "lint", "servers", "shared"]
-    ended_after = dict.fromkeys(("imports", "words", "types"), before)
+    ended_after = dict.fromkeys(("imports", "words", "sizes", "types"), before)
     run = Run(check, monkeypatch)
     assert (run.code, run.ended_after, run.commands) == (0, ended_after, [*before, "alone"])
     for failed in ended_after:
