@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.metadata import Metadata
-from pipeline.stages.prepare.gguf.special_tokens import CONTROL, NORMAL
-from pipeline.stages.prepare.gguf.vocabulary import read_vocabulary
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import CONTROL, NORMAL
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import read_vocabulary
 from pipeline.text.formats.tool_parsers.generic import tools_section
 from tools.compare_llama_server import __main__ as command
 from tools.compare_llama_server import small_file

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.stages.prepare.gguf.special_tokens import NORMAL
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import NORMAL
 from tools.compare_llama_server.inputs import CHATS, PLAIN, marked, texts_of
 from tools.compare_llama_server.servers import Rendered, Reply, Server
 from tools.compare_llama_server.variants import FileVariant

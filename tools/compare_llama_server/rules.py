@@ -6,8 +6,8 @@ import unicodedata
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
-from pipeline.stages.prepare.gguf.special_tokens import NORMAL
+from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import NORMAL
 from tools.compare_llama_server.compare import Case, is_same_reply
 from tools.compare_llama_server.inputs import CHATS
 from tools.compare_llama_server.servers import ErrorReply, Rendered, Reply

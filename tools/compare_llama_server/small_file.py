@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from pipeline.stages.prepare.gguf.special_tokens import NORMAL
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import NORMAL
 from tools.compare_llama_server.variants import FileVariant
 from tools.tokenizer_vectors.vocabularies import BYTE
 

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 from gguf import GGMLQuantizationType as Kind
 
-from pipeline.stages.prepare.gguf.special_tokens import CONTROL, END_TEXTS, NORMAL, ROLES, UNKNOWN, USER_DEFINED
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import (
+    CONTROL,
+    END_TEXTS,
+    NORMAL,
+    ROLES,
+    UNKNOWN,
+    USER_DEFINED,
+)
 from tools.tokenizer_vectors.vocabularies import Keys, vocabularies
 
 ROOT = Path(__file__).resolve().parents[2]

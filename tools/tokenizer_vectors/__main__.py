@@ -18,11 +18,11 @@ from typing import Any
 from tokenizers import normalizers
 
 from pipeline.errors import UserError
-from pipeline.stages.prepare.gguf import tokenizer
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.metadata import Metadata
-from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
-from pipeline.stages.prepare.gguf.vocabulary import MAX_TOKENS, GgufVocabulary, read_vocabulary
+from pipeline.stages.prepare.gguf.tokenizers import tokenizer
+from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import MAX_TOKENS, GgufVocabulary, read_vocabulary
 from tools.compare_peers.llama_cpp import PACKAGE, VERSION
 from tools.tokenizer_vectors.llama_cpp import SEPARATOR, Encoded, LlamaTokenizer
 from tools.tokenizer_vectors.texts import DIFFERENT, TEXTS

@@ -15,7 +15,8 @@ import numpy as np
 from pipeline.runtime.model.model_config import DeltaNet, ModelConfig, Piece
 from pipeline.stages.prepare.families.delta_net import conv_pieces, gate_pieces, input_pieces
 from pipeline.stages.prepare.files import shown
-from pipeline.stages.prepare.gguf.architectures import GgufArchitecture, GgufKeys, experts_of
+from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
+from pipeline.stages.prepare.gguf.architectures import experts_of
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError

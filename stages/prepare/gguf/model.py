@@ -19,20 +19,23 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_config import Layout, LongRope, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Layout, LongRope, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
-from pipeline.stages.prepare.gguf import delta_net, tokenizer
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES, GgufArchitecture, GgufKeys
+from pipeline.stages.prepare.gguf import delta_net
+from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
+from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import read_parts
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
+from pipeline.stages.prepare.gguf.tensor_names import FIRST_EXPERT, STACKED, STACKED_EXPERTS, differing_names, gguf_name
+from pipeline.stages.prepare.gguf.tokenizers import tokenizer
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.gguf.unused_keys import refuse_changes, unused
-from pipeline.stages.prepare.gguf.vocabulary import adds_bos, read_vocabulary
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.shape import check_shape, derived_head_dim
 from pipeline.stages.prepare.sources.gguf_files import model_name
@@ -40,46 +43,6 @@ from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.weights.tensors import Shape, expected_shapes
 from pipeline.stages.prepare.weights.weight_file import WEIGHTS, rows_at_once, stored_tensors, write_weights
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "position_embd": "model.embed_positions",
-    "token_embd_norm": "model.embed_norm",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_q": "self_attn.q_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_attention_norm": "self_attn_post_norm",
-    "post_ffw_norm": "mlp_post_norm",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **delta_net.LAYER_NAMES,
-}
-WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", **delta_net.WHOLE_NAMES}
-STACKED = "mlp.gate_up_proj"
-"""Gate and up, where `ffn_up` holds both."""
-STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
-"""Files have the matrices of all experts in one tensor, but those of Mixtral from before April 2024."""
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
-FIRST_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.0\.weight")
-"""Of a file with a tensor for each expert."""
 LONG_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -143,7 +106,7 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         config = _with_longrope(config, metadata, *long_factors)
     refuse_changes(metadata, _architecture(metadata)[0], config)
 
-    names = {name: gguf_name(name, _names(architecture, config)) for name in expected_shapes(config)}
+    names = {name: gguf_name(name, differing_names(architecture, config)) for name in expected_shapes(config)}
     shapes = _checked_shapes(path, tensors, config, names)
     formats = {name: format_of(tensors[names[name]].kind) for name in shapes}
     targets = stored_tensors(config, shapes, formats, quantization)
@@ -315,35 +278,6 @@ def _with_longrope(
     config = msgspec.structs.replace(config, rope_scaling=rope)
     check_shape(config, metadata.path, keys_of(name, ""))
     return config
-
-
-def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
-    """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. `names` are those that differ from the usual
-    ones."""
-    if (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)) and match[2] in WHOLE_NAMES:
-        return f"blk.{match[1]}.{WHOLE_NAMES[match[2]]}"
-    stem, _, kind = name.rpartition(".")
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-        layer, part = match.groups()
-        if expert := EXPERT.fullmatch(part):
-            return f"blk.{layer}.ffn_{expert[2]}.{expert[1]}.{kind}"
-        return f"blk.{layer}.{names.get(part) or _GGUF_LAYER_NAMES[part]}.{kind}"
-    return f"{_GGUF_NAMES[stem]}.{kind}"
-
-
-_GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
-_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {
-    STACKED: "ffn_up",
-    delta_net.RECURRENT_QKV: "attn_qkv",
-}
-
-
-def _names(architecture: GgufArchitecture, config: ModelConfig) -> dict[str, str]:
-    """The names of a layer's tensors that differ from the usual ones."""
-    names = dict(architecture.names)
-    if config.architecture == "falcon" and not config.shared_norm:
-        names |= {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
-    return names
 
 
 def _checked_shapes(

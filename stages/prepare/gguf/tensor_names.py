@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from pipeline.runtime.model.model_config import ModelConfig, Piece
+from pipeline.stages.prepare.gguf import delta_net
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture
 
 NAMES = {
@@ -36,8 +37,9 @@ LAYER_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **delta_net.LAYER_NAMES,
 }
-SINKS, GGUF_SINKS = "self_attn.sinks", "attn_sinks.weight"
+WHOLE_NAMES = {"self_attn.sinks": "attn_sinks.weight", **delta_net.WHOLE_NAMES}
 STACKED = "mlp.gate_up_proj"
 """Gate and up, where `ffn_up` holds both."""
 STACKED_EXPERTS = {name: Piece(f"mlp.experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")}
@@ -50,8 +52,8 @@ FIRST_EXPERT = re.compile(r"blk\.\d+\.ffn_gate\.0\.weight")
 def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
     """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`. `names` are those that differ from the usual
     ones."""
-    if match := re.fullmatch(r"model\.layers\.(\d+)\." + re.escape(SINKS), name):
-        return f"blk.{match[1]}.{GGUF_SINKS}"
+    if (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)) and match[2] in WHOLE_NAMES:
+        return f"blk.{match[1]}.{WHOLE_NAMES[match[2]]}"
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
         layer, part = match.groups()
@@ -62,7 +64,10 @@ def gguf_name(name: str, names: Mapping[str, str] = {}) -> str:
 
 
 _GGUF_NAMES = {hf_name: name for name, hf_name in NAMES.items()}
-_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {STACKED: "ffn_up"}
+_GGUF_LAYER_NAMES = {hf_name: name for name, hf_name in LAYER_NAMES.items()} | {
+    STACKED: "ffn_up",
+    delta_net.RECURRENT_QKV: "attn_qkv",
+}
 
 
 def differing_names(architecture: GgufArchitecture, config: ModelConfig) -> dict[str, str]:

@@ -18,8 +18,8 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
 from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
-from pipeline.stages.prepare.gguf import tokenizer
-from pipeline.stages.prepare.gguf.vocabulary import GgufVocabulary
+from pipeline.stages.prepare.gguf.tokenizers import tokenizer
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.stages.prepare.gguf import special_tokens, tokenizer
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.metadata import Metadata
-from pipeline.stages.prepare.gguf.special_tokens import CONTROL, END_TEXTS, NORMAL, ROLES, USER_DEFINED
-from pipeline.stages.prepare.gguf.vocabulary import GgufVocabulary, read_vocabulary
+from pipeline.stages.prepare.gguf.tokenizers import special_tokens, tokenizer
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import CONTROL, END_TEXTS, NORMAL, ROLES, USER_DEFINED
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import GgufVocabulary, read_vocabulary
 from tools.tokenizer_vectors.vocabularies import save
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "gguf_tokenizers.json").read_text("utf-8"))

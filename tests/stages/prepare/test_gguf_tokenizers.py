@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.stages.prepare.gguf import tokenizer
 from pipeline.stages.prepare.gguf.file import GgufFile
 from pipeline.stages.prepare.gguf.metadata import Metadata
-from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
-from pipeline.stages.prepare.gguf.vocabulary import GgufVocabulary, read_vocabulary
+from pipeline.stages.prepare.gguf.tokenizers import tokenizer
+from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import GgufVocabulary, read_vocabulary
 from pipeline.stages.prepare.sources.source import ModelError
 from tools.tokenizer_vectors.__main__ import check
 from tools.tokenizer_vectors.llama_cpp import SEPARATOR

@@ -2,7 +2,6 @@
 
 import msgspec
 
-from pipeline.stages.prepare.gguf import special_tokens
 from pipeline.stages.prepare.gguf.metadata import (
     BOS_KEY,
     EOS_KEY,
@@ -13,7 +12,8 @@ from pipeline.stages.prepare.gguf.metadata import (
     UNKNOWN_KEY,
     Metadata,
 )
-from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS
+from pipeline.stages.prepare.gguf.tokenizers import special_tokens
+from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from pipeline.stages.prepare.sources.source import ModelError
 
 PRE_KEY = "tokenizer.ggml.pre"

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import MODEL_KEY
-from pipeline.stages.prepare.gguf.pre_tokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer
-from pipeline.stages.prepare.gguf.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
-from pipeline.stages.prepare.gguf.vocabulary import MAX_MERGES, PRE_KEY, GgufVocabulary
+from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS, UNNAMED, PreTokenizer
+from pipeline.stages.prepare.gguf.tokenizers.special_tokens import CONTROL, UNKNOWN, USER_DEFINED
+from pipeline.stages.prepare.gguf.tokenizers.vocabulary import MAX_MERGES, PRE_KEY, GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.tokenizers.tokenizer_check import check_encodes
 

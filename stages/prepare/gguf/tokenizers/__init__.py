@@ -1,0 +1,1 @@
+"""The vocabulary of a .gguf file as a tokenizer.json."""
