@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from pipeline.deploy.proxy.relayed_request import RelayCounts
+from pipeline.deploy.proxy.relay_counts import RelayCounts
 from pipeline.deploy.replicas import ReplicaInfo, RoutedReplicas
 from pipeline.metrics.stats import KeyUsage
 

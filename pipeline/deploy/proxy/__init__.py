@@ -7,5 +7,6 @@ upstream.py         a small HTTP/1.1 client that passes a response on as it arri
 forwarding.py       which headers pass from one connection to the other
 resumable_stream.py separates a stream's events from its resume points
 deadline.py         the end of a request's time, which all its attempts share
+relay_counts.py     what became of requests, for the metrics
 relay_errors.py     ends of requests that can't be served
 """

@@ -13,7 +13,8 @@ from pipeline.deploy import prompts
 from pipeline.deploy.proxy.client_writer import ClientWriter
 from pipeline.deploy.proxy.deadline import TIMED_PATHS, Deadline
 from pipeline.deploy.proxy.forwarding import BODILESS
-from pipeline.deploy.proxy.relayed_request import RelayCounts, RelayedRequest
+from pipeline.deploy.proxy.relay_counts import RelayCounts
+from pipeline.deploy.proxy.relayed_request import RelayedRequest
 from pipeline.deploy.replicas import ReplicaSet
 from pipeline.http_server import time_left
 from pipeline.http_server.access.guard import current_scope

@@ -18,12 +18,12 @@ import math
 import time
 from http import HTTPStatus
 
-import msgspec
 from aiohttp import web
 
 from pipeline.deploy.proxy.client_writer import ClientWriter
 from pipeline.deploy.proxy.deadline import Deadline, DeadlinePassed
 from pipeline.deploy.proxy.forwarding import BODILESS, end_to_end, head_bytes, uses_resume_points
+from pipeline.deploy.proxy.relay_counts import RelayCounts
 from pipeline.deploy.proxy.relay_errors import RelayError
 from pipeline.deploy.proxy.resumable_stream import ResumableStream
 from pipeline.deploy.proxy.upstream import Connection, Head, UpstreamLost
@@ -46,23 +46,6 @@ MAX_REPLY_BYTES = 4 * 1024 * 1024
 STREAM_TYPES = tuple({family.media_type for family in FAMILIES})
 
 log = logging.getLogger("pipeline.deploy")
-
-
-class RelayCounts(msgspec.Struct):
-    """Since start."""
-
-    num_requests: int = 0
-    num_retried: int = 0
-    """Attempts that were repeated before anything was passed on."""
-    num_resumed: int = 0
-    """Streams that were continued at another replica, each time."""
-    num_inexact: int = 0
-    """Of these, those whose ids may differ from there on: the replica has another back end, or is not
-    batch-invariant."""
-    num_broken: int = 0
-    """Streams that ended with an error because their replica was lost."""
-    num_unserved: int = 0
-    """Requests that no replica took."""
 
 
 class Attempt:
