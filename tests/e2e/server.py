@@ -23,6 +23,9 @@ START_S = 180.0
 KV_BYTES = 192 * 1024**2
 """Of servers without a configuration file: enough for the default model's longest sequence. The default takes a virtual
 machine up to two seconds of CPU time at each start."""
+THREADS = ["--set", "execute.num_threads=1"] if "PYTEST_XDIST_WORKER" in os.environ else []
+"""Of servers without a configuration file. With several test processes, each has one core, and a second thread of
+execute would wait for it in a loop: a quarter of the CPU time of generating."""
 STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 
@@ -42,7 +45,7 @@ class Server:
         command = [sys.executable, "-m", module, "serve", "--set", "gateway.port=0"]
         command += ["--set", "supervisor.crash_reports=false"]  # they would replace those of the user's servers
         if config is None:
-            command += ["--set", f"execute.kv_cache_bytes={KV_BYTES}"]
+            command += ["--set", f"execute.kv_cache_bytes={KV_BYTES}", *THREADS]
         command += options
         for one in sets:
             command += ["--set", one]
