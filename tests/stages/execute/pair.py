@@ -1,5 +1,6 @@
 """A scheduler and a runner in one process: schedule and execute together, without messages in between."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.rig import raw
 from tests.stages.execute.driver import take
 
+NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+"""Beside other tests one: a second thread would wait for a core in a loop. Tests of kernels and of NativeProgram have
+more."""
 MAX_STEPS = 20_000
 GREEDY = -1
 
@@ -65,7 +69,7 @@ def make_runner(
     num_blocks: int,
     *,
     num_swap_blocks: int = 0,
-    threads: int = 2,
+    threads: int = NUM_THREADS,
     tokens: int = 0,
     num_speculative_tokens: int = 0,
     **how: Any,
