@@ -187,7 +187,7 @@ def test_errors_are_the_client_s_exceptions(client: anthropic.Anthropic, server:
     with pytest.raises(anthropic.NotFoundError, match="'claude' does not exist"):
         client.messages.create(**CAPITAL | {"model": "claude"})
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/x.png"}}
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.type.*image blocks"):
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\].* is an image"):
         client.messages.create(**CAPITAL | {"messages": [{"role": "user", "content": [image]}]})
     with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: 37 \+ 100000 > 8192"):
         client.messages.create(**CAPITAL | {"max_tokens": 100_000})
