@@ -1,13 +1,15 @@
 """A fake executor without a model. Its KV blocks store the token ids, and the next id is a hash of all ids that it
 reads back through the row's block table. A wrong block, a block freed too early, a prefix hit on other content and a
 stale row each change the sampled ids, so tests compare exact ids. With several KV groups, each stores the ids in blocks
-of its own, and reads those in its window: if they differ from the row's ids, the next ids are wrong.
+of its own, and reads those in its window: if they differ from the row's ids, the next ids are wrong. A slot of a
+recurrent state has the number of ids that it has absorbed and their hash: it must be at the position where an entry
+starts, and if its hash is not that of the row's ids, the next ids are wrong, too.
 """
 
 import random
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,6 +90,21 @@ class _Row:
         ]
 
 
+class State(NamedTuple):
+    """What a slot has absorbed."""
+
+    position: int
+    digest: "blake2b"
+
+    def absorb(self, ids: "np.ndarray[Any, Any]") -> "State":
+        digest = self.digest.copy()
+        digest.update(ids.tobytes())
+        return State(self.position + len(ids), digest)
+
+
+NO_STATE = State(0, blake2b())
+
+
 class FakeExecutor:
     """Runs a `Step` and returns its `StepResult`. Asserts that the step is valid."""
 
@@ -101,6 +118,8 @@ class FakeExecutor:
         token_s: float = 0.001,
         copy_s: float = 0.0001,
         groups: tuple[KVGroup, ...] = (FULL,),
+        num_state_slots: int = 0,
+        num_swap_state_slots: int = 0,
     ) -> None:
         """`token_s` and `copy_s` are the reported times to compute a token and to copy a block. Of the ids that it
         proposes, `skill` are right, on average."""
@@ -111,6 +130,9 @@ class FakeExecutor:
         self.num_blocks = num_blocks
         self.groups = groups
         self.num_copies = 0
+        self.num_state_slots = num_state_slots
+        self.states: list[State | None] = [None] * (num_state_slots + num_swap_state_slots)
+        """Those of the executor, followed by those of swap space."""
         self.rows: dict[int, _Row] = {}
         self.block_size = block_size
         self._take = take or (lambda array, dtype: np.frombuffer(inline(array), dtype).copy())
@@ -136,6 +158,35 @@ class FakeExecutor:
             assert EMPTY not in read, f"row {row} reads KV that was never written"
             state.has_read_wrong |= read.tolist() != [state.ids[each] * MAX_GROUPS + group for each in positions]
 
+    def _copy_states(self, step: m.Step) -> None:
+        sources = self._take(step.state_copy_sources, np.int32).tolist()
+        targets = self._take(step.state_copy_targets, np.int32).tolist()
+        for source, target in zip(sources, targets, strict=True):
+            assert (source < self.num_state_slots) != (target < self.num_state_slots), "a copy within one memory"
+            assert self.states[source] is not None, f"slot {source} is copied and was never written"
+            self.states[target] = self.states[source]
+
+    def _absorb(self, step: m.Step, entries: list[tuple[int, int, int, int, int]]) -> None:
+        """Let the state of each entry absorb its ids."""
+        reads, writes = (self._take(slots, np.int32).tolist() for slots in (step.state_reads, step.state_writes))
+        assert len(reads) == len(writes) == len(entries)
+        assert len(set(writes)) == len(writes), "two entries write the same slot"
+        assert all(0 <= slot < self.num_state_slots for slot in writes)
+        for place, slot in enumerate(writes):
+            assert slot not in reads[:place] + reads[place + 1 :], f"an entry reads slot {slot}, which another one writes"
+        before = list(self.states)
+        for (row, start, count, _, num_drafts), read, write in zip(entries, reads, writes, strict=True):
+            row_state = self.rows[row]
+            assert not num_drafts
+            if row_state.dead:
+                continue
+            state = before[read] if read >= 0 else NO_STATE
+            assert state is not None, f"row {row} reads slot {read}, which was never written"
+            assert state.position == start, f"row {row} starts at {start}, its state is at {state.position}"
+            ids = np.array([row_state.ids[place] for place in range(start + count)], np.int32)
+            self.states[write] = after = state.absorb(ids[start:])
+            row_state.has_read_wrong |= after.digest.digest() != blake2b(ids.tobytes()).digest()
+
     def run(self, step: m.Step) -> m.StepResult:
         take = self._take
         for row in take(step.drops, np.int32).tolist():
@@ -157,6 +208,7 @@ class FakeExecutor:
         assert all(block < self.num_blocks for row in self.rows.values() for table in row.tables for block in table), (
             "a row in swap space"
         )
+        self._copy_states(step)
         entries = list(
             zip(
                 take(step.rows, np.int32).tolist(),
@@ -186,6 +238,8 @@ class FakeExecutor:
         for row, start, count, *_ in entries:
             if not self.rows[row].dead:
                 self._read(row, start, count + len(proposed[row]))
+        if self.num_state_slots:
+            self._absorb(step, entries)
         sampled: list[int] = []
         sampled_ids: list[int] = []
         num_ids: list[int] = []

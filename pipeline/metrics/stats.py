@@ -169,6 +169,30 @@ class AdapterCounts(Part, frozen=True):
     """Those that wait for one."""
 
 
+class StateSlotCounts(Part, frozen=True):
+    """Slots for the states of a model with recurrent layers, and since start, what became of snapshots in them."""
+
+    num_free: int
+    num_cached: int
+    """Those of snapshots that no sequence holds."""
+    num_held: int
+    num_total: int
+    num_swap_free: int
+    num_swap_total: int
+    num_hits: int
+    """Sequences that started behind a snapshot."""
+    num_snapshots: int
+    num_evictions: int
+    num_restored: int
+    """Copies from swap space."""
+    num_swapped_out: int
+    """Copies to swap space when a sequence was preempted."""
+    num_offloaded: int
+    """Copies of snapshots to swap space."""
+    num_lost_tokens: int
+    """Tokens whose KV was in the prefix cache, but that were computed again because the state behind them was not."""
+
+
 class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     """The scheduler's counts, with its histograms."""
 
@@ -192,6 +216,8 @@ class ScheduleCounts(ScheduleLoad, frozen=True, tag="schedule"):
     speculation: SpeculationCounts = SpeculationCounts()
     adapters: AdapterCounts | None = None
     """None if adapters are off."""
+    states: StateSlotCounts | None = None
+    """None if the model has no recurrent layers."""
 
 
 class ExecuteCounts(Part, frozen=True, tag="execute"):

@@ -218,6 +218,8 @@ class SequenceLifecycle:
             self.num_cached_tokens += sequence.num_cached
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
+        if self._kv_cache_manager.states.is_on:
+            self._kv_cache_manager.states.start(row, found)
         self.preemptor.forget(sequence)
         queue.remove(sequence)
         self.waiting.count_skipped()
@@ -339,6 +341,8 @@ class SequenceLifecycle:
     def _leave(self, row: int, finish: Finish) -> Sequence:
         """Take a sequence out of its row. Its blocks are released when no step in flight names them."""
         self._kv_cache_manager.register_last(row)
+        if self._kv_cache_manager.states.is_on:
+            self._kv_cache_manager.states.leave(row, self._in_flight.last_step_id + 1, self._in_flight.last_in_flight)
         num_sent = int(self._rows.sent[row])
         sequence, blocks = self._rows.end(row)
         self._output_buffer.add_closing(sequence, num_sent, finish)

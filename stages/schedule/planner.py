@@ -43,6 +43,7 @@ class Planner:
         self._run: DecodeRun | None = None
         """Of the last plan, if it can be repeated."""
         self._num_stages = state.config.num_stages
+        self._states = state.kv_cache_manager.states
 
     def repeat(self) -> m.Step | None:
         """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else
@@ -69,6 +70,8 @@ class Planner:
         num_computed = rows.num_computed_tokens[order]
         total = rows.num_tokens[order] + rows.num_output_placeholders[order]
         need = (total - num_computed) * (total < rows.max_num_tokens[order])
+        if flags & RowFlag.STATE:
+            need = np.minimum(need, self._states.next_cuts[order] - num_computed)
         if flags & RowFlag.DRAFTS:
             need *= rows.num_drafts[order] == 0
         if flags & RowFlag.BEAM:
@@ -145,8 +148,11 @@ class Planner:
 
     def _advance(self, running: Int64s, num_computed: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the
-        prefix cache. A row that catches up with its `total` ids samples one."""
-        rows = self._rows
+        prefix cache. A row that catches up with its `total` ids samples one. Rows that find no slot for their state are
+        left out."""
+        rows, slots = self._rows, (NO_ROWS, NO_ROWS)
+        if self._states.is_on and not (can := self._states.writable(running)).all():
+            running, num_computed, counts, total = (each[can] for each in (running, num_computed, counts, total))
         ends = num_computed + counts
         samples: Bools = ends == total
         rows.num_computed_tokens[running] = ends
@@ -155,13 +161,16 @@ class Planner:
             rows.sampled_by[running[samples]] = self._in_flight.last_step_id + 1
         if self._registers:
             self._kv_cache_manager.register(running)
-        return StepEntries(running, num_computed, counts, samples)
+        if self._states.is_on:
+            slots = self._states.advance(running, ends, self._in_flight.last_step_id + 1)
+        return StepEntries(running, num_computed, counts, samples, *slots)
 
     def _grant_deferred(self, budget: StepBudget, prompts: Int64s, appended: AppendedBlocks) -> StepEntries:
         """Divide what is left of a budget among the deferred prompts."""
         budget.release_held()
         num_computed, num_tokens = self._rows.num_computed_tokens[prompts], self._rows.num_tokens[prompts]
-        counts = self._grants.chunks(budget, prompts, num_tokens - num_computed, num_computed)
+        need = np.minimum(num_tokens, self._states.next_cuts[prompts]) - num_computed
+        counts = self._grants.chunks(budget, prompts, need, num_computed)
         if self._has_windows:
             windows = self._kv_cache_manager.windows
             for index, (row, start, count) in enumerate(
@@ -262,7 +271,8 @@ class Planner:
             adds.append(add)
             row = add.row
             num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
-            count = budget.chunk(num_computed, num_tokens - num_computed, bool(rows.is_long[row]), is_sure=is_sure)
+            need = min(num_tokens, int(self._states.next_cuts[row])) - num_computed
+            count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
             if count:  # otherwise it has its row now and computes in a later step
                 started.append(self._advance(*(np.array([value]) for value in (row, num_computed, count, num_tokens))))
         return started

@@ -44,6 +44,9 @@ class RequestState(msgspec.Struct, eq=False):
     num_known_prompt_logprobs: int = 0
     """Prompt logprobs received so far."""
     beam_search: BeamSearch | None = None
+    cut_positions: list[int] = []
+    """With recurrent layers, positions of the prompt behind which other prompts may go on in another way: a snapshot of
+    the state is made at the block before each, if it is not close to another one."""
     row_options: Raw = Raw()
     """Options for the executor's rows: those of a beam search have others."""
 

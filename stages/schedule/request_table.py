@@ -141,11 +141,14 @@ class RequestStates:
             message = "structured output is not allowed together with use_beam_search = true"
             return m.Failure(400, message, param="use_beam_search")
         width = options.n
-        if width > self._config.max_num_seqs:
+        if width > self._config.max_num_rows:
+            limit = f"schedule.max_num_seqs = {self._config.max_num_seqs}"
+            if self._config.max_num_rows < self._config.max_num_seqs:
+                limit = f"slots for the states of {self._config.max_num_rows}"
             return m.Failure(
                 400,
                 f"beam search with n = {width} computes as many sequences at once, but this server has "
-                f"schedule.max_num_seqs = {self._config.max_num_seqs}: lower n",
+                f"{limit}: lower n",
                 param="n",
             )
         num_top = BeamSearch(options, num_prompt, num_prompt, self._config.eos_ids).num_top

@@ -7,7 +7,7 @@ this word, and nothing else about features.
 
 The word is made when a sequence gets a row, and stays the same until it leaves it. A fast path names the flags that it
 handles, and is not taken while a row has any other. So a new feature with a flag of its own takes the slow path, until
-someone has read the fast ones and added it there: rows whose steps change a recurrent state, for example.
+someone has read the fast ones and added it there.
 `tests/stages/schedule/test_paths.py` runs each feature on each path.
 """
 
@@ -37,6 +37,8 @@ class RowFlag(IntEnum):
     """Full blocks are copied to swap space, by the next step."""
     PIPELINED = 128
     """The executor is a pipeline: its first stage does not have the row's last id before a later step."""
+    STATE = 256
+    """The model has recurrent layers: each entry of a step names the slots of its states."""
 
 
 AHEAD = (
@@ -46,6 +48,7 @@ AHEAD = (
     | RowFlag.KV_GROUPS
     | RowFlag.OFFLOAD
     | RowFlag.PIPELINED
+    | RowFlag.STATE
 )
 """What a plan before settling handles: it needs the number of a row's ids, not the ids. A step's word has DRAFTS only
 if ids may be proposed in it."""
@@ -75,6 +78,8 @@ def flags_of_all(config: SchedulerConfig) -> int:
         flags |= RowFlag.OFFLOAD
     if config.num_stages > 1:
         flags |= RowFlag.PIPELINED
+    if config.states.num_slots:
+        flags |= RowFlag.STATE
     return flags
 
 

@@ -22,7 +22,7 @@ NOT_KNOWN = -1
 
 
 class RowTracker:
-    """A table of `max_num_seqs` rows; row r is row r of the executor."""
+    """A table of `max_num_seqs` rows, of which `max_num_rows` are used; row r is row r of the executor."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         max_num_seqs, max_model_len, block_size = config.max_num_seqs, config.max_model_len, config.block_size
@@ -74,7 +74,7 @@ class RowTracker:
         self.flags: Int64s = np.zeros(max_num_seqs, np.int64)
         """What the row's steps need (row_flags.py)."""
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
-        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._free = list(range(config.max_num_rows - 1, -1, -1))
         self._by_age: list[tuple[Order, int]] = []
         self._order: Int64s | None = None
         self._all_flags = NOT_KNOWN

@@ -225,6 +225,7 @@ class Scheduler:
             kv_groups=[] if windows.is_plain else windows.counts(),
             speculation=self.speculation.counts(),
             adapters=self.lifecycle.adapters.counts() if self.config.max_loras else None,
+            states=self.kv_cache_manager.states.counts() if self.config.states.num_slots else None,
         )
 
     def check(self) -> None:

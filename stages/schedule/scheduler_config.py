@@ -14,6 +14,22 @@ UNLIMITED = float("inf")
 MAX_TOKENS = 2**31 - 1
 
 
+class StateConfig(msgspec.Struct, frozen=True):
+    """Slots for the states of a model with recurrent layers (kv_cache/state_slots.py). Intervals are in tokens."""
+
+    num_slots: int = 0
+    """0 for a model without recurrent layers, else at least 2."""
+    num_swap_slots: int = 0
+    """Slots of swap space."""
+    interval: int = 2048
+    """Between regular snapshots of a prompt, a multiple of the block size: as many tokens as have the KV of a slot's
+    size, or more."""
+    decode_interval: int = 128
+    """Between snapshots of the output, a multiple of the block size. Only the newest is kept."""
+    min_interval: int = 64
+    """Between any two snapshots of a sequence: chunks that end at one must not be short."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The settings and the executor's facts, with UNLIMITED or MAX_TOKENS for a setting of 0."""
 
@@ -57,6 +73,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """LoRA adapters of running sequences at most; 0 if adapters are off."""
     waits_for_adapters: bool = False
     """Whether the executor answers `UseAdapters`: sequences then wait for it, not steps."""
+    states: StateConfig = StateConfig()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the model has recurrent layers and a setting does not work with them."""
+        if not self.states.num_slots:
+            return
+        if self.num_speculative_tokens:
+            raise ValueError("speculative decoding is not supported for models with recurrent layers")
+        if self.states.num_slots < 2:
+            raise ValueError("a model with recurrent layers needs at least 2 state slots")
+
+    @property
+    def max_num_rows(self) -> int:
+        """Sequences that run at once. With recurrent layers each holds a slot, and one more is left for the next
+        state of one of them."""
+        num_slots = self.states.num_slots
+        return min(self.max_num_seqs, num_slots - 1) if num_slots else self.max_num_seqs
 
     @property
     def offloads(self) -> bool:

@@ -11,6 +11,7 @@ from pipeline.shm.arrays import Array
 from pipeline.stages.schedule.arrays import Put, PutFor, Take
 from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
+from pipeline.stages.schedule.kv_cache.states.pools import StatePools
 from pipeline.stages.schedule.output.output_buffer import OutputBuffer
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
@@ -49,6 +50,10 @@ class SchedulerContext(msgspec.Struct, frozen=True):
     """The keys of what is in the KV cache."""
     swap_index: IndexMemory = NO_MEMORY
     """The keys of what is in swap space."""
+    state_index: IndexMemory = NO_MEMORY
+    """The keys of snapshots of recurrent states."""
+    swap_state_index: IndexMemory = NO_MEMORY
+    """The keys of those in swap space."""
     crash_counts: dict[int, int] = {}
     """As in `Launch`."""
     breadcrumb: Breadcrumb = msgspec.field(default_factory=lambda: Breadcrumb(memoryview(bytearray(CRUMB_BYTES))))
@@ -75,8 +80,9 @@ class SchedulerState:
         self.cost_model = StepCostModel()
         self.in_flight = InFlightSteps()
         self.rows = RowTracker(config)
+        state_pools = StatePools(config, context.state_index, context.swap_state_index, context.executor)
         self.kv_cache_manager = KVCacheManager(
-            config, self.rows, context.kv_index, context.swap_index, context.executor
+            config, self.rows, context.kv_index, context.swap_index, context.executor, state_pools
         )
         self.output_buffer = OutputBuffer(self.rows, self.output_puts)
         self.preemption_costs = PreemptionCosts(

@@ -74,6 +74,17 @@ class Step(Message, frozen=True, tag="step"):
     """int32, parallel with `rows`: how many ids the executor may propose for the row and verify in this step. Only
     entries of one position that sample have any. The row's blocks hold the positions of the proposed ids, and no later
     step computes the row before this one's result is settled. Empty: none."""
+    state_reads: Array = b""
+    """int32, parallel with `rows`, of a model with recurrent layers: the slot with the state that the entry continues,
+    which is that behind position `starts - 1`; -1: none, the entry starts at 0. Empty for other models."""
+    state_writes: Array = b""
+    """int32, parallel with `rows`: the slot for the state behind the entry's last position. It is the slot that the
+    entry reads, or one that no entry of the step reads; no other entry writes it."""
+    state_copy_sources: Array = b""
+    """int32, parallel with `state_copy_targets`: slots to copy before the step computes, in the order of the list. Ids
+    from the number of slots on are slots of swap space."""
+    state_copy_targets: Array = b""
+    """int32"""
 
 
 class UseAdapters(Message, frozen=True, tag="use_adapters"):

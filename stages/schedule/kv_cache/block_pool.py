@@ -57,10 +57,15 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block = self._evicted()
+            del self._cached[block]
             self._forget(block)
         self._refs[block] = 1
         return block
+
+    def _evicted(self) -> int:
+        """The cached block to evict."""
+        return next(iter(self._cached))
 
     def take_some(self, num_blocks: int) -> list[int]:
         """The blocks of as many calls of `take`."""
@@ -95,6 +100,10 @@ class BlockPool:
     def is_cached(self, block: int) -> bool:
         """Whether the block has a key and no holder. To hold it leaves one block less available."""
         return block in self._cached
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a held block has other holders, or a key by which others may find it: nothing may write to it."""
+        return self._refs[block] > 1 or self._keys[block] is not None
 
     def hold(self, block: int) -> None:
         """Add a reference to a block that was found."""

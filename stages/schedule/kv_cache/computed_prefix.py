@@ -9,6 +9,7 @@ from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
 from pipeline.stages.schedule.kv_cache.lookup import FoundBlocks, PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
 from pipeline.stages.schedule.kv_cache.partial_blocks import PartialBlocks
+from pipeline.stages.schedule.kv_cache.states.pools import StatePools
 from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.rows import RowTracker
@@ -29,6 +30,13 @@ class ComputedPrefix(msgspec.Struct):
     tails: list[int] = []
     """For each KV group, a block behind those found, of which the first positions are computed. Empty: there is none.
     """
+    state: int | None = None
+    """With recurrent layers, the slot with the state behind the computed positions; ~s is slot s of swap space. None:
+    nothing is computed."""
+    is_restored: bool = False
+    """Whether the state was found in swap space by its key."""
+    branch: int = 0
+    """With recurrent layers, the positions whose KV is there, if it is for more than there is a state for."""
 
     @property
     def shared(self) -> list[int]:
@@ -57,7 +65,9 @@ class ComputedPrefixes:
         partial_blocks: PartialBlocks,
         windows: WindowBlocks,
         offload: KVOffload,
+        states: StatePools,
     ) -> None:
+        self._states = states
         self._rows = rows
         self._pool = pool
         self._lookup = lookup
@@ -74,18 +84,40 @@ class ComputedPrefixes:
         keys: list[bytes] = []
         if self._prefix_caching and not sequence.request.needs_full_prefill:
             keys = self._keys_of(sequence)
-        num_hits, found = self._lookup.longest(keys, with_swap=False)
-        num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
-        fork = self._find_fork(sequence, num_computed)
+        found = self._find_by_key(sequence, keys, with_swap=False)
+        fork = self._find_fork(sequence, found.num_computed)
         if fork is not None:
             return fork
         if (swapped := sequence.swapped) is not None:
-            if swapped.num_computed > num_computed:
-                num_computed, found = swapped.num_computed, self._lookup.swapped(keys, swapped)
+            if swapped.num_computed > found.num_computed:
+                found.num_computed, found.found = swapped.num_computed, self._lookup.swapped(keys, swapped)
+                found.state = ~swapped.state if self._states.is_on else None
         elif self._offload.is_on:
-            num_hits, found = self._lookup.longest(keys, with_swap=True)
-            num_computed, tails = self._partial_blocks.find(sequence, keys, num_hits)
-        return ComputedPrefix(found, num_computed, self._ends(len(sequence.ids), num_computed), tails=tails)
+            found = self._find_by_key(sequence, keys, with_swap=True)
+        found.ends = self._ends(len(sequence.ids), found.num_computed)
+        return found
+
+    def _find_by_key(self, sequence: Sequence, keys: list[bytes], *, with_swap: bool) -> ComputedPrefix:
+        """What is found by keys, without the ends of the block tables."""
+        num_blocks, found = self._lookup.longest(keys, with_swap=with_swap)
+        num_computed, tails, tail_key = self._partial_blocks.find(sequence, keys, num_blocks)
+        if not self._states.is_on:
+            return ComputedPrefix(found, num_computed, [], tails=tails)
+        if tails:
+            return ComputedPrefix(found, num_computed, [], tails=tails, state=self._states.find(tail_key))
+        num_hits, found = self._with_state(keys, num_blocks, found, with_swap=with_swap)
+        state = self._states.find(keys[num_hits - 1], with_swap=with_swap) if num_hits else None
+        branch = num_blocks * self._block_size if num_blocks > num_hits else 0
+        return ComputedPrefix(found, num_hits * self._block_size, [], state=state, branch=branch)
+
+    def _with_state(
+        self, keys: list[bytes], num_blocks: int, found: list[FoundBlocks], *, with_swap: bool
+    ) -> tuple[int, list[FoundBlocks]]:
+        """The longest prefix that all KV groups can continue behind, and behind which there is a state; as
+        `PrefixLookup.longest`, which has returned `num_blocks` and `found`."""
+        while (longest := self._states.longest(keys[:num_blocks], with_swap=with_swap)) < num_blocks:
+            num_blocks, found = self._lookup.longest(keys[:longest], with_swap=with_swap)
+        return num_blocks, found
 
     def _ends(self, num_ids: int, num_computed: int) -> list[int]:
         """The places of the block tables of a sequence that starts: with full attention for all ids, so that
@@ -98,7 +130,7 @@ class ComputedPrefixes:
         """In a running sequence of the same request, if that has more than the `num_cached` positions of the prefix
         cache."""
         request, rows = sequence.request, self._rows
-        if request.n == 1 or sequence.swapped is not None:
+        if request.n == 1 or sequence.swapped is not None or self._states.is_on:  # its state is behind the prompt
             return None
         num_prompt = len(request.prompt)
         num_computed = min(num_prompt, len(sequence.ids) - 1)
@@ -127,6 +159,8 @@ class ComputedPrefixes:
         if not self._prefix_caching or sequence.request.needs_full_prefill:
             return 0
         keys = self._keys_of(sequence)
+        if self._states.is_on:
+            return self._with_state(keys, *self._lookup.longest(keys, with_swap=False), with_swap=False)[0]
         if len(self._windows.by_window):
             return self._lookup.longest(keys, with_swap=False)[0]
         find = self._pool.find

@@ -31,6 +31,8 @@ from pipeline.stages.schedule.kv_cache.computed_prefix import ComputedPrefix, Co
 from pipeline.stages.schedule.kv_cache.lookup import PrefixLookup
 from pipeline.stages.schedule.kv_cache.offload import KVOffload
 from pipeline.stages.schedule.kv_cache.partial_blocks import PartialBlocks
+from pipeline.stages.schedule.kv_cache.states.pools import StatePools
+from pipeline.stages.schedule.kv_cache.states.slots import StateSlots
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.kv_cache.tables import BlockTable
 from pipeline.stages.schedule.kv_cache.windows import WindowBlocks
@@ -61,8 +63,10 @@ class KVCacheManager:
         kv_index: IndexMemory = NO_MEMORY,
         swap_index: IndexMemory = NO_MEMORY,
         executor: int = 1,
+        state_pools: StatePools | None = None,
     ) -> None:
-        """The indices are those of the KV cache and of swap space. `executor` is the incarnation of the executor's
+        """The indices are those of the KV cache and of swap space. Without `state_pools`, the slots that there are have
+        no memory. `executor` is the incarnation of the executor's
         process, which owns the KV cache."""
         self.groups = groups = config.kv_groups
         has_groups, is_offloading = len(groups) > 1, config.offloads
@@ -81,10 +85,12 @@ class KVCacheManager:
             self.swap.adopt(dict(unpacked(swap_index.observe(index.entries()), has_groups=has_groups)))
         self._planned_step = 0
         """The last step that was planned, or is being planned."""
-        self._partial_blocks = PartialBlocks(rows, self.pool, config.block_size, len(groups))
+        pools = state_pools or StatePools(config)
+        self.states = StateSlots(config, rows, pools)
+        self._partial_blocks = PartialBlocks(rows, self.pool, config.block_size, len(groups), pools)
         lookup = PrefixLookup(self.pool, self.swap, groups, config.block_size)
         self.prefixes = ComputedPrefixes(
-            config, rows, self.pool, lookup, self._partial_blocks, self.windows, self.offload
+            config, rows, self.pool, lookup, self._partial_blocks, self.windows, self.offload, pools
         )
         self._rows = rows
         self._block_size = config.block_size
@@ -106,6 +112,8 @@ class KVCacheManager:
         """The plan of this step begins: nothing of it has changed any row yet."""
         self._planned_step = step_id
         self.offload.copy_new_blocks(step_id)
+        if self.states.is_on:
+            self.states.register(step_id)
 
     # ------------------------------------------------------------------------------------------------- allocate
 
@@ -118,8 +126,10 @@ class KVCacheManager:
         found = self.prefixes.find(sequence)
         shared = found.shared
         num_needed = found.num_new_blocks(len(shared)) + sum(map(pool.is_cached, shared))
-        if not self.may_start(pool.num_available, num_needed, num_running):
+        if not (self.may_start(pool.num_available, num_needed, num_running) and self.states.may_claim(found)):
             return None
+        if self.states.is_on:
+            self.states.claim(found, sequence.swapped, step_id)
         for block in shared:
             pool.hold(block)
         for block in found.tails:
@@ -184,6 +194,8 @@ class KVCacheManager:
             if rest:
                 self.copies.fork(int(table[source, num_full]), int(table[row, num_full]))
         self.pool.release_after(released, step_id)
+        if self.states.is_on:
+            self.states.fork_row(row, source, step_id)
         self.offload.release(sequence)
         rows.num_offloaded[row] = 0
         rows.num_registered[row] = rows.num_registered[source]
@@ -212,7 +224,7 @@ class KVCacheManager:
             self.copies.out(rows.tables[index, row, first + len(blocks) : end].tolist(), taken)
             self.num_blocks_swapped_out += len(taken)
             tables.append(BlockTable(first, blocks + taken))
-        return Swapped(tables, num_kept, step_id)
+        return Swapped(tables, num_kept, step_id, self.states.swap_out(row))
 
     def num_swap_blocks(self, rows: Int64s, num_kept: Int64s) -> tuple[Int64s, Int64s, Int64s]:
         """For rows whose first `num_kept` positions would be swapped out: the number of blocks in swap space, how many
@@ -255,6 +267,7 @@ class KVCacheManager:
         """Release the swap blocks of a sequence that ended in swap space. Copies into them may still be in flight, but
         run before any later ones."""
         self.swap.release_after(swapped.blocks[::-1], step_id)
+        self.states.release_swapped(swapped, step_id)
 
     def release_passed(self, step_id: int | None) -> None:
         """Release blocks that no later step reads, because all rows' windows have left them, once `step_id` is
@@ -269,6 +282,8 @@ class KVCacheManager:
         """Release what was retired until this step."""
         self.pool.settle(step_id)
         self.swap.settle(step_id)
+        if self.states.is_on:
+            self.states.settle(step_id)
 
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died with all KV blocks. No row holds any."""
@@ -279,6 +294,7 @@ class KVCacheManager:
         self.pool.settle_all()
         self.swap.settle_all()
         self.pool.forget_all(loss.successor)
+        self.states.executor_lost(loss.successor, keeps_swap=loss.keeps_swap)
 
     # --------------------------------------------------------------------------------------------- prefix cache
 
@@ -313,12 +329,15 @@ class KVCacheManager:
         may follow."""
         if self._prefix_caching:
             self.register(self._rows.order)
-            self._partial_blocks.publish(self._planned_step)
+            tail_keys = self._partial_blocks.publish(self._planned_step)
+            if self.states.is_on:
+                self.states.publish(tail_keys, self._planned_step)
 
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, and keep what running rows compute out of it. Returns how many blocks it held."""
         self._rows.num_registered[self._rows.order] = NEVER_REGISTERED
         self.swap.forget_all()
+        self.states.reset()
         return self.pool.forget_all()
 
     def _register_row(self, row: int, num_full: int) -> None:
@@ -343,6 +362,8 @@ class KVCacheManager:
         rows, pool = self._rows, self.pool
         pool.check()
         self._check_swap(swapped)
+        if self.states.is_on:
+            self.states.check(swapped)
         num_held = 0
         for row in rows.order.tolist():
             assert rows.num_blocks[row] * self._block_size >= rows.num_computed_tokens[row], f"row {row} lacks a block"

@@ -10,6 +10,7 @@ After a crash, tails are computed again: to hash them in each step would cost mo
 
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from pipeline.stages.schedule.kv_cache.states.pools import StatePools
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
@@ -18,16 +19,17 @@ from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
 class PartialBlocks:
     """Gives tails keys, and finds those of the process before."""
 
-    def __init__(self, rows: RowTracker, pool: BlockPool, block_size: int, num_groups: int) -> None:
+    def __init__(self, rows: RowTracker, pool: BlockPool, block_size: int, num_groups: int, states: StatePools) -> None:
+        self._states = states
         self._rows = rows
         self._pool = pool
         self._block_size = block_size
         self._num_groups = num_groups
 
-    def publish(self, step_id: int) -> None:
-        """Give the tails of running rows keys. `step_id`, the last step, is settled, and all full blocks are
-        registered."""
-        rows = self._rows
+    def publish(self, step_id: int) -> dict[int, bytes]:
+        """Give the tails of running rows keys, and return these by row. `step_id`, the last step, is settled, and all
+        full blocks are registered."""
+        rows, keys = self._rows, dict[int, bytes]()
         for row in rows.order[rows.num_registered[rows.order] < NEVER_REGISTERED].tolist():
             num_full, rest = divmod(int(min(rows.num_tokens[row], rows.num_computed_tokens[row])), self._block_size)
             sequence = rows.sequences[row]
@@ -37,23 +39,25 @@ class PartialBlocks:
             prefix.extend(sequence.keys, rows.ids[row], num_full, self._block_size, sequence.request.root)
             parent = sequence.keys[num_full - 1] if num_full else sequence.request.root
             begin = num_full * self._block_size
-            key = prefix.tail_key(parent, rows.ids[row, begin : begin + rest])
+            keys[row] = key = prefix.tail_key(parent, rows.ids[row, begin : begin + rest])
             for group, table in enumerate(rows.tables):
                 self._pool.register(int(table[row, num_full]), prefix.group_key(key, group), step_id)
         self._pool.settle(step_id)
+        return keys
 
-    def find(self, sequence: Sequence, keys: list[bytes], num_hits: int) -> tuple[int, list[int]]:
+    def find(self, sequence: Sequence, keys: list[bytes], num_hits: int) -> tuple[int, list[int], bytes]:
         """For a sequence of which `num_hits` full blocks were found, by the first of its `keys`: the number of
-        positions that are computed, and the tail behind these blocks in each KV group, if it was found."""
+        positions that are computed, and the tail behind these blocks in each KV group, with its key, if it was
+        found."""
         begin, request = num_hits * self._block_size, sequence.request
         if request.attempt == 1 or sequence.swapped is not None or request.needs_full_prefill:
-            return begin, []
+            return begin, [], b""
         parent = keys[num_hits - 1] if num_hits else request.root
         # The last id is always computed.
         for end in range(min(begin + self._block_size, len(sequence.ids)) - 1, begin, -1):
             key = prefix.tail_key(parent, sequence.ids[begin:end])
             found = [self._pool.find(prefix.group_key(key, group)) for group in range(self._num_groups)]
             tails = [block for block in found if block is not None and self._pool.is_cached(block)]
-            if len(tails) == len(found):
-                return end, tails
-        return begin, []
+            if len(tails) == len(found) and self._states.has_tail(key):
+                return end, tails, key
+        return begin, [], b""

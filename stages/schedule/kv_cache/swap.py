@@ -22,6 +22,8 @@ class Swapped(msgspec.Struct, frozen=True):
     """Positions whose KV they hold."""
     step_id: int = 0
     """The step that copies it there."""
+    state: int = -1
+    """With recurrent layers, the slot of swap space with the state behind these positions."""
 
     @property
     def blocks(self) -> list[int]:

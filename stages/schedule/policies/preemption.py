@@ -46,11 +46,15 @@ class PreemptionCosts:
         num_blocks, num_offloaded, num_held = manager.num_swap_blocks(rows, num_kept)
         # 0 until a copy was measured, so that one will be.
         block_s = manager.copies.block_s
-        num_lacking = (num_kept - num_held).clip(0)
+        states = manager.states
+        num_lacking = states.num_lacking(rows, num_kept, num_held) if states.is_on else (num_kept - num_held).clip(0)
         compute_s = self._cost_model.prefill_times_s(num_lacking) + num_offloaded * block_s
         swap_s = (2 * num_blocks - num_offloaded) * block_s
         has_room = num_blocks - num_offloaded <= manager.swap.num_available
         swaps: Bools = (num_blocks > 0) & has_room & ~self._rows.have(RowFlag.FULL_PREFILL, rows)
+        if states.is_on:
+            swap_s += 2 * states.num_slot_blocks * block_s
+            swaps &= states.may_swap(rows, num_kept)
         if self._mode == "recompute":
             swaps[:] = False
         elif self._mode == "auto":

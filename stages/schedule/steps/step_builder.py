@@ -23,6 +23,7 @@ class StepBuilder:
     def __init__(self, state: SchedulerState) -> None:
         self._rows = state.rows
         self._copies = state.kv_cache_manager.copies
+        self._state_copies = state.kv_cache_manager.states.copies
         self._in_flight = state.in_flight
         self._metrics = state.metrics
         self._put = state.put_step
@@ -52,6 +53,7 @@ class StepBuilder:
             drafts = None if drafts is None else drafts[by_kind]
         step_id = self._note(computed, shape, None if drafts is None else drafts[computed.samples] > 0)
         sources, targets = self._copies.take()
+        state_sources, state_targets = self._state_copies.take()
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
@@ -68,6 +70,10 @@ class StepBuilder:
             copy_targets=self._put_list(targets),
             block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
+            state_reads=self._put_slots(computed.state_reads),
+            state_writes=self._put_slots(computed.state_writes),
+            state_copy_sources=self._put_list(state_sources),
+            state_copy_targets=self._put_list(state_targets),
         )
 
     def repeat(self, run: DecodeRun, appended: AppendedBlocks) -> m.Step:
@@ -109,7 +115,9 @@ class StepBuilder:
         learns &= expected is None or not expected.prompts  # logprobs of a prompt take longer than its KV
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
-        num_changes, num_swap_copies = self._rows.num_changes, self._copies.num_swap_copies
+        num_changes = self._rows.num_changes
+        # Copies of states can't be told apart in the step's time.
+        num_swap_copies = 0 if self._state_copies.num_swap_copies else self._copies.num_swap_copies
         flags = self._rows.all_flags
         if has_drafts is None:
             flags &= ~RowFlag.DRAFTS
@@ -118,6 +126,9 @@ class StepBuilder:
         )
         self._in_flight.steps.append(step)
         return step_id
+
+    def _put_slots(self, slots: Int64s) -> Array:
+        return self._put(slots.astype(np.int32)) if len(slots) else b""
 
     def _put_list(self, values: list[int]) -> Array:
         """As int32. Nearly always the list is empty."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from pipeline.stages.schedule.arrays import Bools, Int64s
+from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.steps.decode_run import DecodeRun
@@ -19,10 +19,14 @@ class StepEntries(NamedTuple):
     starts: Int64s
     counts: Int64s
     samples: Bools
+    state_reads: Int64s = NO_ROWS
+    """With recurrent layers, the slot of the state that each entry continues; else empty."""
+    state_writes: Int64s = NO_ROWS
+    """The slot of the state that it ends with."""
 
     def taken(self, indices: Int64s) -> "StepEntries":
         """The entries at these places, in their order."""
-        return StepEntries(self.rows[indices], self.starts[indices], self.counts[indices], self.samples[indices])
+        return StepEntries(*(array[indices] if len(array) else array for array in self))
 
 
 def joined(entries: list[StepEntries]) -> StepEntries:

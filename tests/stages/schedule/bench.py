@@ -32,7 +32,9 @@ class Bench:
         self.num_detokenize = num_detokenize
         width = KEY_BYTES + (len(config.kv_groups) > 1)
         self.indices = [bytearray(HEADER_BYTES + width * num) for num in (config.num_blocks, config.num_swap_blocks)]
-        """Of the KV cache and of swap space; they outlive the scheduler."""
+        """Of the KV cache, of swap space, and of the states in both; they outlive the scheduler."""
+        states = config.states
+        self.indices += [bytearray(HEADER_BYTES + KEY_BYTES * num) for num in (states.num_slots, states.num_swap_slots)]
         self.crash_counts = CrashCounts()
         self.black_box = memoryview(bytearray(NUM_BYTES))
         self.num_executors = 1
@@ -70,17 +72,24 @@ class Bench:
     def _executor(self, copy_s: float) -> FakeExecutor:
         config = self.scheduler.config
         return FakeExecutor(
-            config.num_blocks, num_swap_blocks=config.num_swap_blocks, copy_s=copy_s, groups=config.kv_groups
+            config.num_blocks,
+            num_swap_blocks=config.num_swap_blocks,
+            copy_s=copy_s,
+            groups=config.kv_groups,
+            num_state_slots=config.states.num_slots,
+            num_swap_state_slots=config.states.num_swap_slots,
         )
 
     def _scheduler(self, config: SchedulerConfig) -> Scheduler:
-        kv_index, swap_index = (IndexMemory(memoryview(memory)) for memory in self.indices)
+        kv_index, swap_index, *state_indices = (IndexMemory(memoryview(memory)) for memory in self.indices)
         return Scheduler(
             config,
             SchedulerContext(
                 num_detokenize=self.num_detokenize,
                 kv_index=kv_index,
                 swap_index=swap_index,
+                state_index=state_indices[0],
+                swap_state_index=state_indices[1],
                 executor=self.num_executors,
                 crash_counts=self.crash_counts.of("schedule"),
                 suspects=SuspectList(self.black_box),
@@ -241,9 +250,11 @@ class Bench:
         self.tables.clear()
         self.in_rows.clear()
         swap = self.executor.kv[self.executor.num_blocks :].copy()
+        swap_states = self.executor.states[self.executor.num_state_slots :]
         self.executor = self._executor(self.executor.copy_s)
         self.front = self.front.successors(self.scheduler.config, keeps_kv=False)
         self.executor.kv[self.executor.num_blocks :] = swap
+        self.executor.states[self.executor.num_state_slots :] = swap_states
         self.num_executors += 1
         self.last_use = None
         if has_crashed and (failing := self.crash_counts.crashed("execute", self.suspects)) is not None:
@@ -263,6 +274,8 @@ class Bench:
         bench.front = self.front.successors(self.scheduler.config, keeps_kv=has_executor)
         begin = 0 if has_executor else bench.executor.num_blocks
         bench.executor.kv[begin:] = self.executor.kv[begin:]
+        begin = 0 if has_executor else bench.executor.num_state_slots
+        bench.executor.states[begin:] = self.executor.states[begin:]
         for ours, theirs in zip(bench.indices, self.indices, strict=True):
             ours[:] = theirs
         bench.num_executors = self.num_executors + (not has_executor)

@@ -15,7 +15,13 @@ class FrontStage(FakeExecutor):
     """Computes a step as early as it may, and fails if it lacks an id for it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config.num_blocks, num_swap_blocks=config.num_swap_blocks, groups=config.kv_groups)
+        super().__init__(
+            config.num_blocks,
+            num_swap_blocks=config.num_swap_blocks,
+            groups=config.kv_groups,
+            num_state_slots=config.states.num_slots,
+            num_swap_state_slots=config.states.num_swap_slots,
+        )
         self._promised: list[tuple[_Row, int]] = []
 
     def compute(self, step: m.Step) -> list[tuple[_Row, int]]:
@@ -83,4 +89,6 @@ class FrontStages:
         for ours, theirs in zip(successors._stages, self._stages, strict=True):
             begin = 0 if keeps_kv else ours.num_blocks
             ours.kv[begin:] = theirs.kv[begin:]
+            begin = 0 if keeps_kv else ours.num_state_slots
+            ours.states[begin:] = theirs.states[begin:]
         return successors

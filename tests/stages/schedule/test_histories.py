@@ -11,7 +11,7 @@ from pipeline.config.settings import PolicyName
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
-from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig
+from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig, StateConfig
 from tests.stages.schedule.bench import Bench, config, inline
 
 PROMPTS = st.one_of(
@@ -31,6 +31,7 @@ class Histories(RuleBasedStateMachine):
     """Any history of admissions, aborts, steps and refused reports, at any depth and with any limits."""
 
     GROUPS: st.SearchStrategy[tuple[KVGroup, ...]] = st.just((FULL,))
+    STATES: st.SearchStrategy[StateConfig] = st.just(StateConfig())
 
     @initialize(
         data=st.data(),
@@ -81,7 +82,9 @@ class Histories(RuleBasedStateMachine):
     ) -> None:
         if num_stages > 1:
             num_speculative_tokens = 0  # not with a pipeline
-        groups = data.draw(self.GROUPS)
+        groups, states = data.draw(self.GROUPS), data.draw(self.STATES)
+        if states.num_slots:
+            num_speculative_tokens = 0
         self.bench = Bench(
             SchedulerConfig(
                 num_blocks=num_blocks * len(groups),
@@ -103,6 +106,7 @@ class Histories(RuleBasedStateMachine):
                 max_loras=max_loras,
                 num_stages=num_stages,
                 waits_for_adapters=waits_for_adapters,
+                states=states,
             ),
             depth,
             num_detokenize,
@@ -248,11 +252,27 @@ class GroupHistories(Histories):
     )
 
 
+class StateHistories(GroupHistories):
+    """The same, of models with recurrent layers."""
+
+    GROUPS = st.one_of(st.just((FULL,)), st.just((FULL,)), GroupHistories.GROUPS)
+    STATES = st.builds(
+        StateConfig,
+        num_slots=st.one_of(st.integers(2, 6), st.integers(2, 20)),
+        num_swap_slots=st.sampled_from([0, 1, 3, 8]),
+        interval=st.sampled_from([16, 32, 64]),
+        decode_interval=st.sampled_from([16, 32]),
+        min_interval=st.sampled_from([16, 16, 32, 64]),
+    )
+
+
 TestHistories = Histories.TestCase
 TestGroupHistories = GroupHistories.TestCase
+TestStateHistories = StateHistories.TestCase
 
 TestHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestGroupHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestStateHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=20, deadline=None)

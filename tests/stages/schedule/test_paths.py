@@ -16,7 +16,7 @@ from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule import row_flags
 from pipeline.stages.schedule.row_flags import RowFlag
 from pipeline.stages.schedule.rows import RowTracker
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
 from tests.fakes import expected
 from tests.stages.schedule.bench import Bench, config
 
@@ -46,6 +46,7 @@ PATHS: dict[RowFlag, tuple[bool, bool]] = {
     RowFlag.KV_GROUPS: (True, False),
     RowFlag.OFFLOAD: (True, False),
     RowFlag.PIPELINED: (True, False),
+    RowFlag.STATE: (True, False),
 }
 """By flag: whether rows with it are planned ahead, and in decode runs."""
 
@@ -120,6 +121,7 @@ SETTINGS = {
     "num_stages": Feature(2, RowFlag.PIPELINED),
     "max_loras": Feature(2),
     "waits_for_adapters": Feature(True, settings={"max_loras": 1}),
+    "states": Feature(StateConfig(num_slots=20, decode_interval=16, min_interval=16), RowFlag.STATE),
 }
 
 SCRATCH = {"ahead"}
