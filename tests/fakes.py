@@ -173,7 +173,7 @@ class FakeExecutor:
         assert len(set(writes)) == len(writes), "two entries write the same slot"
         assert all(0 <= slot < self.num_state_slots for slot in writes)
         for place, slot in enumerate(writes):
-            assert slot not in reads[:place] + reads[place + 1 :], f"an entry reads slot {slot}, which another one writes"
+            assert slot not in reads[:place] + reads[place + 1 :], f"slot {slot} is read and written"
         before = list(self.states)
         for (row, start, count, _, num_drafts), read, write in zip(entries, reads, writes, strict=True):
             row_state = self.rows[row]

@@ -80,6 +80,8 @@ class Planner:
         renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
         budget, counts, deferred = self._grants.grant(order, num_computed, need, total, max_decodes, learns=learns)
+        if flags & RowFlag.STATE:  # a row without a slot waits for the steps in flight
+            counts = self._states.writable(order, counts)
         has_preempted = self._preempt_for_priority(budget, order, total)
         wanted = num_computed + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
@@ -148,11 +150,8 @@ class Planner:
 
     def _advance(self, running: Int64s, num_computed: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the
-        prefix cache. A row that catches up with its `total` ids samples one. Rows that find no slot for their state are
-        left out."""
+        prefix cache. A row that catches up with its `total` ids samples one."""
         rows, slots = self._rows, (NO_ROWS, NO_ROWS)
-        if self._states.is_on and not (can := self._states.writable(running)).all():
-            running, num_computed, counts, total = (each[can] for each in (running, num_computed, counts, total))
         ends = num_computed + counts
         samples: Bools = ends == total
         rows.num_computed_tokens[running] = ends
@@ -171,6 +170,8 @@ class Planner:
         num_computed, num_tokens = self._rows.num_computed_tokens[prompts], self._rows.num_tokens[prompts]
         need = np.minimum(num_tokens, self._states.next_cuts[prompts]) - num_computed
         counts = self._grants.chunks(budget, prompts, need, num_computed)
+        if self._states.is_on:
+            counts = self._states.writable(prompts, counts)
         if self._has_windows:
             windows = self._kv_cache_manager.windows
             for index, (row, start, count) in enumerate(
@@ -273,6 +274,8 @@ class Planner:
             num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
             need = min(num_tokens, int(self._states.next_cuts[row])) - num_computed
             count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
+            if self._states.is_on:
+                count = int(self._states.writable(np.array([row]), np.array([count]))[0])
             if count:  # otherwise it has its row now and computes in a later step
                 started.append(self._advance(*(np.array([value]) for value in (row, num_computed, count, num_tokens))))
         return started

@@ -21,6 +21,7 @@ from pipeline.metrics.stats import (
     SpeculationCounts,
     StageCounts,
     StageStats,
+    StateSlotCounts,
     num_queued,
 )
 from pipeline.runtime.messages import Finish
@@ -167,6 +168,19 @@ def test_speculation_has_vllm_s_metrics_only_if_it_is_on() -> None:
     assert by_position == [3, 2, 2, 0]
     off = read(server(stage("schedule.0", schedule())))
     assert not any(name.startswith("vllm:spec_decode") for name, _ in off)
+
+
+def test_slots_for_states_have_metrics_only_if_the_model_has_any() -> None:
+    counts = StateSlotCounts(*range(1, len(StateSlotCounts.__struct_fields__) + 1))
+    samples = read(server(stage("schedule.0", msgspec.structs.replace(schedule(), states=counts))))
+    by_state = [value(samples, "pipeline_state_slots", stage="schedule.0", state=s) for s in ("free", "cached", "held")]
+    assert by_state == [1, 2, 3]
+    assert value(samples, "pipeline_state_swap_slots", stage="schedule.0", state="held") == 6 - 5
+    names = ["hits", "snapshots", "evictions", "restored", "swapped_out", "offloaded", "lost_tokens"]
+    totals = [value(samples, f"pipeline_state_{name}_total", stage="schedule.0") for name in names]
+    assert totals == [7, 8, 9, 10, 11, 12, 13]
+    off = read(server(stage("schedule.0", schedule())))
+    assert not any(name.startswith("pipeline_state_") for name, _ in off)
 
 
 def test_plan_waits_and_steps_in_flight_are_exported() -> None:

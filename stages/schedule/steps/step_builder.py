@@ -116,7 +116,7 @@ class StepBuilder:
         step_id = self._in_flight.next_step_id()
         step_shape = shape if learns else None
         num_changes = self._rows.num_changes
-        # Copies of states can't be told apart in the step's time.
+        # The step's time does not say what copies of states took.
         num_swap_copies = 0 if self._state_copies.num_swap_copies else self._copies.num_swap_copies
         flags = self._rows.all_flags
         if has_drafts is None:

@@ -12,7 +12,7 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.shm.arrays import ShmRef
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
 from tests.fakes import FakeExecutor
 from tests.rig import Rig, raw
 
@@ -113,6 +113,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_num_top=21,
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
+    assert found.pop("states") == StateConfig(), "no executor has slots for states yet"
     assert found == {
         "max_loras": 3,
         "num_stages": 2,

@@ -18,7 +18,7 @@ class SlotPool(BlockPool):
         (self._spare.add if is_spare else self._spare.discard)(slot)
 
     def forget_spare(self, key: bytes) -> None:
-        """Free the slot with this key, if it is spare and nobody holds it."""
+        """Free the slot with this key, if it is spare and has no holder."""
         slot = self.find(key)
         if slot is not None and slot in self._spare and self.is_cached(slot):
             self.forget(slot)

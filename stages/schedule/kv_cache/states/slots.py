@@ -1,7 +1,7 @@
 """Slots: the state of all recurrent layers of one sequence at one position. A model without such layers has none.
 
 A running sequence has one slot, with its state behind the positions planned so far. Each entry of a step names the slot
-that it reads and the one that it writes. They are the same if nobody else may read it:
+that it reads and the one that it writes. They are the same if no other sequence may read it:
 
     slot of one row, without a key      read it, write it
     shared, or found by its key         read it, write another one, which is the row's from then on (copy on write)
@@ -136,15 +136,19 @@ class StateSlots:
 
     # ------------------------------------------------------------------------------------------------------- plan
 
-    def writable(self, order: Int64s) -> Bools:
-        """Which of these rows find a slot to write to, by order."""
-        found: Bools = np.ones(len(order), np.bool_)
+    def writable(self, order: Int64s, counts: Int64s) -> Int64s:
+        """What these rows compute, by order: `counts` positions, or none if there is no slot to write to."""
         num_left, is_shared = self.pool.num_available, self.pool.is_shared
-        for place, slot in enumerate(self.slots[order].tolist()):
-            if slot < 0 or is_shared(slot):
-                found[place] = num_left > 0
+        lacking: list[int] = []
+        for place, (slot, count) in enumerate(zip(self.slots[order].tolist(), counts.tolist(), strict=True)):
+            if count and (slot < 0 or is_shared(slot)):
                 num_left -= 1
-        return found
+                if num_left < 0:
+                    lacking.append(place)
+        if lacking:
+            counts = counts.copy()
+            counts[lacking] = 0
+        return counts
 
     def advance(self, order: Int64s, ends: Int64s, step_id: int) -> tuple[Int64s, Int64s]:
         """Rows for which there are slots compute positions up to `ends` in this step. Returns the slots that their

@@ -9,6 +9,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import KVGroup
+from pipeline.stages.schedule.scheduler_config import StateConfig
 from tests.fakes import inline, logprob
 from tests.stages.schedule.beam_reference import beam_search
 from tests.stages.schedule.bench import Bench, config
@@ -190,6 +191,10 @@ def memory_of(choice: random.Random) -> dict[str, Any]:
         memory |= {"num_swap_blocks": 40, "preemption": choice.choice(["auto", "swap"])}
     if choice.random() < 0.3:
         memory |= {"kv_groups": GROUPS, "num_blocks": memory["num_blocks"] * 4}
+    if choice.random() < 0.3:
+        slots = choice.choice([memory["max_num_seqs"] + 1, 30])
+        states = StateConfig(slots, choice.choice([0, 4]), interval=32, decode_interval=16, min_interval=16)
+        memory |= {"states": states, "num_speculative_tokens": 0, "max_num_drafts": 0}
     return memory
 
 
