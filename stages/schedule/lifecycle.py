@@ -80,10 +80,13 @@ class SequenceLifecycle:
     @property
     def is_steady(self) -> bool:
         """Whether the rows are all there is to plan: every open sequence runs, none is suspected of having killed a
-        process, and any step of them finds its blocks."""
-        return not (
-            self.num_waiting or self.swapped or self.quarantine.is_active
-        ) and self._kv_cache_manager.windows.are_enough(len(self._rows))
+        process, and any step of them finds its blocks and slots."""
+        manager, num_rows = self._kv_cache_manager, len(self._rows)
+        return (
+            not (self.num_waiting or self.swapped or self.quarantine.is_active)
+            and manager.windows.are_enough(num_rows)
+            and (not manager.states.is_on or manager.states.pool.num_available >= num_rows)
+        )
 
     def first_swapped(self) -> Sequence | None:
         """The first swapped sequence that may run."""
