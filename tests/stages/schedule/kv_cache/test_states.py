@@ -1,6 +1,7 @@
 """Slots for recurrent states. The fake executor's slots hold the position and a hash of the absorbed ids. It asserts
 that each entry starts where the state that it reads is, and that no other one reads or writes what it writes."""
 
+import os
 import random
 from typing import Any
 
@@ -214,7 +215,7 @@ def random_config(choice: random.Random) -> SchedulerConfig:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PIPELINE_HISTORIES", "40"))))
 def test_histories_with_restarts(seed: int) -> None:
     check_history(seed)
 
