@@ -172,8 +172,8 @@ class FakeExecutor:
         assert len(reads) == len(writes) == len(entries)
         assert len(set(writes)) == len(writes), "two entries write the same slot"
         assert all(0 <= slot < self.num_state_slots for slot in writes)
-        for place, slot in enumerate(writes):
-            assert slot not in reads[:place] + reads[place + 1 :], f"slot {slot} is read and written"
+        for index, slot in enumerate(writes):
+            assert slot not in reads[:index] + reads[index + 1 :], f"slot {slot} is read and written"
         before = list(self.states)
         for (row, start, count, _, num_drafts), read, write in zip(entries, reads, writes, strict=True):
             row_state = self.rows[row]
@@ -183,7 +183,7 @@ class FakeExecutor:
             state = before[read] if read >= 0 else NO_STATE
             assert state is not None, f"row {row} reads slot {read}, which was never written"
             assert state.position == start, f"row {row} starts at {start}, its state is at {state.position}"
-            ids = np.array([row_state.ids[place] for place in range(start + count)], np.int32)
+            ids = np.array([row_state.ids[position] for position in range(start + count)], np.int32)
             self.states[write] = after = state.absorb(ids[start:])
             row_state.has_read_wrong |= after.digest.digest() != blake2b(ids.tobytes()).digest()
 

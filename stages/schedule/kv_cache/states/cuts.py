@@ -16,34 +16,36 @@ from typing import NamedTuple
 from pipeline.stages.schedule.scheduler_config import StateConfig
 
 
-class Cut(NamedTuple):
+class StateCut(NamedTuple):
     position: int
     """The snapshot is the state behind the positions before this one."""
     is_spare: bool = False
     """Nothing but its distance from others speaks for it: it is evicted first."""
 
 
-def cuts_of(start: int, ends: Iterable[int], marks: Iterable[int], config: StateConfig, block_size: int) -> list[Cut]:
+def cuts_of(
+    start: int, ends: Iterable[int], marks: Iterable[int], config: StateConfig, block_size: int
+) -> list[StateCut]:
     """The cuts of a sequence that is computed from `start` on, by position. The last of all is before the first of
     `ends`. Others are wanted at the following `ends` and at `marks`, if they are before it."""
     wanted = [max(0, end) // block_size * block_size for end in (*ends, *marks)]
     last = wanted[0]
     regular = range((start // config.interval + 1) * config.interval, last, config.interval)
-    kept: list[Cut] = []
-    places = [start]
+    kept: list[StateCut] = []
+    known = [start]
     for is_spare, positions in ((False, wanted), (True, regular)):
         for position in positions:
             if not start < position <= last:
                 continue
-            place = bisect_left(places, position)
-            following = places[place] if place < len(places) else position + config.min_interval
-            if min(position - places[place - 1], following - position) >= config.min_interval:
-                places.insert(place, position)
-                insort(kept, Cut(position, is_spare))
+            index = bisect_left(known, position)
+            following = known[index] if index < len(known) else position + config.min_interval
+            if min(position - known[index - 1], following - position) >= config.min_interval:
+                known.insert(index, position)
+                insort(kept, StateCut(position, is_spare))
     return kept
 
 
-def next_in_output(position: int, config: StateConfig) -> Cut:
+def next_in_output(position: int, config: StateConfig) -> StateCut:
     """The cut of a sequence that has passed those of its prompt, and is at `position`."""
     earliest = position + config.min_interval
-    return Cut(-(-earliest // config.decode_interval) * config.decode_interval, is_spare=True)
+    return StateCut(-(-earliest // config.decode_interval) * config.decode_interval, is_spare=True)

@@ -14,7 +14,7 @@ class SlotPool(BlockPool):
         self.num_evictions = 0
 
     def set_spare(self, slot: int, *, is_spare: bool) -> None:
-        """`is_spare` is as in `Cut`. Once a snapshot was found, it isn't."""
+        """`is_spare` is as in `StateCut`. Once a snapshot was found, it isn't."""
         (self._spare.add if is_spare else self._spare.discard)(slot)
 
     def forget_spare(self, key: bytes) -> None:

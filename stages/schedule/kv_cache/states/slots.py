@@ -27,7 +27,7 @@ from pipeline.metrics.stats import StateSlotCounts
 from pipeline.stages.schedule.arrays import Bools, Int64s
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.computed_prefix import ComputedPrefix
-from pipeline.stages.schedule.kv_cache.states.cuts import Cut, cuts_of, next_in_output
+from pipeline.stages.schedule.kv_cache.states.cuts import StateCut, cuts_of, next_in_output
 from pipeline.stages.schedule.kv_cache.states.pools import StatePools
 from pipeline.stages.schedule.kv_cache.swap import BlockCopies, Swapped
 from pipeline.stages.schedule.rows import NEVER_REGISTERED, RowTracker
@@ -64,7 +64,7 @@ class StateSlots:
         """By row: the slot of its state behind the planned positions."""
         self.next_cuts: Int64s = np.full(config.max_num_seqs, NO_CUT, np.int64)
         """By row: the position at which its next step ends at the latest."""
-        self._cuts: list[list[Cut]] = [[] for _ in range(config.max_num_seqs)]
+        self._cuts: list[list[StateCut]] = [[] for _ in range(config.max_num_seqs)]
         """By row: the cuts of its prompt from `next_cuts` on, the last one first."""
         self._snapshots: dict[int, list[Snapshot]] = {}
         """By row: those without a key, by position."""
@@ -140,11 +140,11 @@ class StateSlots:
         """What these rows compute, by order: `counts` positions, or none if there is no slot to write to."""
         num_left, is_shared = self.pool.num_available, self.pool.is_shared
         lacking: list[int] = []
-        for place, (slot, count) in enumerate(zip(self.slots[order].tolist(), counts.tolist(), strict=True)):
+        for index, (slot, count) in enumerate(zip(self.slots[order].tolist(), counts.tolist(), strict=True)):
             if count and (slot < 0 or is_shared(slot)):
                 num_left -= 1
                 if num_left < 0:
-                    lacking.append(place)
+                    lacking.append(index)
         if lacking:
             counts = counts.copy()
             counts[lacking] = 0
@@ -160,8 +160,8 @@ class StateSlots:
             elif pool.is_shared(slot):
                 self.slots[row] = pool.take()
                 pool.retire([slot], step_id)
-        for place in np.flatnonzero(ends == self.next_cuts[order]).tolist():
-            self._cut(int(order[place]), int(ends[place]))
+        for index in np.flatnonzero(ends == self.next_cuts[order]).tolist():
+            self._cut(int(order[index]), int(ends[index]))
         return reads, self.slots[order]
 
     def _cut(self, row: int, position: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
-from pipeline.stages.schedule.kv_cache.states.cuts import Cut, cuts_of, next_in_output
+from pipeline.stages.schedule.kv_cache.states.cuts import StateCut, cuts_of, next_in_output
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
 from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
@@ -44,17 +44,17 @@ def computed(bench: Bench, prompt: list[int], max_tokens: int = 1, **options: An
 
 def test_cuts_are_multiples_of_a_block_and_not_close_to_each_other() -> None:
     states = StateConfig(num_slots=2, interval=1024, min_interval=64)
-    assert cuts_of(0, [999], [], states, 16) == [Cut(992)]
+    assert cuts_of(0, [999], [], states, 16) == [StateCut(992)]
     assert cuts_of(0, [50], [], states, 16) == [], "too close to the start"
     assert cuts_of(0, [2999, 700], [300, 340, 2970, 5000], states, 16) == [
-        Cut(288),
-        Cut(688),
-        Cut(1024, is_spare=True),
-        Cut(2048, is_spare=True),
-        Cut(2992),
+        StateCut(288),
+        StateCut(688),
+        StateCut(1024, is_spare=True),
+        StateCut(2048, is_spare=True),
+        StateCut(2992),
     ]
-    assert cuts_of(2000, [3000], [1990, 2050, 2070], states, 16) == [Cut(2064), Cut(2992)]
-    assert next_in_output(1000, states) == Cut(1152, is_spare=True)
+    assert cuts_of(2000, [3000], [1990, 2050, 2070], states, 16) == [StateCut(2064), StateCut(2992)]
+    assert next_in_output(1000, states) == StateCut(1152, is_spare=True)
 
 
 def test_the_next_turn_of_a_chat_computes_what_is_new_and_less_than_a_block() -> None:
