@@ -26,7 +26,10 @@ class StepEntries(NamedTuple):
 
     def taken(self, indices: Int64s) -> "StepEntries":
         """The entries at these places, in their order."""
-        return StepEntries(*(array[indices] if len(array) else array for array in self))
+        taken = StepEntries(self.rows[indices], self.starts[indices], self.counts[indices], self.samples[indices])
+        if not len(self.state_reads):
+            return taken
+        return taken._replace(state_reads=self.state_reads[indices], state_writes=self.state_writes[indices])
 
 
 def joined(entries: list[StepEntries]) -> StepEntries:

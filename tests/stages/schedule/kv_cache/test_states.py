@@ -236,7 +236,11 @@ def check_history(seed: int) -> None:
             prompt = [*range(start, start + common), *(choice.randrange(900) for _ in range(choice.randint(1, 30)))]
             if requests and choice.random() < 0.3:  # the next turn
                 prompt = (choice.choice(list(requests.values()))[0] + prompt[-20:])[:150]
-            how = {"max_tokens": choice.randint(1, 50), "n": choice.choice([1, 1, 3]), "seed": choice.randint(0, 1)}
+            how: dict[str, Any] = {
+                "max_tokens": choice.randint(1, 50),
+                "n": choice.choice([1, 1, 3]),
+                "seed": choice.randint(0, 1),
+            }
             how |= {"priority": choice.randint(0, 2)}
             request_id = bench.admit(prompt, request_id=len(requests) + 1, **how)
             bench.scheduler.requests[request_id].cut_positions = [choice.randrange(len(prompt))]
