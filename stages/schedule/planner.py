@@ -123,7 +123,7 @@ class Planner:
     def _new_run(self, entries: StepEntries) -> DecodeRun | None:
         """The run that a step of all running rows begins, if all of them decode."""
         num = len(entries.rows)
-        if num > MAX_ROWS or np.count_nonzero(entries.samples & (entries.counts == 1)) < num:
+        if not 0 < num <= MAX_ROWS or np.count_nonzero(entries.samples & (entries.counts == 1)) < num:
             return None
         return DecodeRun(self._rows, entries.rows, entries.starts + 1, self._block_size)
 
@@ -151,7 +151,7 @@ class Planner:
     def _advance(self, running: Int64s, num_computed: Int64s, counts: Int64s, total: Int64s) -> StepEntries:
         """Add `counts` positions of these rows to the step, after those planned, and the blocks that they fill to the
         prefix cache. A row that catches up with its `total` ids samples one."""
-        rows, slots = self._rows, (NO_ROWS, NO_ROWS)
+        rows = self._rows
         ends = num_computed + counts
         samples: Bools = ends == total
         rows.num_computed_tokens[running] = ends
@@ -160,8 +160,9 @@ class Planner:
             rows.sampled_by[running[samples]] = self._in_flight.last_step_id + 1
         if self._registers:
             self._kv_cache_manager.register(running)
-        if self._states.is_on:
-            slots = self._states.advance(running, ends, self._in_flight.last_step_id + 1)
+        if not self._states.is_on:
+            return StepEntries(running, num_computed, counts, samples)
+        slots = self._states.advance(running, ends, self._in_flight.last_step_id + 1)
         return StepEntries(running, num_computed, counts, samples, *slots)
 
     def _grant_deferred(self, budget: StepBudget, prompts: Int64s, appended: AppendedBlocks) -> StepEntries:

@@ -23,6 +23,7 @@ class StepBuilder:
     def __init__(self, state: SchedulerState) -> None:
         self._rows = state.rows
         self._copies = state.kv_cache_manager.copies
+        self._has_states = state.kv_cache_manager.states.is_on
         self._state_copies = state.kv_cache_manager.states.copies
         self._in_flight = state.in_flight
         self._metrics = state.metrics
@@ -53,7 +54,6 @@ class StepBuilder:
             drafts = None if drafts is None else drafts[by_kind]
         step_id = self._note(computed, shape, None if drafts is None else drafts[computed.samples] > 0)
         sources, targets = self._copies.take()
-        state_sources, state_targets = self._state_copies.take()
         put = self._put
         return m.Step(
             incarnation=self._incarnation,
@@ -70,10 +70,7 @@ class StepBuilder:
             copy_targets=self._put_list(targets),
             block_groups=put(np.array(appended.groups, np.uint8)) if any(appended.groups) else b"",
             drafts=b"" if drafts is None else put(drafts.astype(np.int32)),
-            state_reads=self._put_slots(computed.state_reads),
-            state_writes=self._put_slots(computed.state_writes),
-            state_copy_sources=self._put_list(state_sources),
-            state_copy_targets=self._put_list(state_targets),
+            **self._state_fields(computed) if self._has_states else {},
         )
 
     def repeat(self, run: DecodeRun, appended: AppendedBlocks) -> m.Step:
@@ -117,7 +114,8 @@ class StepBuilder:
         step_shape = shape if learns else None
         num_changes = self._rows.num_changes
         # The step's time does not say what copies of states took.
-        num_swap_copies = 0 if self._state_copies.num_swap_copies else self._copies.num_swap_copies
+        has_state_copies = self._has_states and self._state_copies.num_swap_copies
+        num_swap_copies = 0 if has_state_copies else self._copies.num_swap_copies
         flags = self._rows.all_flags
         if has_drafts is None:
             flags &= ~RowFlag.DRAFTS
@@ -127,8 +125,15 @@ class StepBuilder:
         self._in_flight.steps.append(step)
         return step_id
 
-    def _put_slots(self, slots: Int64s) -> Array:
-        return self._put(slots.astype(np.int32)) if len(slots) else b""
+    def _state_fields(self, computed: StepEntries) -> dict[str, Array]:
+        """The fields of a step of a model with recurrent layers."""
+        sources, targets = self._state_copies.take()
+        return {
+            "state_reads": self._put(computed.state_reads.astype(np.int32)),
+            "state_writes": self._put(computed.state_writes.astype(np.int32)),
+            "state_copy_sources": self._put_list(sources),
+            "state_copy_targets": self._put_list(targets),
+        }
 
     def _put_list(self, values: list[int]) -> Array:
         """As int32. Nearly always the list is empty."""

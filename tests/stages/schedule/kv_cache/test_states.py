@@ -215,7 +215,11 @@ def random_config(choice: random.Random) -> SchedulerConfig:
     )
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("PIPELINE_HISTORIES", "40"))))
+FOUND = [1044, 1127]
+"""Histories in which a step only added a row, which found no slot."""
+
+
+@pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", "40"))), *FOUND])
 def test_histories_with_restarts(seed: int) -> None:
     check_history(seed)
 
