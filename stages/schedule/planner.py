@@ -82,6 +82,7 @@ class Planner:
         budget, counts, deferred = self._grants.grant(order, num_computed, need, total, max_decodes, learns=learns)
         if flags & RowFlag.STATE:  # a row without a slot waits for the steps in flight
             counts = self._states.writable(order, counts)
+            deferred = deferred[self._states.writable(deferred, np.ones_like(deferred)) > 0]
         has_preempted = self._preempt_for_priority(budget, order, total)
         wanted = num_computed + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks

@@ -215,8 +215,9 @@ def random_config(choice: random.Random) -> SchedulerConfig:
     )
 
 
-FOUND = [1044, 1127]
-"""Histories in which a step only added a row, which found no slot."""
+FOUND = [1044, 1127, 5085]
+"""Histories in which a step only added a row, which found no slot, and in which a deferred prompt without a slot got
+blocks that no step named."""
 
 
 @pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", "40"))), *FOUND])
