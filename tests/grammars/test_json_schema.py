@@ -27,7 +27,7 @@ MAX_ORDERS = 150
 
 def more(many: Any) -> bool:
     """An attribute that hypothesis removed and hypothesis-jsonschema needs."""
-    if not hasattr(many, "places"):
+    if not hasattr(many, "levels"):
         many.levels = iter(many.__enter__())
     if next(many.levels, many) is many:
         many.__exit__(None)

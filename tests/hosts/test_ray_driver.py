@@ -33,13 +33,13 @@ def stop():
 
 ray = SimpleNamespace(init=end if where == "init" else lambda **_: None, shutdown=stop)
 ray_driver._import_ray = lambda: ray
-ray_driver._place = end
+ray_driver._create_actors = end
 ray_driver.run(SimpleNamespace(settings=Settings()))
 print("ended")
 """
 
 
-@pytest.mark.parametrize("where", ["init", "place"])
+@pytest.mark.parametrize("where", ["init", "actors"])
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_during_the_start_leaves_no_token(tmp_path: Path, number: int, where: str) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -50,7 +50,7 @@ def content(path: Path) -> dict[str, bytes]:
 def test_a_case_that_ends_with_a_traceback_fails(tmp_path: Path) -> None:
     program = (
         "import sys; sys.argv += ['--cases', '2', '--out', 'failures']\n"
-        "from tools import fuzz_model_files as fuzz\n"
+        "from tools.fuzzing import fuzz_model_files as fuzz\n"
         "real = fuzz.prepare\n"
         "fuzz.prepare = lambda settings: 1 / 0 if 'work' in settings.model else real(settings)\n"
         "sys.exit(fuzz.main())\n"
