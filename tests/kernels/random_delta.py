@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors
+from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
 from pipeline.kernels.delta_shape import TAPS, DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 
@@ -113,3 +113,16 @@ def split_slot(slot: np.ndarray, options: DeltaOptions) -> tuple[np.ndarray, np.
     slices = of_layer[: shape.state].reshape(shape.value_heads, -1, shape.key_dim, 32)
     state = slices.transpose(0, 2, 1, 3).reshape(shape.value_heads, shape.key_dim, -1)
     return state, of_layer[shape.state :].reshape(TAPS - 1, shape.channels)
+
+
+def assert_formula(
+    tokens: Tokens, made: Tokens, slots: list[np.ndarray], vectors: DeltaVectors, options: DeltaOptions
+) -> None:
+    """The results and slots of each row are those of the formula in float64."""
+    for x, out, slot in zip(tokens, made, slots, strict=True):
+        expected, state, last = delta_reference(torch.from_numpy(x), vectors, options)
+        assert expected.std() > 0.1
+        np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
+        own_state, own_last = split_slot(slot, options)
+        np.testing.assert_allclose(own_state, state, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(own_last, last)

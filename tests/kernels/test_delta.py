@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference, delta_rule
+from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_rule
 from pipeline.kernels.delta_shape import DeltaShape
 from pipeline.kernels.step_inputs import StepInputs
 from tests.kernels.random_delta import (
@@ -13,11 +13,11 @@ from tests.kernels.random_delta import (
     SHAPES,
     Entry,
     Tokens,
+    assert_formula,
     random_inputs,
     random_steps,
     random_vectors,
     run_steps,
-    split_slot,
     whole_steps,
 )
 
@@ -48,13 +48,7 @@ def test_it_is_the_formula(shape: DeltaShape, beta: float) -> None:
     options = DeltaOptions(shape, 1e-6, beta, LAYER)
     vectors, tokens = random_vectors(shape), random_inputs(shape)
     made, slots = compute(whole_steps(ROWS), tokens, vectors, options)
-    for x, out, slot in zip(tokens, made, slots, strict=True):
-        expected, state, last = delta_reference(torch.from_numpy(x), vectors, options)
-        assert expected.std() > 0.1
-        np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
-        own_state, own_last = split_slot(slot, options)
-        np.testing.assert_allclose(own_state, state, rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(own_last, last)
+    assert_formula(tokens, made, slots, vectors, options)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)

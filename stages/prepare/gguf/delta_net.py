@@ -126,10 +126,10 @@ def _layer(name: str) -> int:
 
 
 def logarithms(rates: Iterator["np.ndarray[Any, Any]"], name: str) -> Iterator["np.ndarray[Any, Any]"]:
-    """A_log of -exp(A_log). Raises ModelError if a number is not negative."""
+    """A_log of -exp(A_log). Raises ModelError if a number is above 0 or NaN."""
     for part in rates:
         if not (part <= 0).all():
-            raise ModelError(f"tensor {name} has numbers that are not negative")
+            raise ModelError(f"tensor {name} has numbers above 0, or that are no numbers")
         with np.errstate(divide="ignore"):
             yield np.log(-part.astype(np.float64)).astype(np.float32)
 
