@@ -179,11 +179,15 @@ class Gate:
         prompt: tuple[int, bytes, list[bytes]] | None = None,
         error: str = "",
         drafts: tuple[int, int] | None = None,
+        first: m.FirstTimes | None = None,
+        settled_s: float = 0.0,
     ) -> None:
         """Send text and ids of a sequence. `back` is the number of characters and ids that repeat the end of what was
-        sent before. `num_cached`, for a sequence's first ids, is the number of cached prompt tokens. `logprobs`, or
-        `token_outputs` and `pieces`, belong to the ids; `prompt` is the offset, the records and the pieces of prompt
-        ids."""
+        sent before. `num_cached`, for a sequence's first ids, is the number of cached prompt tokens; `first` has their
+        times too. `logprobs`, or `token_outputs` and `pieces`, belong to the ids; `prompt` is the offset, the records
+        and the pieces of prompt ids."""
+        if first is None and num_cached is not None:
+            first = m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)
         key = submit.request_id, index
         chars, ids = self._chars.get(key, 0) - back, self._ids.get(key, 0) - back
         self._chars[key], self._ids[key] = chars + len(text), ids + num_ids
@@ -199,7 +203,8 @@ class Gate:
                 [num_ids],
                 [int(finish)],
                 [stop_reason],
-                [] if num_cached is None else [m.FirstTimes(0, 1.0, 1.0, 1.0, num_cached)],
+                [] if first is None else [first],
+                settled_s=settled_s,
                 token_outputs=[np.array(logprobs, np.float32).tobytes()]
                 if logprobs
                 else [token_outputs]

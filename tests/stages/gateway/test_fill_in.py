@@ -1,6 +1,7 @@
 """Filling in the middle: `suffix` of completions, and /infill in llama.cpp's shape."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,16 @@ def test_replies_of_infill(gate: Gate) -> None:
         assert (last["stop"], last["stop_type"], last["stopping_word"]) == (True, "word", "!")
         assert [last[f"tokens_{name}"] for name in ("predicted", "evaluated", "cached")] == [2, 3, 2]
         assert (last["timings"]["prompt_n"], last["timings"]["predicted_n"]) == (1, 2)
+
+
+def test_timings_of_infill_are_those_of_the_prompt_and_of_the_output(gate: Gate) -> None:
+    future = gate.post(INFILL, "/infill")
+    submit, now_s = gate.begin(), time.monotonic()
+    gate.delta(submit, "a", first=m.FirstTimes(0, now_s, now_s + 100, now_s + 110, 0))
+    gate.delta(submit, "b", finish=m.Finish.STOP, settled_s=now_s + 130)
+    timings = future.result().json()["timings"]
+    assert timings["prompt_ms"] == pytest.approx(10e3), "from the first step to the first token"
+    assert timings["predicted_ms"] == pytest.approx(20e3), "from the first token to the end"
 
 
 @pytest.mark.parametrize(

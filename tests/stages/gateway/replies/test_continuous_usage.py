@@ -37,3 +37,15 @@ def test_the_first_event_of_a_chat_has_no_output(gate: Gate) -> None:
     assert first["choices"][0]["delta"]["role"] == "assistant"
     assert (first["usage"]["completion_tokens"], first["usage"]["total_tokens"]) == (0, 3)
     assert last["usage"]["completion_tokens"] == 1
+
+
+def test_an_echoed_message_has_no_output(gate: Gate) -> None:
+    """It is the client's own text, also if the first tokens arrive before it is sent."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    message = {"role": "assistant", "content": "An apple a day"}
+    body = CHAT | {"messages": [*CHAT["messages"], message], "echo": True}
+    response = gate.post(body | {"stream": True, "stream_options": options})
+    gate.delta(gate.begin(), "a", finish=m.Finish.STOP)
+    _, echoed, *_, last = events_of(response.result().text)
+    assert echoed["choices"][0]["delta"] == {"content": "An apple a day"}
+    assert (echoed["usage"]["completion_tokens"], last["usage"]["completion_tokens"]) == (0, 1)

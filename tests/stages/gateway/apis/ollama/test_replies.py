@@ -1,6 +1,7 @@
 """Replies of Ollama's API, read by Ollama's Python client: text, thinking, tool calls, figures and errors."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_a_chat(gate: Gate, client: ollama.Client) -> None:
 @pytest.mark.parametrize(("finish", "reason"), [(m.Finish.LENGTH, "length"), (m.Finish.ABORT, "abort")])
 def test_reasons(gate: Gate, client: ollama.Client, finish: m.Finish, reason: str) -> None:
     assert ask(gate, client, "Hel", finish=finish).done_reason == reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_durations_are_those_of_the_prompt_and_of_the_output(gate: Gate, stream: bool) -> None:
+    future = gate.post({"model": MODEL, "messages": HELLO, "stream": stream}, "/api/chat")
+    submit, now_s = gate.submit(), time.monotonic()
+    gate.accept(submit, tail="assistant:")
+    gate.delta(submit, "a", first=m.FirstTimes(0, now_s, now_s + 100, now_s + 110, 0))
+    gate.delta(submit, "b", finish=m.Finish.STOP, settled_s=now_s + 130)
+    last = json.loads(future.result().text.splitlines()[-1])
+    assert last["prompt_eval_duration"] == pytest.approx(10e9), "from the first step to the first token"
+    assert last["eval_duration"] == pytest.approx(20e9), "from the first token to the end"
+    assert last["total_duration"] > 130e9, "since the request arrived"
 
 
 def test_thinking_is_separate_from_the_content(gate: Gate, client: ollama.Client) -> None:
