@@ -12,7 +12,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.gate import CHAT, MODEL, Gate, events_of, read_until
+from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate, events_of, read_until
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("find", "now")]
 WITH_TOOLS = CHAT | {"tools": TOOLS}
@@ -72,6 +72,20 @@ def joined(choices: list[Any]) -> dict[str, Any]:
             reply["calls"][call["index"]][1] += call["function"]["arguments"]
         reply["finish_reason"] = choice["finish_reason"]
     return reply
+
+
+@pytest.mark.parametrize("body", [CHAT, WITH_TOOLS, COMPLETION])
+@pytest.mark.parametrize("reason", ["!", 7])
+def test_the_last_event_has_what_stopped_it_like_a_whole_reply(gate: Gate, body: Any, reason: str | int) -> None:
+    for is_stream in (False, True):
+        future = gate.post(body | {"stream": is_stream}, "/v1/completions" if "prompt" in body else "/v1/chat/completions")
+        submit = gate.begin()
+        gate.delta(submit, "Hello")
+        gate.delta(submit, finish=m.Finish.STOP, stop_reason=reason)
+        text = future.result().text
+        *_, last = events_of(text) if is_stream else [json.loads(text)]
+        (choice,) = last["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
 
 
 # ------------------------------------------------------------------------------------------------------------ calls
