@@ -60,7 +60,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.partition("::")[0]
-    used_s = dict(report.user_properties)["cpu_s"]
+    used_s = dict(report.user_properties).get("cpu_s", 0.0)  # without, if xdist reports that a process has crashed
     assert isinstance(used_s, float)
     _test_cpu_s[report.nodeid] += used_s
     _cpu_s[file][report.when] += used_s

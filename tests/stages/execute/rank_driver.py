@@ -81,10 +81,10 @@ class RankRunners:
             rank.program.keep_logits()
 
     def close(self) -> None:
+        for pool in (self._threads, *self._queues):
+            pool.shutdown()  # a rank of an earlier stage may still be in a step whose result has come
         for rank in self.ranks:
             rank.close()
-        for pool in (self._threads, *self._queues):
-            pool.shutdown()
         for fd in self.fds:
             os.close(fd)
 
