@@ -83,7 +83,7 @@ def actor_of(server: Server) -> psutil.Process:
     """The parent of the executor."""
     execute = psutil.Process(pids(server)["execute.0"])
     parent = execute.parent()
-    assert parent is not None and "PipelineHost" in " ".join(parent.cmdline()), parent
+    assert parent is not None and parent.cmdline()[0].startswith("ray::"), parent
     assert execute.nice() == psutil.Process().nice(), "Ray's workers have a lower priority"
     return parent
 

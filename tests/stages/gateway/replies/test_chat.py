@@ -78,7 +78,9 @@ def joined(choices: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("reason", ["!", 7])
 def test_the_last_event_has_what_stopped_it_like_a_whole_reply(gate: Gate, body: Any, reason: str | int) -> None:
     for is_stream in (False, True):
-        future = gate.post(body | {"stream": is_stream}, "/v1/completions" if "prompt" in body else "/v1/chat/completions")
+        future = gate.post(
+            body | {"stream": is_stream}, "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        )
         submit = gate.begin()
         gate.delta(submit, "Hello")
         gate.delta(submit, finish=m.Finish.STOP, stop_reason=reason)
