@@ -86,6 +86,18 @@ def test_a_chat_has_reasoning_content_and_a_typed_call(gate: Gate, name: str) ->
     }
 
 
+@pytest.mark.parametrize("name", ["kimi_k2"], indirect=True)
+def test_an_id_that_the_model_repeats_is_that_of_the_first_call(gate: Gate) -> None:
+    """A result names its call by the id, so no two calls of a reply may have one."""
+    mark = "<|tool_calls_section_begin|>"
+    begin, _, calls = REPLIES["kimi_k2"][2].partition(mark)
+    call = calls.removesuffix("<|tool_calls_section_end|>")
+    future = gate.post(CHAT | {"tools": TOOLS})
+    gate.finish(gate.begin(), begin + mark + 2 * call + "<|tool_calls_section_end|>")
+    first, second = (call["id"] for call in future.result().json()["choices"][0]["message"]["tool_calls"])
+    assert first == "functions.find:3" != second != ""
+
+
 def test_messages_have_blocks_in_the_order_of_the_reply(gate: Gate, name: str) -> None:
     _, tail, text = REPLIES[name]
     tools = {"tools": [{"name": "find", "input_schema": PARAMETERS}]}
