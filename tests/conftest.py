@@ -70,7 +70,7 @@ are excluded. All other tests run beside each other."""
 
 LONGEST = (
     "tests/e2e/test_deploy.py",
-    "tests/stages/execute/test_smollm2.py",
+    "tests/stages/execute/models/test_smollm2.py",
     "tests/tools/test_compare_peers.py",
     "tests/e2e/http/test_fuzz.py",
     "tests/e2e/test_life_and_death.py",

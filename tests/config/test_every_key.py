@@ -25,9 +25,9 @@ STREAMS = "tests/stages/gateway/http/test_streams.py"
 CORS = "tests/stages/gateway/http/test_cors.py"
 RESPONSES = "tests/stages/gateway/apis/responses/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
-SPECULATION = "tests/stages/execute/test_speculation.py"
+SPECULATION = "tests/stages/execute/drafts/test_speculation.py"
 LORA = "tests/e2e/test_lora.py"
-BACKEND = "tests/stages/execute/test_backend.py"
+BACKEND = "tests/stages/execute/cpu/test_backend.py"
 RANKS = "tests/e2e/test_ranks.py"
 CUDA_RANKS = "tests/stages/execute/cuda/test_ranks.py"
 
@@ -36,7 +36,7 @@ EFFECTS = {
     "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_model_of_requests",
     "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_smallest_of_the_limits",
     "quantization": (
-        "tests/stages/execute/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
+        "tests/stages/execute/models/test_smollm2.py::test_the_cpu_kernels_find_the_same_largest_logit_as_float32"
     ),
     "generation_config": (
         "tests/stages/gateway/test_sampling_defaults.py::test_generation_config_turns_the_defaults_off"
@@ -115,7 +115,7 @@ EFFECTS = {
     "lora.max_lora_rank": "tests/lora/test_convert.py::test_the_rank_is_limited",
     "lora.max_adapter_bytes": "tests/stages/gateway/test_hostile_adapters.py::test_large_files_are_refused",
     "lora.allowed_folders": "tests/stages/gateway/test_hostile_adapters.py::test_only_allowed_folders",
-    "lora.max_cpu_loras": "tests/stages/execute/test_lora.py::test_more_adapters_than_slots_take_turns",
+    "lora.max_cpu_loras": "tests/stages/execute/adapters/test_lora.py::test_more_adapters_than_slots_take_turns",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
     "schedule.max_num_prefill_tokens": f"{SCHEDULE}::test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes",
@@ -133,14 +133,18 @@ EFFECTS = {
     ),
     "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_limits_prompts_in_shared_memory",
     "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_default_depth_is_2",
-    "execute.activations": "tests/stages/execute/test_activations.py::test_int12_is_nearer_to_the_weights_than_int8",
+    "execute.activations": (
+        "tests/stages/execute/cpu/test_activations.py::test_int12_is_nearer_to_the_weights_than_int8"
+    ),
     "execute.dtype": f"{BACKEND}::test_float32_uses_torch_without_a_warning",
     "execute.keep_packed_weights": (
-        "tests/stages/execute/test_panel_file.py::test_without_the_setting_no_file_is_written_or_read"
+        "tests/stages/execute/cpu/test_panel_file.py::test_without_the_setting_no_file_is_written_or_read"
     ),
-    "execute.kv_dtype": "tests/stages/execute/test_kv_int8.py::"
+    "execute.kv_dtype": "tests/stages/execute/kv/test_kv_int8.py::"
     "test_kv_dtype_int8_takes_little_more_than_half_the_memory",
-    "execute.hybrid_kv_cache_manager": "tests/stages/execute/test_kv.py::test_layers_are_divided_only_with_the_setting",
+    "execute.hybrid_kv_cache_manager": (
+        "tests/stages/execute/kv/test_kv.py::test_layers_are_divided_only_with_the_setting"
+    ),
     "execute.kernels": f"{BACKEND}::test_an_instruction_set_that_this_cpu_lacks_is_rejected",
     "execute.kv_cache_bytes": f"{RUNNER}::test_kv_memory_limits_the_longest_sequence_and_the_error_names_the_key",
     "execute.programmatic_dependent_launch": (
@@ -152,12 +156,12 @@ EFFECTS = {
     "execute.swap_bytes": "tests/supervisor/test_supervisor.py::test_swap_space_belongs_to_the_executor_and_is_freed",
     "execute.tensor_parallel": f"{RANKS}::test_two_ranks_return_what_one_process_returns",
     "execute.pipeline_parallel": (
-        "tests/stages/execute/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
+        "tests/stages/execute/ranks/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
     ),
     "execute.pipeline_layers": (
-        "tests/stages/execute/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
+        "tests/stages/execute/ranks/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
     ),
-    "execute.cores": "tests/stages/execute/test_cores.py::test_each_rank_runs_on_its_cores",
+    "execute.cores": "tests/stages/execute/cpu/test_cores.py::test_each_rank_runs_on_its_cores",
     "execute.launcher": "tests/e2e/test_hosts.py::test_a_remote_executor_is_listed_with_its_host",
     "ray.address": "tests/e2e/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have",
     "ray.bundle_cpus": "tests/hosts/test_placement.py::test_ranks_need_a_gpu_each_or_a_cpu_each",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.compiled import link_kernels
 from tests.e2e.server import Server
-from tests.stages.execute.test_eagle import write_head
+from tests.stages.execute.drafts.test_eagle import write_head
 from tests.stages.gateway.peers import until
 
 PROMPT = "one two three one two three one two"

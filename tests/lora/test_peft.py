@@ -9,8 +9,8 @@ import pytest
 from pipeline.lora.convert import convert
 from tests.lora.peft_cases import CASES, IDS, REFERENCE, write_case
 from tests.stages.execute import tiny_architectures
+from tests.stages.execute.adapters.test_lora import LoraDriver, with_lora
 from tests.stages.execute.driver import settings
-from tests.stages.execute.test_lora import LoraDriver, with_lora
 
 REFERENCES = json.loads(REFERENCE.read_text("utf-8"))["cases"]
 

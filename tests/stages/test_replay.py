@@ -26,7 +26,7 @@ from tests.stages.detokenize.test_stage import receive_until_closed, settled
 from tests.stages.detokenize.vocabularies import byte_level
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import make_step, row_add, settings
-from tests.stages.execute.test_masks import ENDLESS
+from tests.stages.execute.grammar_masks.test_masks import ENDLESS
 from tests.stages.ingest import models as tiny
 from tests.stages.replays import entries, messages_in, order, replay_partial, replays_alike
 from tests.stages.schedule.test_stage import FACTS, Neighbours

@@ -22,7 +22,7 @@ from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.text.formats.grammar.lark import LarkBuilder
 from tests.rig import Rig
-from tests.stages.execute.test_masks import DEEP, ENDLESS
+from tests.stages.execute.grammar_masks.test_masks import DEEP, ENDLESS
 from tests.stages.ingest import models as tiny
 
 

@@ -15,8 +15,8 @@ from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.drafts.eagle import prepare_head
 from pipeline.stages.prepare.stage import SILENT
-from tests.stages.execute import test_eagle, test_eagle3
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
+from tests.stages.execute.drafts import test_eagle, test_eagle3
 from tests.stages.execute.driver import i32, make_step, row_add, take
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import Pair, Request

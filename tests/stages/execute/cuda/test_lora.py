@@ -12,11 +12,11 @@ from pipeline.lora.convert import convert
 from pipeline.runtime.model.model_config import ModelConfig
 from tests.lora.random_adapters import merge, write_adapter
 from tests.stages.execute import checkpoints
+from tests.stages.execute.adapters.test_lora import LoraDriver, LoraRows
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import Driver
 from tests.stages.execute.native_driver import random_ids
-from tests.stages.execute.test_lora import LoraDriver, LoraRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 

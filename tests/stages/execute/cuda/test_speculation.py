@@ -16,10 +16,10 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.cuda.runner import CudaRunner
 from pipeline.stages.execute.rows import RowTable
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
+from tests.stages.execute.drafts.test_speculation import Oracle
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request
 from tests.stages.execute.structured import EOS, ids_of, lark, write
-from tests.stages.execute.test_speculation import Oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy, in the interpreter
 

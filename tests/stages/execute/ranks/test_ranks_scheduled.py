@@ -14,11 +14,11 @@ from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.share import most_kv_heads
+from tests.stages.execute.exactness.test_invariance import token_outputs_of
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request
 from tests.stages.execute.rank_driver import RankRunners
 from tests.stages.execute.structured import ids_of, lark, write
-from tests.stages.execute.test_invariance import token_outputs_of
 
 GRAMMAR = (("compiled_grammar", lark("[a-z]{24}(, [0-9]{3}){2}")),)
 MANY, FEW = 160, 20

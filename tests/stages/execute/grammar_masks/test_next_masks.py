@@ -14,8 +14,8 @@ from pipeline.grammars.worker import receive
 from pipeline.stages.execute.grammar_masks import next_masks
 from pipeline.stages.execute.grammar_masks.memory import Begin, Fill, MaskMemory, MaskReport, Order, State
 from pipeline.stages.execute.grammar_masks.worker import MaskWorker
+from tests.stages.execute.grammar_masks.test_mask_worker import thread_stacks as thread_stacks
 from tests.stages.execute.structured import lark
-from tests.stages.execute.test_mask_worker import thread_stacks as thread_stacks
 from tests.stages.ingest import models as tiny
 
 GRAMMARS = ("(a|b)+c", "a{2,9}", "(a|b|c)*", "(a|b|c){30}", "b")

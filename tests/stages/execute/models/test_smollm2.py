@@ -16,7 +16,7 @@ from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
 
-REFERENCE = json.loads((Path(__file__).parents[2] / "data" / "smollm2_reference.json").read_text())
+REFERENCE = json.loads((Path(__file__).parents[3] / "data" / "smollm2_reference.json").read_text())
 PROMPTS: list[list[int]] = [prompt["ids"] for prompt in REFERENCE["prompts"]]
 OUTPUTS: list[list[int]] = [prompt["output_ids"] for prompt in REFERENCE["prompts"]]
 ALL = bool(os.environ.get("PIPELINE_ALL_CASES"))

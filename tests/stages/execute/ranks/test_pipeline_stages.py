@@ -21,11 +21,11 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.context import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split
 from tests.stages.execute import checkpoints, tiny_architectures
+from tests.stages.execute.cpu.test_native import GROUPED_SHAPE
 from tests.stages.execute.driver import make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, write
 from tests.stages.execute.rank_driver import RankDriver
-from tests.stages.execute.test_native import GROUPED_SHAPE
-from tests.stages.execute.test_ranks import UNEVEN, compare
+from tests.stages.execute.ranks.test_ranks import UNEVEN, compare
 
 ALL = bool(os.environ.get("PIPELINE_ALL_RANKS"))
 """Every architecture, format and instruction set, which takes some minutes."""

@@ -16,10 +16,11 @@ from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.kv import plan_kv
 from pipeline.stages.prepare.check_model.text_tokens import encode
-from tests.stages.execute import checkpoints, test_invariance
+from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.exactness import test_invariance
+from tests.stages.execute.exactness.test_invariance import FEW, MANY, Machine
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
-from tests.stages.execute.test_invariance import FEW, MANY, Machine
 
 NUM_CHUNKS = 25 if os.environ.get("PIPELINE_ALL_KV") else 3
 """Of the built-in text; all of them take minutes."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.stages.execute.native_driver import random_ids
+from tests.stages.execute.ranks.test_ranks_scheduled import FEW, GRAMMAR, MANY, make_requests, results
 from tests.stages.execute.structured import ids_of, write
-from tests.stages.execute.test_ranks_scheduled import FEW, GRAMMAR, MANY, make_requests, results
 
 ALL = bool(os.environ.get("PIPELINE_ALL_RANKS"))
 """More layouts, which take a minute."""

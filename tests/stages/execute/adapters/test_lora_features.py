@@ -16,9 +16,9 @@ from pipeline.stages.execute.adapters.slots import AdapterLoader
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.lora.random_adapters import merge, write_adapter
 from tests.stages.execute import checkpoints
+from tests.stages.execute.adapters.test_lora import IDS, ON, make_native
 from tests.stages.execute.native_driver import ISAS, random_ids, write
 from tests.stages.execute.pair import Pair, Request, make_runner
-from tests.stages.execute.test_lora import IDS, ON, make_native
 
 ENDS = list(range(0, checkpoints.VOCAB_SIZE, 25))
 

@@ -23,10 +23,10 @@ from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import SILENT
 from tests.compiled import link_kernels
 from tests.stages.execute import checkpoints
+from tests.stages.execute.drafts.test_eagle import CONFIG
+from tests.stages.execute.drafts.test_eagle import HEAD as EAGLE_HEAD
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
-from tests.stages.execute.test_eagle import CONFIG
-from tests.stages.execute.test_eagle import HEAD as EAGLE_HEAD
 
 HEADS, DIM, INNER, EPS = 3, 16, 64, 1e-5
 LAYERS = [0, 1, 2]

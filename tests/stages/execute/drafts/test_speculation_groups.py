@@ -11,10 +11,12 @@ from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from tests.stages.execute import checkpoints, test_draft_model, test_experts, tiny_architectures
+from tests.stages.execute import checkpoints, tiny_architectures
+from tests.stages.execute.drafts import test_draft_model
+from tests.stages.execute.drafts.test_speculation import Oracle
+from tests.stages.execute.models import test_experts
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
-from tests.stages.execute.test_speculation import Oracle
 
 SHARED = random_ids(40, 7)
 

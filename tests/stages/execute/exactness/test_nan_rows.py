@@ -16,10 +16,10 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from tests.lora.random_adapters import ALL, write_adapter
 from tests.stages.execute import checkpoints
+from tests.stages.execute.adapters.test_lora import ON
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
 from tests.stages.execute.pair import Pair, Request, make_runner
 from tests.stages.execute.structured import EOS, TOKENIZER, ids_of, lark
-from tests.stages.execute.test_lora import ON
 
 GRAMMAR = lark("[a-z]{40}(, [0-9]{3}){2}")
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_heads": 4, "eos_ids": [EOS]}

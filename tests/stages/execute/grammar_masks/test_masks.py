@@ -255,7 +255,7 @@ def test_a_grammar_that_hangs_in_the_middle_of_its_output_ends_only_its_row(
         return worker_of("tests.stages.execute.hanging_masks", name, *args)
 
     monkeypatch.setattr(masks_module, "Worker", hanging)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
     with Structured(folder, dtype="bfloat16") as structured:
         monkeypatch.setattr(structured.runner.masks, "_limit_s", 0.5)
         bad = Seq(options(lark("abz[a-z]{9}")))

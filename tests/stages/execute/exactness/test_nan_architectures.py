@@ -13,9 +13,9 @@ from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute.exactness.test_nan_rows import outcome
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids
 from tests.stages.execute.pair import Pair, Request
-from tests.stages.execute.test_nan_rows import outcome
 from tests.stages.execute.tiny_architectures import VARIANTS, make
 from tests.stages.prepare import checkpoints
 
