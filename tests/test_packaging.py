@@ -90,7 +90,11 @@ def test_a_wheel_installs_and_works_from_any_folder(wheel: Path, tmp_path: Path)
 def test_an_editable_install_provides_only_the_package(project: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert_works(environment(tmp_path, "--editable", project), elsewhere, project / "pipeline")
+    bin_dir = environment(tmp_path, "--editable", project)
+    assert_works(bin_dir, elsewhere, project / "pipeline")
+    (elsewhere / "pipeline").symlink_to(project)
+    (elsewhere / "script.py").write_text("from pipeline import LLM")
+    run(bin_dir / "python", "-P", "script.py", cwd=elsewhere)  # as docs/python.md says of a script beside the clone
 
 
 def test_the_project_runs_from_its_root_without_an_install(project: Path) -> None:
