@@ -126,6 +126,17 @@ def test_every_command_is_accepted_by_the_command_line(document: Path) -> None:
         cli._parser().parse_args(words)
 
 
+CURL = re.compile(r"^ *curl (?:'[^']*'|\\\n|[^'\n])*", re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_body_that_curl_sends_has_its_type(document: Path) -> None:
+    """curl declares a form, which gets 415. Ollama's routes take it: its clients send no other."""
+    calls = [one for one in CURL.findall(document.read_text()) if re.search(r" (-d|--data\S*) ", one)]
+    assert calls or document.name != "how-to.md"
+    assert [one for one in calls if "Content-Type: " not in one and "/api/" not in one] == []
+
+
 def test_the_forward_pass_in_the_documents_is_that_of_the_models() -> None:
     shown = re.search(r"```python\n(def build.+?)```", (ROOT / "docs/adding_a_model.md").read_text(), re.DOTALL)
     assert shown is not None

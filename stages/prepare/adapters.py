@@ -26,13 +26,13 @@ def prepare(settings: Settings, model_dir: Path, model_name: str, progress: Prog
         if name == model_name:
             raise AdapterError(f"lora.adapters: {name!r} is the name of the model itself")
         folder = Path(path).expanduser().absolute()
-        with progress.measure(f"adapter {name}"):
-            try:
-                adapter_id = convert(
-                    folder, model_dir, dtype_of(settings), settings.lora.max_lora_rank, settings.lora.max_adapter_bytes
-                )
-            except AdapterError as error:
-                raise AdapterError(f"lora.adapters.{name}: {error}") from error
+        progress.say(f"reading adapter {name} from {folder}")
+        try:
+            adapter_id = convert(
+                folder, model_dir, dtype_of(settings), settings.lora.max_lora_rank, settings.lora.max_adapter_bytes
+            )
+        except AdapterError as error:
+            raise AdapterError(f"lora.adapters.{name}: {error}") from error
         adapters.append(Adapter(name, adapter_id, str(folder)))
     return adapters
 

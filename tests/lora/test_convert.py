@@ -1,5 +1,6 @@
 """PEFT's adapters become files for the executor, and what can't be served is refused by name."""
 
+import io
 import json
 import os
 import tracemalloc
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pipeline.config.settings import LoraSettings, Settings
 from pipeline.lora.adapter_file import AdapterFile, path_of
 from pipeline.lora.convert import convert
 from pipeline.lora.peft_config import AdapterError
 from pipeline.lora.tensors import bf16_to_float
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
 from pipeline.runtime.model.model_folder import STAMP, hold
-from pipeline.stages.prepare.adapters import remove_unused
+from pipeline.stages.prepare.adapters import prepare, remove_unused
+from pipeline.stages.prepare.progress import for_stream
 from tests.lora.random_adapters import ALL, module_of, peft_config, write_adapter
 from tests.stages.execute.checkpoints import config_of
 
@@ -55,6 +58,17 @@ def test_the_file_has_the_matrices_with_the_scaling_in_b(tmp_path: Path, model_d
             tolerance = 0 if dtype == "f32" else 2**-8
             np.testing.assert_allclose(a, tensors[f"{name}.lora_A.weight"], rtol=tolerance)
             np.testing.assert_allclose(b, tensors[f"{name}.lora_B.weight"] * np.float32(1.5), rtol=tolerance)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_start_says_which_adapters_it_reads(tmp_path: Path, model_dir: Path, is_terminal: bool) -> None:
+    """In a line: a bar would know no size, and say 0."""
+    folder = write_adapter(tmp_path / "peft", CONFIG, rank=4)
+    said = io.StringIO()
+    said.isatty = lambda: is_terminal
+    settings = Settings(lora=LoraSettings(adapters={"sql": str(folder)}))
+    assert [one.name for one in prepare(settings, model_dir, "model", for_stream(said))] == ["sql"]
+    assert said.getvalue() == f"reading adapter sql from {folder}\n"
 
 
 def test_the_id_is_that_of_the_content(tmp_path: Path, model_dir: Path) -> None:
