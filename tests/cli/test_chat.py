@@ -89,6 +89,20 @@ def test_everything_fits_80_columns_and_words_are_not_broken() -> None:
     assert " ".join(" ".join(answer[:3]).split()) == f"1: {words}".strip()
 
 
+def test_a_long_error_is_whole_in_lines_that_fit() -> None:
+    nowhere = f"/no/such/folder/{'x' * 100}"
+    with FakeChat() as server, Terminal(chat(server), ROOT, columns=60) as terminal:
+        terminal.enter(f"/save {nowhere}", "can't be written: No such file or directory")
+        terminal.enter("too long", "length is 9")
+        terminal.wait_for_prompt()
+        text = terminal.text
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    lines = text[text.index("error: ") :].splitlines()
+    assert any(nowhere in line for line in lines), "a path that is copied has no line ends"
+    assert max(len(line) for line in lines if nowhere not in line) <= 60
+
+
 def test_a_question_can_span_several_lines() -> None:
     with FakeChat() as server, Terminal(chat(server), ROOT) as terminal:
         terminal.wait_for("> ")

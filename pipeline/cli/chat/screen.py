@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 import termios
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -68,15 +69,22 @@ class Screen:
         """Show a remark, in a terminal only."""
         if self.is_live:
             self.end_line()
-            self.console.print(words, style="dim", markup=False, highlight=False, overflow="ignore")  # paths stay whole
+            self._print(words, "dim")
 
     def error(self, words: str) -> None:
         """Show an error."""
         self.end_line()
         if self.is_live:
-            self.console.print(f"error: {words}", style="red", markup=False, highlight=False, overflow="ignore")
+            self._print(f"error: {words}", "red")
         else:
             complain("pipeline chat", words)
+
+    def _print(self, words: str, style: str) -> None:
+        """In lines that fit. A path that is longer stays whole, so that it can be copied."""
+        width = self.console.width
+        for line in words.splitlines():
+            fitting = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            self.console.print(fitting, style=style, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def console(self) -> "Console":

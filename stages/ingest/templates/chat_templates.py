@@ -218,7 +218,7 @@ def load(
     """Load the templates in a prepared folder. `special_tokens` are variables of the templates, as `bos_token`. An
     invalid template fails the chats that need it. `shows_tools` is as in `ChatTemplates`."""
     templates = {}
-    failure = "this model has no chat template: use /v1/completions"
+    failure = "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
     for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"chat_template.{TOOL_USE}.jinja")):
         if (path := folder / file).is_file():
             try:
