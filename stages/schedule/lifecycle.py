@@ -12,6 +12,7 @@ When the executor has died, running sequences wait again. Those that must not ru
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -141,12 +142,20 @@ class SequenceLifecycle:
         self.quarantine.add(request.request_id, uncleared, request.n)
         if not was_active:
             self.preemptor.reset()  # those that rows were preempted for are held, too
-            adapted = [one for one in self.swapped if one.request.adapter_id]
-            for sequence in adapted:  # rare; so they give up their slots too, and are computed again
-                self._leave_swap(sequence, self._in_flight.last_in_flight)
-            self._wait_again(adapted)
+            self._wait_again()
 
-    def _wait_again(self, others: list[Sequence]) -> None:
+    def free_adapters(self) -> None:
+        """If sequences wait for the slot of an adapter, let swapped ones that the quarantine holds back give up theirs:
+        they go on when the suspects are cleared, and it may be a suspect that waits. They are computed again. Call it
+        before each plan."""
+        if not (self.quarantine.is_active and self.adapters.waiting):
+            return
+        for sequence in [one for one in self.swapped if one.request.adapter_id]:
+            if self.quarantine.excludes(sequence.request.request_id):
+                self._leave_swap(sequence, self._in_flight.last_in_flight)
+                self._wait(sequence)
+
+    def _wait_again(self, others: Iterable[Sequence] = ()) -> None:
         """Hold back the waiting sequences that the quarantine excludes now, and these others."""
         waiting, self.waiting = self.waiting, WaitingQueue(self._policy, self._long_prompt_tokens)
         for sequence in (*waiting.sequences, *others):

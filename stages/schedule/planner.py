@@ -66,6 +66,7 @@ class Planner:
         if lifecycle.waiting or lifecycle.swapped or lifecycle.parallel_samples.any_running:
             np.copyto(rows.num_computed_before, rows.num_computed_tokens)
             lifecycle.add_ready_samples()
+            lifecycle.free_adapters()
         order, flags = rows.order, rows.all_flags
         num_computed = rows.num_computed_tokens[order]
         total = rows.num_tokens[order] + rows.num_output_placeholders[order]

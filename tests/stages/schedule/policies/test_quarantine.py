@@ -287,6 +287,25 @@ def test_ended_requests_do_not_fill_the_list() -> None:
         assert bench.suspects == [], "nothing runs, so a death has another reason"
 
 
+def test_a_suspect_gets_the_adapter_s_slot_of_one_that_is_swapped_out() -> None:
+    """One that is cleared and swapped out goes on when all are cleared, so it must not keep what another needs."""
+    limits = {"num_blocks": 8, "prefix_caching": False, "num_swap_blocks": 30, "max_num_batched_tokens": 16}
+    bench = Bench(config(max_loras=1, max_num_seqs=3, **limits), 1)
+    bench.admit([0], max_tokens=34)
+    bench.admit([0], max_tokens=1)
+    bench.fill()
+    cleared = bench.admit(range(54), max_tokens=40, num_crashes=1, adapter_id="b")
+    bench.admit([0], max_tokens=1, num_crashes=1, adapter_id="a")
+    was_swapped = False
+    while bench.steps:
+        bench.answer()
+        bench.fill()
+        bench.report()
+        was_swapped |= any(one.request.request_id == cleared for one in bench.scheduler.lifecycle.swapped)
+    assert was_swapped and len(bench.finished) == 4
+    bench.check_outputs()
+
+
 def test_a_suspect_whose_output_is_complete_holds_up_no_one() -> None:
     bench = Bench(config(), 1)
     done = bench.admit(range(5), max_tokens=2, num_crashes=1, outputs=[1, 2])
