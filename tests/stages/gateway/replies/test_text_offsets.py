@@ -91,6 +91,13 @@ def test_normalized_text_is_counted_by_its_tokens(text: str) -> None:
     assert [offsets.offset_of(piece) for piece in (b"ab", b" c")] == [0, 2]
 
 
+def test_a_normalized_space_within_the_text_is_counted() -> None:
+    """Only one at the beginning may have been dropped."""
+    offsets = TextOffsets()
+    offsets.feed("ab\tc d")
+    assert [offsets.offset_of(piece) for piece in (b"ab", b" ", b"c", b" d")] == [0, 2, 3, 4]
+
+
 def test_removed_text_still_counts() -> None:
     offsets = TextOffsets()
     offsets.feed("a")
