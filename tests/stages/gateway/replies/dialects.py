@@ -299,14 +299,28 @@ def prompt_of(request: ParsedRequest) -> m.ChatPrompt:
 
 
 def kept(
-    dialect: Dialect, request: ParsedRequest, pieces: Sequence[str], finish: m.Finish, formats: ChatFormats, tail: str
+    dialect: Dialect,
+    request: ParsedRequest,
+    pieces: Sequence[str],
+    finish: m.Finish,
+    formats: ChatFormats,
+    tail: str,
+    *,
+    overtakes: bool = False,
 ) -> Any:
-    """What a client keeps of the reply to `request` that has this output, after `tail` at the prompt's end."""
+    """What a client keeps of the reply to `request` that has this output, after `tail` at the prompt's end. If it
+    `overtakes` these, it arrives before the prompt's ids and tail, all but its finish."""
     stage: Any = SimpleNamespace(replay_context=ReplayContext(), trace=SimpleNamespace(on=False))
     made = Request(request, stage, 1, formats)
     sequence = SequenceOutput()
     submit = m.Submit(1, 0, 0, 0.0, request.prompts[0], request.options)
-    prompt_request = PromptRequest(submit, made, [sequence], 3, prompt_ids=np.arange(3, dtype=np.int32), tail=tail)
+    prompt_request = PromptRequest(submit, made, [sequence], 3)
+
+    def accept() -> None:
+        prompt_request.prompt_ids, prompt_request.tail = np.arange(3, dtype=np.int32), tail
+
+    if not overtakes:
+        accept()
     made.prompt_requests, made.sequences, made.num_open, made.has_begun = [prompt_request], [sequence], 1, True
     dialect.keep(made)
     if dialect.is_plain:
@@ -320,6 +334,8 @@ def kept(
         sequence.extend(piece, sequence.num_chars, np.array([index], np.int32).tobytes(), index)
         if events is not None:
             data += events.due()
+    if overtakes:
+        accept()
     sequence.finish, made.num_open, prompt_request.is_closed = finish, 0, True
     if events is None:
         return dialect.message(json.loads(request.dialect.whole(made)))

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from pipeline.config.settings import ChatSettings
+from pipeline.runtime import messages as m
+from pipeline.text.formats.chat_formats import ChatFormats
 from tests.stages.gateway.apis.responses import test_handlers
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.replies import test_chat, test_messages
+from tests.stages.gateway.replies.dialects import DIALECTS, kept, parsed, user
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]
@@ -166,3 +169,21 @@ def test_without_tools_a_reply_has_its_answer_alone(gate: Gate, name: str) -> No
         gate.finish(submit, plain)
         message = future.result().json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("key", ["chat", "messages", "responses", "ollama"])
+def test_a_stream_waits_for_how_its_reply_begins(key: str) -> None:
+    """Output may overtake the end of the prompt, which says that the reply begins within its reasoning."""
+    formats = ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    dialect, output = DIALECTS[key], ("Hm", ".</think>Ye", "s.")
+    request = parsed(dialect, [user("Hi")], (), formats, stream=True)
+    late = kept(dialect, request, output, m.Finish.STOP, formats, "<think>\n", overtakes=True)
+    assert {"Hm.", "Yes."} <= set(strings_in(late))
+
+
+def strings_in(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for one in value for text in strings_in(one)]
+    return [value] if isinstance(value, str) else []
