@@ -266,6 +266,7 @@ void program_sample(Program* program, Rows in, const Matrix* matrix, int vocab_s
     Best* best = ranks ? share.best : reinterpret_cast<Best*>(program->best(sizeof(Best) * num_best));
     const int rank = ranks ? ranks->rank : 0;
     if (rank == 0) std::fill_n(best, num_best, NO_BEST);
+    program->head = program->size();
     program->add<Head>(logits, best + size_t(rank) * threads * max_samples, max_samples, in, *matrix,
                        ranks ? share.size : vocab_size, share.first, vocab_size, inputs->greedy, program->logit_form);
     if (ranks) program->add<Barrier>(*ranks, "head", -1);
@@ -343,6 +344,11 @@ void program_layer(Program* program, int layer) { program->layer = layer; }
 
 int program_run(Program* program, int tokens, int rows, int samples) {
     return program->run(tokens, rows, samples, nullptr);
+}
+
+// Computes logits again, and samples: the masks of the step before were late.
+int program_sample_again(Program* program, int tokens, int rows, int samples) {
+    return program->run(tokens, rows, samples, nullptr, true);
 }
 
 int program_profile(Program* program, int tokens, int rows, int samples, double* seconds) {

@@ -84,8 +84,9 @@ class Program final : public Job {
         steps_.push_back(step);
     }
 
-    // Seconds of each op where `seconds` is given. Returns 0, or the first status that an op ends with.
-    int run(int tokens, int rows, int samples, double* seconds) {
+    // Seconds of each op where `seconds` is given. With `samples_again`, only the ops from the head on: a layer with a
+    // state must not absorb a step twice. Returns 0, or the first status that an op ends with.
+    int run(int tokens, int rows, int samples, double* seconds, bool samples_again = false) {
         while (memory_.size() < size_t(thread_pool_.size())) memory_.push_back(std::make_unique<Aligned>(scratch_bytes_));
         if (progress_.size() != ops_.size()) {
             progress_ = std::vector<Progress>(ops_.size());
@@ -101,6 +102,7 @@ class Program final : public Job {
         std::atomic_thread_fence(std::memory_order_release);
         for (Step& step : steps_) step.tokens = tokens, step.rows = rows, step.samples = samples;
         timed_ = seconds != nullptr;
+        first_.store(samples_again ? head : 0);
         status_ = 0;
         const int64_t began = nanoseconds();
         number_.store(number);
@@ -118,7 +120,7 @@ class Program final : public Job {
 #if defined(AMX)
         const TileUse use;
 #endif
-        for (size_t i = 0; i < ops_.size(); i++) {
+        for (size_t i = first_.load(); i < ops_.size(); i++) {
             Op& op = *ops_[i];
             const Step& step = step_for(i);
             // Who is late in the last step may read this one's number: its exchange at the next op fails.
@@ -188,6 +190,7 @@ class Program final : public Job {
     VocabShare vocab;
     int stride = 0;  // of the next matmul's results, if they are part of longer rows
     int layer = -1;  // of the ops that are added now
+    size_t head = 0;  // the op that computes logits
     std::atomic<uint64_t>* at = nullptr;  // where a StepBoard shows the op that is computed, or null
 
     int take_stride(int width) { return stride ? std::exchange(stride, 0) : width; }
@@ -244,6 +247,7 @@ class Program final : public Job {
     std::vector<std::unique_ptr<Aligned>> memory_, kept_;
     size_t scratch_bytes_ = 64;
     std::atomic<uint32_t> number_{0};  // of the step
+    std::atomic<size_t> first_{0};     // op of the step
     std::atomic<int> finished_{0};     // ops, ever
     bool timed_ = false;
     int status_ = 0;

@@ -85,6 +85,11 @@ KV_INDEX_BYTES = 16 * 1024**2
 """For about a million blocks; memory that is not used is not allocated. Later blocks have no entry."""
 OFFLOAD_INDEX = "offload-index"
 """The segment for the keys of the blocks in swap space. The supervisor creates it; only schedule uses it."""
+STATE_INDEX, OFFLOAD_STATE_INDEX = "state-index", "offload-state-index"
+"""The segments for the keys of the snapshots of recurrent states, and of those in swap space. The supervisor creates
+them; only schedule uses them."""
+STATE_INDEX_BYTES = 1024**2
+"""For 65,000 slots; memory that is not used is not allocated."""
 SWAP_BYTES_PER_INDEX_BYTE = 32
 """A KV block of a real model has far more bytes of swap space than the index has for it; memory that is not used is not
 allocated."""
@@ -226,7 +231,10 @@ def private_segments(settings: Settings, name: str) -> dict[str, int]:
         return {SWAP: swap_bytes * settings.execute.num_ranks}
     if name == "schedule":
         index_bytes = -(-swap_bytes // SWAP_BYTES_PER_INDEX_BYTE)
-        return {KV_INDEX: KV_INDEX_BYTES} | ({OFFLOAD_INDEX: index_bytes} if index_bytes else {})
+        segments = {KV_INDEX: KV_INDEX_BYTES, STATE_INDEX: STATE_INDEX_BYTES}
+        if index_bytes:
+            segments |= {OFFLOAD_INDEX: index_bytes, OFFLOAD_STATE_INDEX: STATE_INDEX_BYTES}
+        return segments
     return {}
 
 

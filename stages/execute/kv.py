@@ -1,8 +1,9 @@
-"""Plans the executor's KV memory: the number of blocks, swap blocks, and the maximum sequence length."""
+"""Plans the executor's KV memory: the numbers of blocks, of slots for recurrent states, the same in swap space, and the
+maximum sequence length."""
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
 from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
+from pipeline.stages.execute.layers.delta import slot_floats
 
 SwapArray = np.ndarray[Any, np.dtype[np.uint8]]
 """Swap space: [num_swap_blocks, bytes of a block with all layers]. The program defines the layout of a block."""
@@ -25,6 +27,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 MAX_CHOSEN_BLOCKS = 2**20
 """Maximum number of blocks if execute.kv_cache_bytes is not set: 16 million tokens. The scheduler keeps a few words for
 each block, and a tiny model on a large GPU would get hundreds of millions."""
+
+MIN_SLOTS = 2
+"""One for the state of a row, one for its next state."""
+MAX_SLOTS_PER_ROW = 4
+"""If all rows run: the state of each, its next one, and two snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,16 @@ class KVPlan:
     layout: KVLayout
     num_state_slots: int = 0
     """Slots for the states of recurrent layers."""
+    state_tokens: int = 0
+    """Tokens whose KV has the size of a slot."""
+
+
+class SwapMemory(NamedTuple):
+    """Swap space."""
+
+    blocks: SwapArray
+    slots: SwapArray
+    """[num_slots, bytes of a slot]"""
 
 
 def plan_kv(
@@ -51,12 +68,16 @@ def plan_kv(
     Raises UserError if the memory is smaller than one block of each KV group, or larger than the free memory."""
     layout = layout_of(settings, config) if layout is None else layout
     num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
-    kv_bytes = kv_bytes_in_ram(settings)
-    num_blocks = kv_bytes // num_bytes
+    kv_bytes, slot_bytes, num_slots = kv_bytes_in_ram(settings), state_slot_bytes(config), 0
+    if slot_bytes:
+        num_slots = max(MIN_SLOTS, half_in_slots(kv_bytes, slot_bytes, settings))
+    num_blocks = max(0, kv_bytes - num_slots * slot_bytes) // num_bytes
     if num_blocks < len(layout.groups):
+        beside = f" and {MIN_SLOTS} states of its recurrent layers take" if slot_bytes else " takes"
+        least = num_bytes * len(layout.groups) + num_slots * slot_bytes
         raise UserError(
             f"execute.kv_cache_bytes is {size_words(kv_bytes)}, but one block of {BLOCK_SIZE} tokens of "
-            f"this model takes {size_words(num_bytes * len(layout.groups), up=True)}: raise execute.kv_cache_bytes"
+            f"this model{beside} {size_words(least, up=True)}: raise execute.kv_cache_bytes"
         )
     available = available_bytes()
     if kv_bytes > available:
@@ -64,7 +85,21 @@ def plan_kv(
             f"execute.kv_cache_bytes is {size_words(kv_bytes)}, but only {size_words(available)} of memory are free: "
             "lower execute.kv_cache_bytes"
         )
-    return _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
+    plan = _plan(settings, config, layout, num_blocks, max_num_tokens, num_bytes, "execute.kv_cache_bytes")
+    if not slot_bytes:
+        return plan
+    state_tokens = slot_bytes * BLOCK_SIZE // (num_bytes * len(layout.groups))
+    return replace(plan, num_state_slots=num_slots, state_tokens=state_tokens)
+
+
+def state_slot_bytes(config: ModelConfig) -> int:
+    """Bytes of the state of all recurrent layers of a row; 0 without such layers."""
+    return slot_floats(config) * np.dtype(np.float32).itemsize
+
+
+def half_in_slots(num_bytes: int, slot_bytes: int, settings: Settings) -> int:
+    """Slots in memory that is also for blocks: half of it, or what all rows need."""
+    return min(num_bytes // 2 // slot_bytes, MAX_SLOTS_PER_ROW * settings.schedule.max_num_seqs)
 
 
 def require_room(settings: Settings, weight_bytes: int) -> None:
@@ -167,29 +202,33 @@ def _plan(
     wanted = _wanted(settings, config)
     capacity = longest_sequence(layout.groups, num_blocks, max_num_tokens, BLOCK_SIZE, wanted)
     if capacity < wanted:
-        lacking = most_blocks(layout.groups, wanted, max_num_tokens, BLOCK_SIZE)
+        lacking = most_blocks(layout.groups, wanted, max_num_tokens, BLOCK_SIZE) * num_bytes
+        # Beside blocks, half of the memory has slots, until all rows have theirs.
+        lacking += min(lacking, MAX_SLOTS_PER_ROW * settings.schedule.max_num_seqs * state_slot_bytes(config))
         logging.getLogger("pipeline").warning(
             "KV memory holds %d tokens, so max_model_len is reduced to that from %d: raise %s%s",
             capacity,
             wanted,
             key,
-            f" to {size_words(lacking * num_bytes, up=True)}" if key.endswith("_bytes") else "",
+            f" to {size_words(lacking, up=True)}" if key.endswith("_bytes") else "",
         )
-    num_slots = 0 if config.delta is None else 2 * settings.schedule.max_num_seqs
-    return KVPlan(num_blocks, capacity, layout, num_slots)
+    return KVPlan(num_blocks, capacity, layout)
 
 
-def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, layout: KVLayout) -> SwapArray:
-    """Swap space as whole blocks. Raises UserError if the memory is smaller than one block."""
-    num_bytes = kv_block_bytes(settings.execute, config, layout)
-    num_blocks = len(memory) // num_bytes
+def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, layout: KVLayout) -> SwapMemory:
+    """Swap space as whole slots, then whole blocks. Raises UserError if the memory is smaller than one block."""
+    num_bytes, slot_bytes = kv_block_bytes(settings.execute, config, layout), state_slot_bytes(config)
+    num_slots = half_in_slots(len(memory), slot_bytes, settings) if slot_bytes else 0
+    begin = num_slots * slot_bytes
+    num_blocks = (len(memory) - begin) // num_bytes
     if num_blocks < 1:
         raise UserError(
             f"execute.swap_bytes is {size_words(len(memory))}, but one block of {BLOCK_SIZE} tokens of this model "
             f"takes {size_words(num_bytes, up=True)}: raise execute.swap_bytes, or set it to 0"
         )
-    swap: SwapArray = np.frombuffer(memory, np.uint8)[: num_blocks * num_bytes].reshape(num_blocks, num_bytes)
-    return swap
+    array = np.frombuffer(memory, np.uint8)
+    blocks: SwapArray = array[begin : begin + num_blocks * num_bytes].reshape(num_blocks, num_bytes)
+    return SwapMemory(blocks, array[:begin].reshape(num_slots, slot_bytes))
 
 
 def kv_dtype(execute: ExecuteSettings) -> str:

@@ -71,7 +71,7 @@ class Runner(ABC):
         if plan is not None:
             self.adapters = AdapterSlots(self._model_dir, plan.num_slots, memory)
 
-    def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int) -> None:
+    def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int, num_swap_slots: int = 0) -> None:
         """Make the facts, the row table and the masks. The back end replaces facts that differ."""
         settings, max_num_seqs = self._settings, self._max_num_seqs
         self.facts = ExecuteFacts(
@@ -86,6 +86,9 @@ class Runner(ABC):
             num_speculative_tokens=num_speculative_tokens(settings.speculative),
             max_num_drafts=max_num_drafts(settings.speculative, max_num_seqs),
             eos_ids=sorted(config.eos_ids),
+            num_state_slots=kv.num_state_slots,
+            num_swap_state_slots=num_swap_slots,
+            state_tokens=kv.state_tokens,
         )
         num_groups = len(kv.layout.groups)
         self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)

@@ -57,6 +57,8 @@ def run(launch: m.Launch) -> None:
             fields["kv_groups"] = described(runner.facts.kv_groups)
         if runner.facts.num_swap_blocks:
             fields["swap_blocks"] = runner.facts.num_swap_blocks
+        if runner.facts.num_state_slots:
+            fields["state_slots"] = runner.facts.num_state_slots
         stage.log.info("loaded", extra={"fields": fields})
         if not runner.facts.is_batch_invariant and stage.launch.rank == 0:
             stage.log.warning(
@@ -88,6 +90,11 @@ def _facts_of(runner: "Runner", weights: str, launch: m.Launch) -> m.ExecuteFact
         raise UserError(
             f"there is memory for {facts.num_blocks} KV blocks only, {before.num_blocks} are needed to go on: set "
             "execute.kv_cache_bytes"
+        )
+    if facts.num_state_slots < before.num_state_slots:
+        raise UserError(
+            f"there is memory for {facts.num_state_slots} states only, {before.num_state_slots} are needed to go on: "
+            "set execute.kv_cache_bytes"
         )
     if facts.kv_groups != before.kv_groups:
         raise UserError(

@@ -7,13 +7,25 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 from typing import Any
 
 from pipeline.runtime.model.model_config import Architecture
-from pipeline.stages.prepare.families import alibi, cohere, experts, gemma, glm, gpt, layer_norm, llama, olmo, phi
+from pipeline.stages.prepare.families import (
+    alibi,
+    cohere,
+    delta_net,
+    experts,
+    gemma,
+    glm,
+    gpt,
+    layer_norm,
+    llama,
+    olmo,
+    phi,
+)
 from pipeline.stages.prepare.families.architecture import HfArchitecture
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts)
+    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

@@ -29,6 +29,15 @@ class StateConfig(msgspec.Struct, frozen=True):
     min_interval: int = 64
     """Between any two snapshots of a sequence: chunks that end at one must not be short."""
 
+    @classmethod
+    def of(cls, facts: ExecuteFacts) -> "StateConfig":
+        """From the executor's facts."""
+        if not facts.num_state_slots:
+            return cls()
+        least = max(facts.state_tokens, cls().min_interval, facts.block_size)
+        interval = 1 << (least - 1).bit_length()
+        return cls(facts.num_state_slots, facts.num_swap_state_slots, interval)
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The settings and the executor's facts, with UNLIMITED or MAX_TOKENS for a setting of 0."""
@@ -136,4 +145,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             max_loras=max_loras,
             num_stages=num_stages,
             waits_for_adapters=max_loras > 0,
+            states=StateConfig.of(facts),
         )

@@ -136,6 +136,8 @@ class ScheduleStage:
                 take=stage.arrays.take,
                 kv_index=self._index(topology.KV_INDEX, "cached"),
                 swap_index=self._index(topology.OFFLOAD_INDEX, "offloaded"),
+                state_index=self._index(topology.STATE_INDEX, "snapshots"),
+                swap_state_index=self._index(topology.OFFLOAD_STATE_INDEX, "offloaded_snapshots"),
                 crash_counts=stage.launch.crash_counts,
                 breadcrumb=stage.breadcrumb,
                 suspects=stage.suspects,

@@ -186,6 +186,12 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     may get other ids from there on than it would have had."""
     backend: Backend = Backend()
     """What computes. That of a successor is the same."""
+    num_state_slots: int = 0
+    """Slots for the states of a model with recurrent layers; 0 for others."""
+    num_swap_state_slots: int = 0
+    """Slots of its swap segment."""
+    state_tokens: int = 0
+    """Tokens whose keys and values have the size of a slot."""
 
     @property
     def quantization(self) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.lora.adapter_file import AdapterFile
+from pipeline.stages.execute.kv import SwapArray
 from pipeline.stages.execute.program import AttentionWeights, LogitArray, ProgramBuilder
 
 
@@ -55,6 +56,11 @@ class Program(ProgramBuilder):
         """Compute the step in the inputs. Returns the sampled ids, int32 [samples]; `NO_ID` if none can be sampled."""
 
     @abstractmethod
+    def sample_again(self) -> IntArray:
+        """Sample again for the step before, which has raised `MasksLate`. The layers are not computed again: those with
+        a recurrent state have absorbed the step."""
+
+    @abstractmethod
     def score(self) -> None:
         """Compute the logprobs that the `ScoreInputs` request for tokens of the last step. Overwrites `logits`."""
 
@@ -71,6 +77,11 @@ class Program(ProgramBuilder):
     @abstractmethod
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         """Copy KV blocks with all layers, in order; int32. Ids from the number of KV blocks on are swap blocks."""
+
+    @abstractmethod
+    def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
+        """Copy slots of states, in order; int32. Ids from the number of slots on are those of `swapped`, which is
+        [slots, bytes of a slot]."""
 
     @abstractmethod
     def logits(self) -> LogitArray:

@@ -34,10 +34,12 @@ from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
 from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
+from pipeline.stages.execute.cpu.states import StateSlots
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS
 from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room
+from pipeline.stages.execute.models.recurrent import require_supported
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.publishing import Sampled
@@ -72,6 +74,7 @@ class CpuRunner(Runner):
         super().__init__(settings, model_dir)
         self.answers = context.answers
         self._config = config = ModelConfig.load(model_dir)
+        require_supported(settings, config)
         library = choose_library(settings, config, kept, compiling)
         self._library, self._cache_root = library, cache_root(settings)
         self._compiling: subprocess.Popen[bytes] | None = None
@@ -92,7 +95,7 @@ class CpuRunner(Runner):
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
-        self._make_rows(config, kv, 0 if swapped is None else len(swapped))
+        self._make_rows(config, kv, *((0, 0) if swapped is None else map(len, swapped)))
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
@@ -108,8 +111,8 @@ class CpuRunner(Runner):
         lora = LoraPlan.of(settings)
         own_kv = replace(kv, layout=kv_layout_of(kv.layout, part))
         self.program = make(
-            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, own_kv, num_threads, swapped),
-            *(panels, lora, ranks, part, self._link),
+            *(library, settings, config, self.inputs, self.sampling_inputs, self.scores, own_kv, num_threads),
+            *(swapped and swapped.blocks, panels, lora, ranks, part, self._link),
         )
         self._make_adapters(lora, self.program)
         self.program.capture(captured_layers(settings))
@@ -123,6 +126,7 @@ class CpuRunner(Runner):
         self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if context.num_stages == 1 else weights.formats)
+        self._states = None if config.delta is None else StateSlots(self.program, kv.num_state_slots, swapped)
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 
@@ -197,6 +201,8 @@ class CpuRunner(Runner):
         drafts = take(step.drafts, np.int32)
         if self._pipeline is not None:
             self._pipeline.await_ids(rows)
+        if self._states is not None:
+            self._states.fill(self.inputs, step, take, starts, counts, self.rows.ended[rows])
         sampled = self._step_rows(rows, starts, counts, samples, drafts, num_copies, copy_s)
         if self._pipeline is not None:
             self._pipeline.end(rows[samples], sampled.ids)
@@ -232,7 +238,10 @@ class CpuRunner(Runner):
         return self._results.make(sampled, None, computed, *totals)
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
-        """Make the step's copies. Returns their number and seconds. Without copies the clock is not read."""
+        """Make the step's copies. Returns the number and the seconds of those of blocks. Without, the clock is not
+        read."""
+        if self._states is not None:
+            self._states.copy(step, take)
         sources, targets = copies_of(step, take, self.facts)
         if not len(sources):
             return 0, 0.0
@@ -331,11 +340,11 @@ class CpuRunner(Runner):
                 ranks.ids[: len(ids)] = ids
             ranks.publish(Outcome.DONE)
             return ids
-        while True:
-            self._run_program()
-            if ranks.await_outcome() is Outcome.DONE:
-                assert ranks.ids is not None
-                return ranks.ids[: self.inputs.num_samples].copy()
+        self._run_program()
+        while ranks.await_outcome() is Outcome.AGAIN:
+            self.program.sample_again()
+        assert ranks.ids is not None
+        return ranks.ids[: self.inputs.num_samples].copy()
 
     def _find_nan(self, rows: IntArray, num_drafts: LongArray | None, ids: IntArray) -> None:
         """Tell `Results` about rows without an id."""
@@ -351,16 +360,18 @@ class CpuRunner(Runner):
         with self._busy():
             masks.request(rows, self.rows.ids, self.rows.num_ids, num_drafts)
         try:
+            run = self._run_program
             while True:
                 self.program.wait_for(masks.word_address if masks.ticket else 0, masks.ticket, LATE_MS)
                 try:
-                    ids = self._run_program()
+                    ids = run()
                     break
                 except MasksLate:
                     if self._ranks is not None:
                         self._ranks.publish(Outcome.AGAIN)
                     with self._busy():
                         masks.wait()
+                    run = self.program.sample_again
         finally:
             self.program.wait_for(0, 0, 0)
         first = rows if num_drafts is None else np.repeat(rows, 1 + num_drafts)

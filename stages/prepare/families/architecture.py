@@ -150,7 +150,12 @@ def renamed(**names: str) -> dict[str, Piece]:
 TEXT_PREFIX = "language_model."
 """Of the tensors of a text model that is a part of one for texts and images."""
 TIE = "tie_word_embeddings"
-TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+TEXT_PARTS = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """`model_type` of models for texts and images whose text model is served, and that of its config without one."""
 TIED = ("gemma3", "mistral3")
 """Of these, those with a tied head by default."""

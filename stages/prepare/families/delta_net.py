@@ -1,7 +1,4 @@
-"""Models with gated DeltaNet layers: Qwen3-Next, the text models of Qwen3.5, 3.6 and 3.8, and OLMo hybrid.
-
-They are not among the supported architectures yet: the scheduler has no slots for their states.
-"""
+"""Models with gated DeltaNet layers: Qwen3-Next, the text models of Qwen3.5, 3.6 and 3.8, and OLMo hybrid."""
 
 from typing import Any
 
@@ -213,5 +210,3 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
         layout=_olmo_layout,
     ),
 }
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""`model_type` of models for texts and images, and that of their text models."""

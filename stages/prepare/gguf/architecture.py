@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, ModelConfig
+from pipeline.runtime.model.model_config import Architecture, Experts, ModelConfig
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -48,6 +48,33 @@ class GgufKeys:
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"{self.architecture}.{key}", bool, default))
+
+
+def experts_of(keys: GgufKeys, model: ModelConfig, *, normalized: bool) -> Experts | None:
+    """The experts of a file; None if it has none. Files say the sizes, and llama.cpp's code for each architecture
+    whether weights are normalized. Layers without a router are dense."""
+    num, num_per_token = keys.count("expert_count"), keys.count("expert_used_count")
+    if num is None:
+        return None
+    keys.metadata.refuse_unless(f"{keys.architecture}.expert_group_count", 1, "experts in groups")
+    routers = [i for i in range(model.num_layers) if f"blk.{i}.ffn_gate_inp.weight" in keys.tensors]
+    first = f"blk.{next(iter(routers), 0)}."
+    shared = f"{first}ffn_up_shexp.weight"
+    own_size = keys.count("expert_feed_forward_length") or model.intermediate_size
+    shared_size = keys.count("expert_shared_feed_forward_length")
+    if shared in keys.tensors and shared_size is None:
+        shared_size = keys.tensors[shared].shape[0]
+    return Experts(
+        num=num,
+        num_per_token=num_per_token or 0,
+        intermediate_size=own_size,
+        normalized=normalized,
+        router_bias=f"{first}ffn_gate_inp.bias" in keys.tensors,
+        bias=f"{first}ffn_up_exps.bias" in keys.tensors,
+        shared_intermediate_size=shared_size or 0 if shared in keys.tensors else 0,
+        shared_gate=f"{first}ffn_gate_inp_shexp.weight" in keys.tensors,
+        layers=None if len(routers) in (0, model.num_layers) else routers,
+    )
 
 
 def no_fields(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:

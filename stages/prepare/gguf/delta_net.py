@@ -1,7 +1,5 @@
 """Files of models with gated DeltaNet layers: Qwen3.5 and later, and Qwen3-Next.
 
-They are not among the supported architectures yet: the scheduler has no slots for their states.
-
 The value heads of qwen35 are in tiled order (`_LinearAttentionVReorderBase` in llama.cpp's converter), which stays: the
 columns of `ssm_out` could not be moved where a block has several heads. Norms have 1 added, besides `ssm_norm`, and
 `ssm_a` is -exp(A_log).
@@ -15,8 +13,7 @@ import numpy as np
 from pipeline.runtime.model.model_config import DeltaNet, ModelConfig, Piece
 from pipeline.stages.prepare.families.delta_net import conv_pieces, gate_pieces, input_pieces
 from pipeline.stages.prepare.files import shown
-from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
-from pipeline.stages.prepare.gguf.architectures import experts_of
+from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys, experts_of
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError

@@ -143,6 +143,9 @@ SAMPLES: dict[str, msgspec.Struct] = {
             100, 16, 2048, 49152, backend=m.Backend("avx2", "0123456789ab", "bfloat16", "q8_0", "int12", "int8")
         )
     ),
+    "start with states": m.Start(
+        m.ExecuteFacts(100, 16, 2048, 49152, num_state_slots=8, num_swap_state_slots=4, state_tokens=9)
+    ),
     "start with swap space": m.Start(m.ExecuteFacts(100, 16, 2048, 49152, 50)),
     "ping": m.Ping(5),
     "stop": m.Stop(),

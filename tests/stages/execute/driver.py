@@ -85,10 +85,12 @@ def make_step(
     drops: list[int] = (),  # type: ignore[assignment]
     blocks: list[tuple[int, int]] = (),  # type: ignore[assignment]
     copies: list[tuple[int, int]] = (),  # type: ignore[assignment]
+    states: list[tuple[int, int]] = (),  # type: ignore[assignment]
+    state_copies: list[tuple[int, int]] = (),  # type: ignore[assignment]
     step_id: int = 0,
 ) -> m.Step:
-    """`entries` are (row, start, count, samples), `blocks` (row, block) pairs to append, `copies` (source, target)
-    pairs."""
+    """`entries` are (row, start, count, samples), `blocks` (row, block) pairs to append, `copies` and `state_copies`
+    (source, target) pairs, `states` the slots that the entries read and write."""
     return m.Step(
         incarnation=1,
         step_id=step_id,
@@ -102,6 +104,10 @@ def make_step(
         samples=np.asarray([entry[3] for entry in entries], np.uint8).tobytes(),
         copy_sources=i32(source for source, _ in copies),
         copy_targets=i32(target for _, target in copies),
+        state_reads=i32(read for read, _ in states),
+        state_writes=i32(write for _, write in states),
+        state_copy_sources=i32(source for source, _ in state_copies),
+        state_copy_targets=i32(target for _, target in state_copies),
     )
 
 
@@ -160,8 +166,11 @@ class Driver:
         assert isinstance(self.runner.program, TorchProgram)
         return self.runner.program.kv
 
-    def step(self, *args: Any, **kwargs: Any) -> Sampled:
-        return self.runner.step(make_step(*args, **kwargs), take)
+    def step(self, entries: Any = (), **kwargs: Any) -> Sampled:
+        """By default, the state of a row is in the slot with its number."""
+        if self.runner.facts.num_state_slots and "states" not in kwargs:
+            kwargs["states"] = [(row if start else -1, row) for row, start, *_ in entries]
+        return self.runner.step(make_step(entries, **kwargs), take)
 
     def logits(self) -> np.ndarray:
         """The logits of the last step: [samples, vocab_size]."""

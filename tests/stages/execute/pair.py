@@ -16,7 +16,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.schedule.scheduler import Scheduler
-from pipeline.stages.schedule.scheduler_config import SchedulerConfig
+from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
 from tests.rig import raw
 from tests.stages.execute.driver import take
 
@@ -113,6 +113,7 @@ class Pair:
             "max_num_batched_tokens": 256,
             "kv_groups": tuple(facts.kv_groups),
             "waits_for_adapters": bool(limits.get("max_loras")),
+            "states": StateConfig.of(facts),
         }
         self.scheduler = Scheduler(SchedulerConfig(**known | limits))
         self._runner = runner

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from pipeline.config.settings import Settings
-from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
-from pipeline.stages.prepare.families import architecture, delta_net
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
 
@@ -87,15 +84,6 @@ VARIANTS = {
         {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
 }
-
-
-@pytest.fixture
-def supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let prepare take these models, which it rejects because no server could schedule their states."""
-    for name, one in delta_net.ARCHITECTURES.items():
-        monkeypatch.setitem(HF_ARCHITECTURES, name, one)
-    for whole, text in delta_net.TEXT_PARTS.items():
-        monkeypatch.setitem(architecture.TEXT_PARTS, whole, text)
 
 
 def config_of(variant: Variant) -> Any:

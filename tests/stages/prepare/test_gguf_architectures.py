@@ -22,6 +22,7 @@ from pipeline.config.settings import Settings
 from pipeline.lora.peft_config import AdapterError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.prepare.gguf import delta_net
 from pipeline.stages.prepare.gguf.architecture import GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.metadata import Metadata
@@ -467,4 +468,5 @@ def test_blocks_of_experts_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_every_architecture_of_gguf_files_is_tested() -> None:
     tested = {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
-    assert tested | {"llama", "qwen2", "qwen3"} == set(GGUF_ARCHITECTURES)  # those are in test_architectures.py
+    elsewhere = {"llama", "qwen2", "qwen3", *delta_net.ARCHITECTURES}  # test_architectures.py, test_gguf_recurrent.py
+    assert tested | elsewhere == set(GGUF_ARCHITECTURES)

@@ -16,15 +16,10 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.prepare.gguf import delta_net
-from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
-from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.execute.recurrent_models import VARIANTS, config_of, logits_of, make, supported
+from tests.stages.execute.recurrent_models import VARIANTS, config_of, logits_of, make
 from tests.stages.prepare import checkpoints
-
-__all__ = ["supported"]
 
 Array = np.ndarray[Any, Any]
 ARCHS = {
@@ -33,12 +28,6 @@ ARCHS = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 IDS = np.random.default_rng(0).integers(3, 600, 50).tolist()
-
-
-@pytest.fixture
-def supported_files(supported: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, one in delta_net.ARCHITECTURES.items():
-        monkeypatch.setitem(GGUF_ARCHITECTURES, name, one)
 
 
 def tiled(values: Array, config: Any, width: int, axis: int = 0) -> Array:
@@ -166,7 +155,6 @@ def save(path: Path, name: str, model: Any, config: Any, *, num_drafts: int = 0)
     return path
 
 
-@pytest.mark.usefixtures("supported_files")
 @pytest.mark.parametrize("num_drafts", [0, 1])
 @pytest.mark.parametrize("name", ARCHS)
 def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: str, num_drafts: int) -> None:
@@ -195,11 +183,3 @@ def test_a_gguf_file_has_the_logits_of_its_original_model(tmp_path: Path, name: 
     assert isinstance(native.runner.program, NativeProgram)
     native.step([(0, 0, len(IDS), True)], adds=[row_add(0, IDS, native.take_blocks(len(IDS)))])
     assert np.isfinite(native.logits()).all()
-
-
-def test_servers_reject_them_by_name(tmp_path: Path) -> None:
-    """The scheduler has no slots for states."""
-    variant = VARIANTS["qwen3_5"]
-    path = save(tmp_path / "tiny.gguf", "qwen3_5", make(variant), config_of(variant))
-    with pytest.raises(ModelError, match=r"general\.architecture is 'qwen35', which is not supported"):
-        prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))

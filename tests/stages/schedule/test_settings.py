@@ -113,7 +113,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_num_top=21,
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
-    assert found.pop("states") == StateConfig(), "no executor has slots for states yet"
+    assert found.pop("states") == StateConfig()
     assert found == {
         "max_loras": 3,
         "num_stages": 2,
@@ -278,3 +278,9 @@ def test_arena_bytes_limits_prompts_in_shared_memory(arena_bytes: int, goes_by_m
         stage.admit(1, range(20_000))
         (add,) = stage.rig.receive("execute", m.Step).adds
         assert isinstance(add.ids, ShmRef) == goes_by_memory
+
+
+@pytest.mark.parametrize(("state_tokens", "interval"), [(5, 64), (1640, 2048), (2048, 2048), (2049, 4096)])
+def test_snapshots_are_as_far_apart_as_the_keys_and_values_of_their_size(state_tokens: int, interval: int) -> None:
+    facts = msgspec.structs.replace(FACTS, num_state_slots=8, num_swap_state_slots=4, state_tokens=state_tokens)
+    assert SchedulerConfig.of(ScheduleSettings(), facts).states == StateConfig(8, 4, interval)

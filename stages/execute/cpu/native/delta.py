@@ -6,6 +6,8 @@ norm ─► queries, keys, values, z, b, a ─► gated delta rule ─► out �
 import ctypes
 from functools import partial
 
+import numpy as np
+
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.step_inputs import StepInputs
@@ -13,6 +15,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
+from pipeline.stages.execute.kv import SwapArray
 from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
 from pipeline.stages.execute.program import DeltaWeights
 
@@ -35,14 +38,25 @@ class NativeDelta:
         self._inputs, self._norms, self._layers = inputs, norms, layers
         self._shape = shape = delta_shape(config)
         self._num = 0
-        num, self.slot = inputs.max_num_tokens, slot_floats(config)
+        num, self.slot, self._num_slots = inputs.max_num_tokens, slot_floats(config), num_slots
         self.slots = memory.floats(num_slots, self.slot)
         """The address of float32 [slots, `slot`]."""
+        self._addresses = np.array([self.slots], np.uint64)
         self._in = memory.floats(num, shape.inputs)
         self._conv = memory.floats(num, shape.channels)
         self._gates = memory.floats(num, 2 * shape.value_heads)
         self._values = memory.floats(num, shape.values)
         self._out = memory.rows(num, shape.values)
+
+    def blocks(self, swapped: SwapArray) -> native.NativeBlocks:
+        """The addresses of the slots, and of those in swap space, for copies."""
+        return native.NativeBlocks(
+            layers=self._addresses.ctypes.data,
+            swap=swapped.ctypes.data,
+            num_layers=1,
+            num_blocks=self._num_slots,
+            layer_bytes=4 * self.slot,
+        )
 
     def emit(self, weights: DeltaWeights) -> None:
         """Record a layer after its norm."""

@@ -102,6 +102,7 @@ def calibrate_keys(
         part = ids[start : start + inputs.max_num_tokens]
         starts, counts, samples = np.array([start], np.int32), np.array([len(part)], np.int32), np.zeros(1, np.uint8)
         inputs.fill(part, starts, counts, tables[0], samples, tables[1:])
+        inputs.state_reads[0] = 0 if start else -1
         run()
     for layer in layers:
         blocks = _blocks(layer.memory, layer.group * num_blocks, num_blocks)

@@ -5,6 +5,7 @@ read them (kernels/cpu/gemm.h and linear.h). The library has its own threads.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -263,8 +264,14 @@ class NativeProgram(Program):
         link.end()
 
     def run(self) -> IntArray:
+        return self._sampled_by(self._library.program_run)
+
+    def sample_again(self) -> IntArray:
+        return self._sampled_by(self._library.program_sample_again)
+
+    def _sampled_by(self, run: Callable[[int, int, int, int], int]) -> IntArray:
         inputs = self._inputs
-        status = self._library.program_run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
+        status = run(self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples)
         if status == MASKS_LATE:
             raise MasksLate(f"masks did not arrive within {self._ticket.timeout_ms} ms")
         self._check_ranks(status)
@@ -301,6 +308,14 @@ class NativeProgram(Program):
         sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
         self._library.copy_blocks(
             self._thread_pool.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
+        )
+
+    def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
+        assert self._delta is not None
+        sources, targets = np.ascontiguousarray(sources, np.int32), np.ascontiguousarray(targets, np.int32)
+        slots = self._delta.blocks(swapped)
+        self._library.copy_blocks(
+            self._thread_pool.handle, ctypes.byref(slots), sources.ctypes.data, targets.ctypes.data, len(sources)
         )
 
     def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:

@@ -1,6 +1,7 @@
 """The gated DeltaNet layers of a torch program: the reference for kernels/cpu/delta.h."""
 
 import torch
+from torch import Tensor
 
 from pipeline.kernels.delta import DeltaOptions, DeltaVectors
 from pipeline.kernels.matrix import as_tensor
@@ -22,6 +23,13 @@ class TorchDelta:
         self.inputs = calls.buffer(shape.inputs, dtype=torch.float32)
         """Of the layer's matrices."""
         self.out = calls.buffer(shape.values)
+
+    def copy(self, swapped: Tensor, sources: list[int], targets: list[int]) -> None:
+        """Copy slots, in order. Ids from their number on are those of `swapped`."""
+        num = len(self._slots)
+        for source, target in zip(sources, targets, strict=True):
+            slot = swapped[target - num] if target >= num else self._slots[target]
+            slot.copy_(swapped[source - num] if source >= num else self._slots[source])
 
     def record(self, weights: DeltaWeights) -> None:
         """Record what is between a layer's matmuls."""

@@ -317,6 +317,10 @@ class TorchProgram(Program):
     def run(self) -> IntArray:
         with torch.inference_mode():
             self._calls.run()
+        return self.sample_again()
+
+    def sample_again(self) -> IntArray:
+        with torch.inference_mode():
             self._wait()
             return self._sampler.sample(self._calls.view(self._logits))
 
@@ -359,6 +363,10 @@ class TorchProgram(Program):
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
         self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())
+
+    def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
+        assert self._delta is not None
+        self._delta.copy(torch.from_numpy(swapped).view(torch.float32), sources.tolist(), targets.tolist())
 
     def logits(self) -> LogitArray:
         array: LogitArray = self._calls.view(self._logits).numpy()

@@ -35,7 +35,7 @@ class Outcome(IntEnum):
     DONE = 0
     """The ids are in the shared memory."""
     AGAIN = 1
-    """The program runs again: grammar masks were late."""
+    """The program samples again: grammar masks were late."""
 
 
 class RankGroup:
@@ -104,7 +104,7 @@ class RankGroup:
             self._library.ranks_set_busy(self.handle, 0)
 
     def publish(self, outcome: Outcome) -> None:
-        """Rank 0: the others may read the ids, or must run the program again."""
+        """Rank 0: the others may read the ids, or must sample again."""
         self._library.ranks_publish(self.handle, int(outcome))
 
     def await_outcome(self) -> Outcome:

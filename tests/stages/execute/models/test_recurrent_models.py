@@ -13,14 +13,11 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import NOTES
 from pipeline.stages.execute.cpu.native.program import NativeProgram
-from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.weights.tensors import read_header
 from tests.stages.execute.driver import Driver, row_add, settings
-from tests.stages.execute.recurrent_models import VARIANTS, VOCAB_SIZE, Variant, logits_of, make, supported, write
+from tests.stages.execute.recurrent_models import VARIANTS, VOCAB_SIZE, Variant, logits_of, make, write
 from tests.stages.prepare import checkpoints
-
-__all__ = ["supported"]
 
 MAX_ERROR = 1e-4
 MAX_NATIVE_ERROR = 0.05
@@ -46,20 +43,20 @@ class Planner:
         self.driver = driver
         self.blocks = [driver.take_blocks(len(prompt)) for prompt in PROMPTS]
         self.slots = [-1] * len(PROMPTS)
-        self._free = list(range(2 * driver.runner.inputs.max_num_rows))
+        self._free = list(range(driver.runner.facts.num_state_slots))
 
     def step(self, *entries: Entry, changes_slots: bool = False) -> list[np.ndarray]:
         """The logits behind each entry. An entry at 0 begins without a state."""
-        inputs, driver = self.driver.runner.inputs, self.driver
-        for i, (which, start, _) in enumerate(entries):
+        driver, states = self.driver, []
+        for which, start, _ in entries:
             before = -1 if start == 0 else self.slots[which]
             if self.slots[which] < 0 or changes_slots:
                 if self.slots[which] >= 0:
                     self._free.append(self.slots[which])
                 self.slots[which] = self._free.pop(0)
-            inputs.state_reads[i], inputs.state_writes[i] = before, self.slots[which]
+            states.append((before, self.slots[which]))
         adds = [row_add(which, PROMPTS[which][: start + num], self.blocks[which]) for which, start, num in entries]
-        driver.step([(*entry, True) for entry in entries], adds=adds)
+        driver.step([(*entry, True) for entry in entries], adds=adds, states=states)
         logits = list(driver.logits())
         driver.step(drops=[which for which, *_ in entries])
         return logits
@@ -102,7 +99,6 @@ def run_all(driver: Driver, seed: int | None = None) -> dict[tuple[int, int], np
     return found
 
 
-@pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
@@ -121,7 +117,6 @@ def native_driver(folder: Path, kernels: str = "auto") -> Driver:
     return driver
 
 
-@pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_native_program_computes_them_in_bfloat16(tmp_path: Path, name: str) -> None:
     """Near those of transformers with the same rounded weights, and the same bits for any chunks, neighbours and
@@ -148,7 +143,6 @@ def test_the_native_program_computes_them_in_bfloat16(tmp_path: Path, name: str)
     assert max(errors(run_all(native_driver(folder, wide)))) < MAX_WIDE_ERROR
 
 
-@pytest.mark.usefixtures("supported")
 def test_the_text_model_of_one_for_texts_and_images(tmp_path: Path) -> None:
     """Other tensors are skipped: those for images, and of the layer that drafts."""
     model = make(VARIANTS["qwen3_5"])
@@ -173,7 +167,6 @@ def test_the_text_model_of_one_for_texts_and_images(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, theirs[-1], rtol=0, atol=MAX_ERROR)
 
 
-@pytest.mark.usefixtures("supported")
 def test_what_decays_states_is_never_quantized(tmp_path: Path) -> None:
     model = make(VARIANTS["qwen3_next"])
     source = checkpoints.save_folder(tmp_path / "source", model)
@@ -191,16 +184,6 @@ def test_what_decays_states_is_never_quantized(tmp_path: Path) -> None:
     planner.step((0, 0, 33))
     (chunked,) = planner.step((0, 33, 67), changes_slots=True)
     np.testing.assert_array_equal(chunked, whole)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"])
-def test_servers_reject_them_by_name(tmp_path: Path, kind: str) -> None:
-    """The scheduler has no slots for states."""
-    source = checkpoints.save_folder(tmp_path / "source", make(VARIANTS["qwen3_5"]))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "model_type": kind, "text_config": config}))
-    with pytest.raises(ModelError, match=f"model_type is '{kind}', which is not supported"):
-        prepare(Settings(model=str(source), cache_dir=str(tmp_path / "cache")))
 
 
 def exact(variant: Variant) -> Variant:
