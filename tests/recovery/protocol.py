@@ -139,6 +139,8 @@ class Server:
         self.num_handed_over = 0
         self._num_without_suspects: Counter[str] = Counter()
         """Deaths of a stage's processes that were being added or removed."""
+        self._num_asked: Counter[str] = Counter()
+        """How often another number of a stage's processes was asked for."""
         self.num_scaled: Counter[str] = Counter()
         """How often the number of a stage's processes has changed, or failed to."""
         self._open_rate, self._kill_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.03, 0.1, 0.3])
@@ -245,6 +247,9 @@ class Server:
                 # too late if ingest dies.
                 num_others = self.num_deaths.get("schedule", 0) + self.num_deaths.get("ingest", 0)
                 return num_of[stage] * (poison.MAX_DEATHS_OF[stage] + num_others)
+            case "ingest":
+                # A request may go to a process that ran already when it killed another one, and does not know of it.
+                return poison.MAX_DEATHS_OF[stage] * num_of[stage] + self._num_asked[stage]
             case _:
                 return poison.MAX_DEATHS_OF[stage] * num_of[stage]
 
@@ -337,6 +342,7 @@ class Server:
 
     def _scale(self) -> None:
         stage = self.rng.choice(topology.SCALABLE)
+        self._num_asked[stage] += 1
         before = topology.num_replicas(self.settings, stage)
         after = self.rng.choice([num for num in (1, 2, 3) if num != before])
         self._scaling.ask(stage, before, after, float("inf"), float("inf"), self._scaled)
