@@ -49,6 +49,21 @@ def test_sequences_move_to_the_others_when_their_detokenize_goes() -> None:
         rig.receive("detokenize.1", m.Open)
 
 
+def test_a_refusal_moves_to_the_others_when_its_detokenize_goes() -> None:
+    """It may be lost with the process, and its client would wait forever."""
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        rig.add("detokenize.1")
+        rig.rescale("detokenize", 2)
+        rig.send(m.Abort(1, 1))
+        rig.load()  # uses the same edge, so the abort has been handled
+        Neighbours(rig).admit(1, [1, 2])
+        refusal = rig.receive("detokenize.1", m.Reject)
+        rig.rescale("detokenize", 1)
+        rig.remove("detokenize.1")
+        assert rig.receive("detokenize", m.Reject) == refusal
+
+
 def test_sequences_of_two_processes_that_go_in_one_wake_move_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """All messages of a turn are taken, which detaches both processes, before the first of them is handled."""
     really, is_busy, go_on = ScheduleStage._load, threading.Event(), threading.Event()
