@@ -8,7 +8,7 @@ Some of their messages belong to earlier requests, which a freshly started stage
                  never planned, because rows, blocks and steps are numbered from its start. Each result is replaced by
                  an answer to this scheduler's oldest step in flight. So the load is recorded, but the ids are not.
     execute      leave out rows that were added earlier, blocks appended to them, and steps without any other rows.
-                 A row that reads blocks which were filled earlier reads zeros.
+                 A row that reads blocks or states which were written earlier reads zeros.
     detokenize   leave out entries of sequences that were opened earlier
 
 Everything that is left out is counted.
@@ -221,8 +221,8 @@ class ExecutePartial(_Counting):
             return None
 
         def some(array: Any, dtype: str, which: "np.ndarray[Any, Any]") -> bytes:
-            chosen: bytes = np.frombuffer(bytes_of(array), dtype)[which].tobytes()
-            return chosen
+            data = np.frombuffer(bytes_of(array), dtype)
+            return data[which].tobytes() if len(data) else b""  # most steps lack some arrays
 
         return msgspec.structs.replace(
             step,
@@ -233,6 +233,10 @@ class ExecutePartial(_Counting):
             starts=some(step.starts, "<i4", is_known),
             counts=some(step.counts, "<i4", is_known),
             samples=some(step.samples, "u1", is_known),
+            block_groups=some(step.block_groups, "u1", is_appended),
+            drafts=some(step.drafts, "<i4", is_known),
+            state_reads=some(step.state_reads, "<i4", is_known),
+            state_writes=some(step.state_writes, "<i4", is_known),
         )
 
 

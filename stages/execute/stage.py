@@ -231,4 +231,6 @@ def _load_cpu(
     runner = CpuRunner(
         launch.settings, Path(launch.model_dir), swap, _rank_context(launch), kept=kept, compiling=compiling
     )
+    if runner.states is not None:
+        runner.states.checks = launch.replay is None
     return runner, partial(CpuSteps, runner=runner)

@@ -24,7 +24,7 @@ from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import receive_until_closed, settled
 from tests.stages.detokenize.vocabularies import byte_level
-from tests.stages.execute import checkpoints
+from tests.stages.execute import checkpoints, recurrent_models
 from tests.stages.execute.driver import make_step, row_add, settings
 from tests.stages.execute.grammar_masks.test_masks import ENDLESS
 from tests.stages.ingest import models as tiny
@@ -344,6 +344,38 @@ def run_steps(rig: Rig, row: int, first_step: int, num: int = 4) -> None:
     for i in range(num):
         rig.send(make_step([(row, 40 + i, 1, True)], step_id=first_step + 1 + i), "schedule.0")
         rig.receive("schedule", m.StepResult)
+
+
+def test_a_late_replay_of_execute_leaves_out_states_of_earlier_rows(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A new row continues the state of one that was added before the recording."""
+    folder, _ = recurrent_models.write(tmp_path_factory.mktemp("recurrent"), recurrent_models.VARIANTS["qwen3_5"])
+    late, ids = tmp_path / "late.rec", list(range(7, 55))
+    with Rig("execute", settings(), folder) as rig:
+        facts = rig.receive("supervisor", m.Ready).facts
+        rig.send(m.Start(facts))
+        steps = [
+            make_step([(1, 0, 32, False)], adds=[row_add(1, ids, [0, 1, 2])], states=[(-1, 4)], step_id=1),
+            make_step(
+                [(1, 32, 16, True), (0, 32, 16, True)],
+                adds=[row_add(0, ids, [0, 1, 3])],
+                states=[(4, 5), (4, 6)],
+                step_id=2,
+            ),
+            make_step(
+                [(1, 48, 1, True), (0, 48, 1, True)], blocks=[(1, 4), (0, 5)], states=[(5, 5), (6, 6)], step_id=3
+            ),
+        ]
+        for step in steps:
+            rig.send(step, "schedule.0")
+            rig.receive("schedule", m.StepResult)
+            if step.step_id == 1:
+                rig.send(order(late, facts))
+                assert rig.receive("supervisor", m.Answer).error == ""
+            rig.load()
+    counts = replay_partial("execute", late).counts
+    assert counts["earlier rows in steps"] == 2
 
 
 def test_a_replay_of_execute_samples_the_same_ids(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

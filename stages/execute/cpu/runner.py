@@ -126,7 +126,7 @@ class CpuRunner(Runner):
         self.kernels: str = "torch" if library is None else library.isa
         self.code = code_of_torch() if library is None else library.code
         self.weight_formats = "+".join(weights.taken if context.num_stages == 1 else weights.formats)
-        self._states = None if config.delta is None else StateSlots(self.program, kv.num_state_slots, swapped)
+        self.states = None if config.delta is None else StateSlots(self.program, kv.num_state_slots, swapped)
         self._results = Results(self.rows, self.failed, self.speculator, samples=part.is_last)
         self._clock: Clock = time.monotonic
 
@@ -201,8 +201,8 @@ class CpuRunner(Runner):
         drafts = take(step.drafts, np.int32)
         if self._pipeline is not None:
             self._pipeline.await_ids(rows)
-        if self._states is not None:
-            self._states.fill(self.inputs, step, take, starts, counts, self.rows.ended[rows])
+        if self.states is not None:
+            self.states.fill(self.inputs, step, take, starts, counts, self.rows.ended[rows])
         sampled = self._step_rows(rows, starts, counts, samples, drafts, num_copies, copy_s)
         if self._pipeline is not None:
             self._pipeline.end(rows[samples], sampled.ids)
@@ -240,8 +240,8 @@ class CpuRunner(Runner):
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns the number and the seconds of those of blocks. Without, the clock is not
         read."""
-        if self._states is not None:
-            self._states.copy(step, take)
+        if self.states is not None:
+            self.states.copy(step, take)
         sources, targets = copies_of(step, take, self.facts)
         if not len(sources):
             return 0, 0.0
