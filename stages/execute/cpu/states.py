@@ -45,7 +45,9 @@ class StateSlots:
         running = ~ended
         reads, writes, starts, counts = reads[running], writes[running], starts[running], counts[running]
         found = np.where(reads < 0, 0, self._positions[reads])
-        assert not self.checks or ((found == starts) | (found == UNKNOWN)).all(), f"states at {found}, entries at {starts}"
+        assert not self.checks or ((found == starts) | (found == UNKNOWN)).all(), (
+            f"states at {found}, entries at {starts}"
+        )
         assert len(np.unique(writes)) == len(writes) and not (writes >= self._num_slots).any(), f"writes {writes}"
         self._positions[writes] = starts + counts
         inputs.state_reads[: len(reads)], inputs.state_writes[: len(writes)] = reads, writes

@@ -44,10 +44,16 @@ def prepared_draft(settings: Settings) -> Path:
 
 def draft_block_bytes(settings: Settings) -> int:
     """Bytes of a KV block of the draft model or EAGLE head; 0 if there is none. Raises UserError if it is not
-    prepared."""
+    prepared, or has states beside KV blocks."""
     if settings.speculative.method in ("none", "ngram"):
         return 0
-    return kv_block_bytes(settings.execute, ModelConfig.load(prepared_draft(settings)))
+    config = ModelConfig.load(prepared_draft(settings))
+    if config.delta is not None:
+        raise UserError(
+            f"speculative.draft: {config.name} ({config.architecture}) has recurrent layers, which are not supported "
+            "in a draft model: choose another one"
+        )
+    return kv_block_bytes(settings.execute, config)
 
 
 def captured_layers(settings: Settings) -> tuple[int, ...]:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings, SpeculativeSettings
+from pipeline.errors import UserError
 from pipeline.kernels.cpu.build import default_cache_root
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.messages import GenerationOptions
 from pipeline.runtime.model.draft_link import draft_link
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
-from pipeline.stages.execute.drafts.draft_model import DraftModel
+from pipeline.stages.execute.drafts.draft_model import DraftModel, draft_block_bytes
 from pipeline.stages.execute.kv import kv_block_bytes, layout_of
-from tests.stages.execute import checkpoints
+from tests.stages.execute import checkpoints, recurrent_models
 from tests.stages.execute.native_driver import random_ids, write
 from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
 
@@ -142,3 +143,17 @@ def test_what_is_proposed_depends_on_the_ids_of_a_row_alone(folder: Path, tmp_pa
         proposer.drop(row)
         assert (propose(), propose()) == found
     runner.close()
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    draft, _ = recurrent_models.write(tmp_path / "draft", recurrent_models.VARIANTS["qwen3_5"])
+    settings = Settings(
+        model="target",
+        cache_dir=str(tmp_path),
+        speculative=SpeculativeSettings(method="draft_model", draft=str(draft), num_speculative_tokens=4),
+    )
+    link = draft_link(settings)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(draft)
+    with pytest.raises(UserError, match=r"speculative\.draft: .*\(qwen3_5_text\) has recurrent layers"):
+        draft_block_bytes(settings)
