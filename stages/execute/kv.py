@@ -2,6 +2,7 @@
 maximum sequence length."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ class KVPlan:
     layout: KVLayout
     num_state_slots: int = 0
     """Slots for the states of recurrent layers."""
+    slot_bytes: int = 0
+    """0: as many as the states of all recurrent layers take."""
     state_tokens: int = 0
     """Tokens whose KV has the size of a slot."""
 
@@ -62,13 +65,15 @@ def plan_kv(
     max_num_tokens: int,
     draft_bytes: int = 0,
     layout: KVLayout | None = None,
+    slot_bytes: int | None = None,
 ) -> KVPlan:
     """The plan on a CPU, for steps of at most `max_num_tokens` tokens. `draft_bytes` of each block are those of a draft
-    model's cache, which has as many blocks. `layout` is by default that of all layers.
+    model's cache, which has as many blocks. `layout` and `slot_bytes` are by default those of all layers.
     Raises UserError if the memory is smaller than one block of each KV group, or larger than the free memory."""
     layout = layout_of(settings, config) if layout is None else layout
     num_bytes = kv_block_bytes(settings.execute, config, layout) + draft_bytes
-    kv_bytes, slot_bytes, num_slots = kv_bytes_in_ram(settings), state_slot_bytes(config), 0
+    slot_bytes = state_slot_bytes(config) if slot_bytes is None else slot_bytes
+    kv_bytes, num_slots = kv_bytes_in_ram(settings), 0
     if slot_bytes:
         num_slots = max(MIN_SLOTS, half_in_slots(kv_bytes, slot_bytes, settings))
     num_blocks = max(0, kv_bytes - num_slots * slot_bytes) // num_bytes
@@ -89,12 +94,12 @@ def plan_kv(
     if not slot_bytes:
         return plan
     state_tokens = slot_bytes * BLOCK_SIZE // (num_bytes * len(layout.groups))
-    return replace(plan, num_state_slots=num_slots, state_tokens=state_tokens)
+    return replace(plan, num_state_slots=num_slots, slot_bytes=slot_bytes, state_tokens=state_tokens)
 
 
-def state_slot_bytes(config: ModelConfig) -> int:
-    """Bytes of the state of all recurrent layers of a row; 0 without such layers."""
-    return slot_floats(config) * np.dtype(np.float32).itemsize
+def state_slot_bytes(config: ModelConfig, layers: Collection[int] | None = None) -> int:
+    """Bytes of the state of all recurrent layers of a row, or of those of a part; 0 without such layers."""
+    return slot_floats(config, layers) * np.dtype(np.float32).itemsize
 
 
 def half_in_slots(num_bytes: int, slot_bytes: int, settings: Settings) -> int:
@@ -215,9 +220,9 @@ def _plan(
     return KVPlan(num_blocks, capacity, layout)
 
 
-def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, layout: KVLayout) -> SwapMemory:
+def divide_swap(settings: Settings, config: ModelConfig, memory: memoryview, kv: KVPlan) -> SwapMemory:
     """Swap space as whole slots, then whole blocks. Raises UserError if the memory is smaller than one block."""
-    num_bytes, slot_bytes = kv_block_bytes(settings.execute, config, layout), state_slot_bytes(config)
+    num_bytes, slot_bytes = kv_block_bytes(settings.execute, config, kv.layout), kv.slot_bytes
     num_slots = half_in_slots(len(memory), slot_bytes, settings) if slot_bytes else 0
     begin = num_slots * slot_bytes
     num_blocks = (len(memory) - begin) // num_bytes

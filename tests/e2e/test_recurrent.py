@@ -92,7 +92,7 @@ def test_no_client_notices_the_death_of_a_stage(server: Server, undisturbed: dic
 
 
 @pytest.mark.parametrize(
-    "setting", ["speculative.method=ngram", "execute.pipeline_parallel=2", "lora.runtime_loading=true"]
+    "setting", ["speculative.method=ngram", "execute.tensor_parallel=2", "lora.runtime_loading=true"]
 )
 def test_what_is_not_supported_is_refused_by_name(model: Path, setting: str) -> None:
     with Server(*rules(model, setting), until_ready=False) as server:

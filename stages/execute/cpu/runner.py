@@ -38,7 +38,7 @@ from pipeline.stages.execute.cpu.states import StateSlots
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
 from pipeline.stages.execute.grammar_masks.masks import LATE_MS
-from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room
+from pipeline.stages.execute.kv import KVPlan, divide_swap, layout_of, plan_kv, require_room, state_slot_bytes
 from pipeline.stages.execute.models.recurrent import require_supported
 from pipeline.stages.execute.models.registry import build_program
 from pipeline.stages.execute.program import LogitArray
@@ -92,9 +92,10 @@ class CpuRunner(Runner):
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = with_most_layers(layout_of(settings, config), parts)
-        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout)
+        slot_bytes = max(state_slot_bytes(config, part.layers) for part in parts)
+        kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout, slot_bytes)
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
-        swapped = None if swap is None else divide_swap(settings, largest, swap, kv.layout)
+        swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
         self._make_rows(config, kv, *((0, 0) if swapped is None else map(len, swapped)))
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples

@@ -97,7 +97,7 @@ class CudaRunner(Runner):
         self.code = hashlib.sha256(f"{torch.__version__}\n{device.name}".encode()).hexdigest()[:12]
         memory = device.memory(reserved_bytes(settings, config))
         kv = plan_device_kv(settings, config, memory, draft_block_bytes(settings))
-        swapped = None if swap is None else divide_swap(settings, config, swap, kv.layout).blocks
+        swapped = None if swap is None else divide_swap(settings, config, swap, kv).blocks
         num_swap_blocks = 0 if swapped is None else len(swapped)
         if ranks is not None:
             kv, num_swap_blocks = ranks.agree_on(kv, num_swap_blocks)

@@ -1,5 +1,7 @@
 """Gated DeltaNet: a layer with a recurrent state in place of attention."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from pipeline.kernels.delta_shape import TAPS, DeltaShape
@@ -41,9 +43,12 @@ def delta_shape(config: ModelConfig) -> DeltaShape:
     return DeltaShape(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.tiled)
 
 
-def slot_floats(config: ModelConfig) -> int:
-    """Floats of a slot, which has the states of all recurrent layers of a row, in their order."""
-    return 0 if config.delta is None else len(config.delta.layers) * delta_shape(config).slot
+def slot_floats(config: ModelConfig, layers: Collection[int] | None = None) -> int:
+    """Floats of a slot, which has the states of all recurrent layers of a row, or of those in a part of the model, in
+    their order."""
+    if config.delta is None:
+        return 0
+    return sum(layers is None or layer in layers for layer in config.delta.layers) * delta_shape(config).slot
 
 
 def _stacked(b: AnyMatrix, a: AnyMatrix) -> AnyMatrix:

@@ -13,7 +13,6 @@ def require_supported(settings: Settings, config: ModelConfig) -> None:
     problems = {
         "speculative.method": (settings.speculative.method, settings.speculative.method != "none"),
         "execute.tensor_parallel": (execute.tensor_parallel, execute.tensor_parallel > 1),
-        "execute.pipeline_parallel": (execute.pipeline_parallel, execute.pipeline_parallel > 1),
         "lora.adapters": (list(settings.lora.adapters), bool(settings.lora.adapters)),
         "lora.runtime_loading": (settings.lora.runtime_loading, settings.lora.runtime_loading),
     }

@@ -15,7 +15,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
-from pipeline.stages.execute.kv import SwapArray
+from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
 from pipeline.stages.execute.program import DeltaWeights
 
@@ -30,7 +30,7 @@ class NativeDelta:
         memory: NativeMemory,
         config: ModelConfig,
         inputs: StepInputs,
-        num_slots: int,
+        kv: KVPlan,
         norms: NativeNorms,
         layers: NativeLayers,
     ) -> None:
@@ -38,8 +38,9 @@ class NativeDelta:
         self._inputs, self._norms, self._layers = inputs, norms, layers
         self._shape = shape = delta_shape(config)
         self._num = 0
-        num, self.slot, self._num_slots = inputs.max_num_tokens, slot_floats(config), num_slots
-        self.slots = memory.floats(num_slots, self.slot)
+        num, self._num_slots = inputs.max_num_tokens, kv.num_state_slots
+        self.slot = kv.slot_bytes // 4 or slot_floats(config)
+        self.slots = memory.floats(kv.num_state_slots, self.slot)
         """The address of float32 [slots, `slot`]."""
         self._addresses = np.array([self.slots], np.uint64)
         self._in = memory.floats(num, shape.inputs)

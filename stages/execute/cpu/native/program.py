@@ -120,10 +120,8 @@ class NativeProgram(Program):
             self._experts = NativeExperts(library, memory, config, max_num_tokens, norms.rows, gathered, share)
         self._delta = None
         if config.delta is not None:
-            assert ranks is None and link is None
-            self._delta = NativeDelta(
-                *(library, self._handle, memory, config, inputs, kv.num_state_slots, norms, self._layers)
-            )
+            assert ranks is None
+            self._delta = NativeDelta(library, self._handle, memory, config, inputs, kv, norms, self._layers)
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._attention.blocks(swap)

@@ -8,6 +8,7 @@ from pipeline.kernels.matrix import as_tensor
 from pipeline.kernels.select import Ops
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.pytorch.calls import TorchCalls
+from pipeline.stages.execute.kv import KVPlan
 from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
 from pipeline.stages.execute.program import DeltaWeights
 
@@ -15,10 +16,10 @@ from pipeline.stages.execute.program import DeltaWeights
 class TorchDelta:
     """Owns the slots of states, and the memory before and after the layers' ops."""
 
-    def __init__(self, ops: Ops, calls: TorchCalls, config: ModelConfig, num_slots: int) -> None:
+    def __init__(self, ops: Ops, calls: TorchCalls, config: ModelConfig, kv: KVPlan) -> None:
         self._ops, self._calls, self._config = ops, calls, config
         self._shape = shape = delta_shape(config)
-        self._slots = torch.zeros(num_slots, slot_floats(config))
+        self._slots = torch.zeros(kv.num_state_slots, kv.slot_bytes // 4 or slot_floats(config))
         self._num_layers = 0
         self.inputs = calls.buffer(shape.inputs, dtype=torch.float32)
         """Of the layer's matrices."""

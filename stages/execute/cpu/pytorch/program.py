@@ -101,7 +101,7 @@ class TorchProgram(Program):
         self._attended = calls.buffer(config.num_heads * config.head_dim)
         self._gate_up = calls.buffer((2 if config.gated else 1) * config.intermediate_size)
         self._gated = calls.buffer(config.intermediate_size)
-        self._delta = None if config.delta is None else TorchDelta(ops, calls, config, kv.num_state_slots)
+        self._delta = None if config.delta is None else TorchDelta(ops, calls, config, kv)
         self._gate = calls.buffer(config.num_heads * config.head_dim) if config.attention_gate else self._attended
         if (experts := config.experts) is not None:
             self._routed = calls.buffer(config.hidden_size)

@@ -13,6 +13,7 @@ from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute.native_driver import random_ids
 from tests.stages.execute.pair import GREEDY, NUM_THREADS, Pair, Request
+from tests.stages.execute.rank_driver import RankRunners
 from tests.stages.execute.recurrent_models import VARIANTS, write
 from tests.stages.execute.structured import lark
 
@@ -43,11 +44,14 @@ class Runners:
         self._made: dict[Any, CpuRunner] = {}
         self._texts: dict[Any, Any] = {}
 
+    def folder(self, model: str) -> Path:
+        if model not in self._folders:
+            self._folders[model], _ = write(self._root / model, VARIANTS[model])
+        return self._folders[model]
+
     def get(self, kv_bytes: int, swap_bytes: int = 0, model: str = "qwen3_5", **execute: Any) -> CpuRunner:
         key = kv_bytes, swap_bytes, model, str(execute)
         if key not in self._made:
-            if model not in self._folders:
-                self._folders[model], _ = write(self._root / model, VARIANTS[model])
             tokens = FEW_TOKENS if kv_bytes == FEW else 256
             settings = Settings(
                 execute=ExecuteSettings(
@@ -58,7 +62,7 @@ class Runners:
                 ),
             )
             swap = memoryview(bytearray(swap_bytes)) if swap_bytes else None
-            self._made[key] = CpuRunner(settings, self._folders[model], swap)
+            self._made[key] = CpuRunner(settings, self.folder(model), swap)
         return self._made[key]
 
     def expected(self, requests: list[Request], model: str = "qwen3_5", **execute: Any) -> list[list[list[int]]]:
@@ -202,3 +206,30 @@ def test_other_models(runners: Runners, model: str) -> None:
     pair = Pair(runners.get(FEW, 40 * SLOT, model), 2, **SCARCE)
     assert pair.run(make_requests(2)) == expected
     assert pair.scheduler.load().num_preemptions > 0
+
+
+@pytest.mark.parametrize("layers", [(2, 2), (3, 1), (1, 1, 2)], ids=str)
+def test_stages_of_a_pipeline(runners: Runners, layers: tuple[int, ...]) -> None:
+    """With a stage that has all recurrent layers, and stages that have one kind of layers."""
+    more = (("num_logprobs", 1),)
+    expected = runners.expected(make_requests(more=more))
+    settings = Settings(
+        execute=ExecuteSettings(
+            kv_cache_bytes=FEW,
+            dtype="bfloat16",
+            num_threads=1,
+            pipeline_parallel=len(layers),
+            pipeline_layers=layers,
+        ),
+        schedule=ScheduleSettings(
+            max_num_seqs=16, max_num_batched_tokens=FEW_TOKENS, max_num_prefill_tokens=FEW_TOKENS
+        ),
+    )
+    ranks: Any = RankRunners(settings, runners.folder("qwen3_5"), 40 * SLOT)
+    try:
+        pair = Pair(ranks, len(layers), num_stages=len(layers), **SCARCE)
+        assert pair.run(make_requests(more=more)) == expected
+        counts = pair.scheduler.kv_cache_manager.states.counts()
+        assert counts.num_hits > 0 and counts.num_offloaded > 0
+    finally:
+        ranks.close()
