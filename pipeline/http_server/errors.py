@@ -80,7 +80,8 @@ class Overloaded(ApiError):
 
 def overloaded(why: str, retry_after_s: int = RETRY_AFTER_S, *, by_size: bool = False) -> Overloaded:
     """503; `by_size` as in `Overloaded`"""
-    return Overloaded(f"the server is overloaded: {why}", retry_after_s, by_size=by_size)
+    message = f"the server is overloaded: {why}; try again in {retry_after_s} s"  # for users who don't see the header
+    return Overloaded(message, retry_after_s, by_size=by_size)
 
 
 ENCODINGS = ("identity", "gzip", "deflate")

@@ -88,11 +88,12 @@ class Admission:
         a body of this size."""
         if self.num_sequences >= self.max_sequences:
             raise overloaded(
-                f"the limit of {self.max_sequences} open sequences is reached", self._retry_after_s(1, 0, now_s)
+                f"the limit of {self.max_sequences} open sequences is reached (gateway.max_open_sequences)",
+                self._retry_after_s(1, 0, now_s),
             )
         if self.num_sequences and self.num_tokens >= self.max_tokens:
             raise overloaded(
-                f"the limit of {self.max_tokens} open prompt tokens is reached",
+                f"the limit of {self.max_tokens} open prompt tokens is reached (gateway.max_open_tokens)",
                 self._retry_after_s(0, 1, now_s),
                 by_size=True,
             )
@@ -111,7 +112,8 @@ class Admission:
         num_left = max(0, self.max_tokens - self.num_tokens)
         if self.num_sequences and num_tokens > num_left:
             raise overloaded(
-                f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens}",
+                f"{num_left} of {self.max_tokens} prompt tokens are free, and this request has about {num_tokens} "
+                "(gateway.max_open_tokens)",
                 self._retry_after_s(0, min(num_tokens - num_left, self.num_tokens), now_s),
                 by_size=True,
             )

@@ -410,11 +410,12 @@ class TestCredits:
         submit = gate.begin()
         refused = gate.post(CHAT | {"n": 2}).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        after_s = int(refused.headers["Retry-After"])
+        assert after_s >= 1
         assert refused.json()["error"]["message"] == (
             "the server is overloaded: 1 of 3 sequences are free, and this request needs "
-            "2: n, or best_of, for each prompt"
+            f"2: n, or best_of, for each prompt; try again in {after_s} s"
         )
-        assert int(refused.headers["Retry-After"]) >= 1
         other = gate.post(CHAT)
         gate.serve()
         assert other.result().status_code == 200
