@@ -10,15 +10,29 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline.cli.commands import bench, cache, chat, check_model, config, deploy, looking, profile, recording, serve
-from pipeline.cli.commands.other_names import advice_for_command, advice_for_options
-from pipeline.cli.commands.vllm_flags import dashed, hint
-from pipeline.cli.complain import complain
-from pipeline.config.closest import closest
-from pipeline.config.load import ConfigError
-from pipeline.version import VERSION
-
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+try:
+    from pipeline.cli.commands import (
+        bench,
+        cache,
+        chat,
+        check_model,
+        config,
+        deploy,
+        looking,
+        profile,
+        recording,
+        serve,
+    )
+    from pipeline.cli.commands.other_names import advice_for_command, advice_for_options
+    from pipeline.cli.commands.vllm_flags import dashed, hint
+    from pipeline.cli.complain import complain
+    from pipeline.config.closest import closest
+    from pipeline.config.load import ConfigError
+    from pipeline.version import VERSION
+except KeyboardInterrupt:  # Ctrl-C behind a typing mistake: these take most of the start
+    sys.exit(INTERRUPTED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -211,3 +211,17 @@ def test_the_command_line_loads_neither_torch_nor_the_stages() -> None:
         check=True,
     )
     assert done.stdout == "[] []\n"
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_ends_it_quietly() -> None:
+    code = """
+import sys
+class CtrlC:
+    def find_spec(name, path, target=None):
+        if name == "pipeline.cli.commands.chat":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC)
+import pipeline.__main__
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
