@@ -88,7 +88,7 @@ def rendered(view: View, width: int, message: str = "") -> list[str]:
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("width", [80, 99, 100, 120, 140, 200])
+@pytest.mark.parametrize("width", [60, 80, 99, 100, 120, 140, 200])
 def test_everything_fits_the_terminal(width: int) -> None:
     view = view_of([at(0.0), at(1.0, output=10**6, prompt=10**6)])
     view.address = "http://[2001:db8:85a3::8a2e:370:7334]:65535"
@@ -108,11 +108,26 @@ def test_everything_fits_the_terminal(width: int) -> None:
         "device busy",
         "plan wait",
         "schedule.0",
-        "65536 running",
+        "4194304",
         "1234567 held",
-        "500 GiB",
+        *(["65536 running", "500 GiB"] if width >= 80 else []),
     ):
         assert words in text, f"{words!r} does not fit {width} columns"
+    assert "…" not in text.partition("\n")[2], "nothing is cut but the model's name"
+
+
+@pytest.mark.parametrize(("width", "gone"), [(200, ""), (60, "queue busy %"), (40, "queue busy % holds memory")])
+def test_a_narrow_terminal_lacks_columns_of_stages_and_cuts_no_other(width: int, gone: str) -> None:
+    view = view_of([at(0.0), at(1.0)])
+    view.model = "tiny"
+    for one in view.stages:
+        one.name, one.pid, one.rss_bytes, one.note = f"detokenize{one.name[-2:]}", 12345, 683 * 1024**2, "0 running"
+    text = "\n".join(rendered(view, width))
+    assert "…" not in text and str(view.stages[0].pid) in text
+    headings = next(line for line in text.splitlines() if line.startswith("stage"))
+    assert [one for one in ("queue", "busy %", "holds", "memory", "CPU %") if one not in headings] == [
+        one for one in ("queue", "busy %", "holds", "memory", "CPU %") if one in gone
+    ]
 
 
 def test_a_pipe_truncates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +172,7 @@ def test_in_a_narrow_terminal_the_address_has_a_line_of_its_own() -> None:
         "         http://127.0.0.1:8000",
     ]
     line = draw.server_line(12345, "m" * 100, "http://127.0.0.1:8000", "ready", 4000.0, 80)
-    assert [len(part) for part in line.plain.splitlines()] == [80, 30]
+    assert [len(part) for part in line.plain.splitlines()] == [80, 44]
     assert "mm…mm" in line.plain
 
 

@@ -1,9 +1,10 @@
-"""Draws views as rich tables for 80 columns and more. Pure."""
+"""Draws views as rich tables that fit the width. Pure."""
 
 import io
 import os
 import re
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -21,6 +22,9 @@ PIPE_COLUMNS = 4096
 MIN_MODEL_CHARS = 8
 MEDIUM, WIDE = 100, 120
 """Widths from which message columns and bars are shown."""
+LEFT = ("stage", "state", "holds", "CPU")
+DISPENSABLE = ("CPU", "msg/s", "threads", "queue", "busy %", "holds", "memory", "CPU %", "state")
+"""The columns of stages that a narrow terminal lacks, the first first. The pid is never cut: it is for `kill`."""
 
 
 def console() -> Console:
@@ -52,12 +56,18 @@ def shortened(text: str, room: int) -> str:
 
 
 def server_line(pid: int, model: str, address: str, state: str, uptime_s: float, width: int) -> Text:
-    """A server in one line. If that is too long, the address begins a second one; nothing is cut but a model name that
-    does not fit there either."""
+    """A server in one line. If that is too long, the address begins a second one, or the time before it; nothing is cut
+    but a model name that does not fit there either."""
     begin, end, suffix = f"{pid}  ", f"  up {duration(uptime_s)}", f"  {address}"
-    room = width - len(f"pipeline {begin}  {state}{end}")
-    if len(model) + len(suffix) > room:
-        suffix = f"\n{' ' * len('pipeline ')}{address}"
+    indent = " " * len("pipeline ")
+    room = width - len(f"pipeline {begin}  {state}")
+    if len(model + end + suffix) > room:
+        if len(model + end) > room and len(indent + end + address) <= width:
+            end = f"\n{indent}{end.strip()}"
+        else:
+            suffix = f"\n{indent}{address}"
+    if not end.startswith("\n"):
+        room -= len(end)
     line = Text.assemble(
         ("pipeline ", "bold"),
         begin,
@@ -92,7 +102,7 @@ def top(view: View, width: int, message: str = "", footer: str = "") -> Renderab
     parts: list[RenderableType] = [
         server_line(view.pid, view.model, view.address, view.state, view.uptime_s, width),
         Text(),
-        _counts(view),
+        _counts(view, width),
         _kv(view, width),
         *([_swap(view)] if view.swap_blocks_total else []),
         Text(),
@@ -105,24 +115,53 @@ def top(view: View, width: int, message: str = "", footer: str = "") -> Renderab
     return Group(*parts)
 
 
-def _counts(view: View) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        table.add_column(style="dim")
-        table.add_column(justify="right")
-    table.add_row("running", str(view.running), "tokens in/s", number(view.prompt_tokens_per_s),
-                  "TTFT", milliseconds(view.time_to_first_token_ms), "steps/s", number(view.steps_per_s))  # fmt: skip
-    table.add_row("waiting", str(view.waiting), "tokens out/s", number(view.output_tokens_per_s),
-                  "ITL", milliseconds(view.inter_token_ms), "tokens/step", number(view.tokens_per_step))  # fmt: skip
-    table.add_row("open", str(view.open_requests), "prefix hits", percent(view.cached_percent),
-                  "done", str(view.requests_finished), "preempted", str(view.preemptions))  # fmt: skip
-    table.add_row("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
-                  "of", f"{view.max_open_tokens:,}", "forks", str(view.forks))  # fmt: skip
+def _counts(view: View, width: int) -> Table:
+    """Four figures in a line, or two if they don't fit."""
     depth = NONE if view.depth is None else str(view.depth)
     device = NONE if view.device_percent is None else f"{view.device_percent:.1f} %"
     accepted = ("", "") if view.accepted_percent is None else ("drafts right", percent(view.accepted_percent))
-    table.add_row("depth", depth, *accepted,
-                  "device busy", device, "plan wait", percent(view.plan_wait_percent))  # fmt: skip
+    lines = [
+        ("running", str(view.running), "tokens in/s", number(view.prompt_tokens_per_s),
+         "TTFT", milliseconds(view.time_to_first_token_ms), "steps/s", number(view.steps_per_s)),
+        ("waiting", str(view.waiting), "tokens out/s", number(view.output_tokens_per_s),
+         "ITL", milliseconds(view.inter_token_ms), "tokens/step", number(view.tokens_per_step)),
+        ("open", str(view.open_requests), "prefix hits", percent(view.cached_percent),
+         "done", str(view.requests_finished), "preempted", str(view.preemptions)),
+        ("swapped", str(view.swapped), "open tokens", f"{view.open_tokens:,}",
+         "token limit", f"{view.max_open_tokens:,}", "forks", str(view.forks)),
+        ("depth", depth, *accepted, "device busy", device, "plan wait", percent(view.plan_wait_percent)),
+    ]  # fmt: skip
+    whole = _grid(lines)
+    return whole if _width(whole) <= width else _grid([line[:4] for line in lines] + [line[4:] for line in lines])
+
+
+def _grid(lines: Sequence[Sequence[str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for _ in lines[0][::2]:
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def _width(table: Table) -> int:
+    """Columns that a table takes if nothing is cut."""
+    return Console(width=PIPE_COLUMNS).measure(table).maximum
+
+
+def stage_table(headings: Sequence[str], rows: Sequence[Sequence[RenderableType]], width: int) -> Table:
+    """A table of stages, without as many of the `DISPENSABLE` columns as it takes to fit."""
+    shown = list(headings)
+    for one in ("", *DISPENSABLE):
+        shown = [heading for heading in shown if heading != one]
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+        for heading in shown:
+            table.add_column(heading, justify="left" if heading in LEFT else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(cell for heading, cell in zip(headings, row, strict=True) if heading in shown))
+        if _width(table) <= width:
+            break
     return table
 
 
@@ -154,20 +193,13 @@ def _swap(view: View) -> Text:
 
 
 def _stages(view: View, width: int) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("CPU %", justify="right", no_wrap=True)
-    table.add_column("busy %", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("queue", justify="right", no_wrap=True)
+    headings = ["stage", "pid", "state", "CPU %", "busy %", "memory", "queue", "holds"]
     if width >= MEDIUM:
-        table.add_column("msg/s", justify="right", no_wrap=True)
-    table.add_column("holds", no_wrap=True)
+        headings.insert(-1, "msg/s")
     bar = width >= WIDE
     if bar:
-        table.add_column("CPU", no_wrap=True)
+        headings.append("CPU")
+    rows: list[list[RenderableType]] = []
     for stage in view.stages:
         row: list[RenderableType] = [
             stage.name,
@@ -182,8 +214,8 @@ def _stages(view: View, width: int) -> Table:
         ]
         if bar:
             row.append(Text("▪" * min(24, round((stage.cpu_percent or 0) / 12.5)), "green"))
-        table.add_row(*row)
-    return table
+        rows.append(row)
+    return stage_table(headings, rows, width)
 
 
 # ------------------------------------------------------------------------------------------------------------ words

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
                 console.print()
             line = draw.server_line(stats.pid, stats.model, stats.address, stats.state, stats.uptime_s, console.width)
             console.print(line)
-            console.print(_table(stats))
+            console.print(_table(stats, console.width))
         if not found and not silent:
             console.print(f"no server is running; {START_ONE}")
     for problem in silent:
@@ -49,13 +49,10 @@ def _missing(args: argparse.Namespace) -> str:
     return no_server(args.url or f"http://127.0.0.1:{args.port}")
 
 
-def _table(stats: ServerStats) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    for name in ("stage", "pid", "state", "CPU %", "memory", "threads", "queue", "holds"):
-        right = name not in ("stage", "state", "holds")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for stage in stats.stages:
-        row: list[RenderableType] = [
+def _table(stats: ServerStats, width: int) -> Table:
+    headings = ("stage", "pid", "state", "CPU %", "memory", "threads", "queue", "holds")
+    rows: list[list[RenderableType]] = [
+        [
             stage.name,
             str(stage.pid),
             Text(stage.state, draw.STATE_STYLES.get(stage.state, "yellow")),
@@ -65,8 +62,9 @@ def _table(stats: ServerStats) -> Table:
             draw.NONE if stage.counts is None else str(stage.counts.num_queued),
             note_of(stage, running_of(stats)),
         ]
-        table.add_row(*row)
-    return table
+        for stage in stats.stages
+    ]
+    return draw.stage_table(headings, rows, width)
 
 
 def _cpu_percent(stage: StageStats) -> float | None:
