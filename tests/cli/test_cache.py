@@ -119,6 +119,9 @@ def test_no_line_wraps_in_80_columns(
     (row,) = [row for row in rows if "Some-Long" in row]
     assert row.split()[1].startswith("Some-Long-Name-") and row.split()[1].endswith("0123456789abcdef")
     assert "…" in row
+    shown = row.split()[1]
+    assert run(held, capsys, "cache", "rm", "…", "Some-…", "model-…0")[0] == 1, "not the begin and end of one name"
+    assert run(held, capsys, "cache", "rm", shown)[0] == 0 and not (held / name).exists()
 
 
 def test_the_json_has_every_library(held: Path, capsys: pytest.CaptureFixture[str]) -> None:

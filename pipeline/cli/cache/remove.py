@@ -29,6 +29,7 @@ def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:
     """The entries that are named, and the wheels that only these were made from. Raises UserError for a name that none
     has."""
     names_of = _names(entries)
+    names = [_whole(name, {one for known in names_of.values() for one in known}) for name in names]
     for name in names:
         if not any(name in known for known in names_of.values()):
             near = closest(name, {one for known in names_of.values() for one in known})
@@ -40,6 +41,13 @@ def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:
             if made and all(one in chosen for one in made):
                 chosen.append(wheel)
     return chosen
+
+
+def _whole(name: str, known: set[str]) -> str:
+    """A name as a narrow terminal shows it, cut in its middle, is the only one with its begin and end."""
+    begin, cut, end = name.partition("…")
+    found = [one for one in known if one.startswith(begin) and one.endswith(end)] if cut and begin and end else []
+    return found[0] if len(found) == 1 else name
 
 
 def _names(entries: Sequence[Entry]) -> dict[str, set[str]]:
