@@ -13,7 +13,7 @@ import pytest
 from tests.compiled import link_kernels
 from tests.e2e.recovery_streams import STORY, Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_recovery import RESTARTED, assert_restarted, assert_same, kill, pids
+from tests.e2e.test_recovery import RESTARTED, assert_restarted, assert_same, kill, pids, post
 from tests.e2e.test_swap import counted
 from tests.stages.execute.recurrent_models import VARIANTS, make
 from tests.stages.prepare.checkpoints import save_folder
@@ -88,6 +88,23 @@ def test_no_client_notices_the_death_of_a_stage(server: Server, undisturbed: dic
     server.until(lambda health: health["status"] == "ok")
     server.until_idle()
     assert_restarted(before, pids(server), stage)
+    server.look()
+
+
+@pytest.mark.parametrize("stage", ["schedule", "execute"])
+def test_snapshots_outlive_schedule_and_in_swap_space_the_executor(server: Server, stage: str) -> None:
+    prompt = [3 + (7 * i + len(stage)) % 500 for i in range(300)]
+
+    def num_cached() -> int:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+        return int(post(server, "/v1/completions", **body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [num_cached() for _ in range(2)] == [0, 288]
+    has_swap = server.health()["swap_blocks"]["total"] > 0
+    before = pids(server)
+    kill(before[f"{stage}.0"])
+    server.until(lambda health: health["status"] == "ok" and pids(server) != before)
+    assert num_cached() == (288 if stage == "schedule" or has_swap else 0)
     server.look()
 
 
