@@ -262,7 +262,8 @@ def listener() -> Iterator[socket.socket]:
 def test_swap_space_belongs_to_the_executor_and_is_freed(listener: socket.socket) -> None:
     supervisor = supervisor_with(SWAP_BYTES, listener)
     supervisor._reserve_swap()
-    indices = topology.KV_INDEX, topology.OFFLOAD_INDEX
+    indices = topology.private_segments(supervisor._resources.settings, "schedule")
+    assert topology.OFFLOAD_INDEX in indices
     for name in [*(f"{row.name}.0" for row in topology.TOPOLOGY), *indices]:
         supervisor._resources.segments[name] = m.Segment(name, os.dup(listener.fileno()), 65536, False)
     for row in topology.TOPOLOGY:

@@ -228,7 +228,7 @@ def test_a_process_that_is_removed_leaves_nothing_and_a_later_one_has_a_number_o
         assert found is not None and found[0].peer.address and found[0].segment is not None
         for name in names[::-1]:
             resources.remove(name)
-        left = {"execute.0", "ingest.0", "schedule.0", topology.KV_INDEX}
+        left = {"execute.0", "ingest.0", "schedule.0", topology.KV_INDEX, topology.STATE_INDEX}
         assert process.num_fds() == num_fds and set(resources.segments) == left
         found = resources.restart_of("ingest.1", "gateway.0", 8)
         assert found is not None and found[0].is_removed and found[0].incarnation == 1 and not found[1]

@@ -263,7 +263,15 @@ def test_schedule_learns_whether_the_settings_of_the_executor_have_changed() -> 
         resources.close()
 
 
-@pytest.mark.parametrize(("name", "size"), [(topology.OFFLOAD_INDEX, 2**21), (topology.KV_INDEX, 2**24)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        (topology.OFFLOAD_INDEX, 2**21),
+        (topology.KV_INDEX, 2**24),
+        (topology.STATE_INDEX, 2**20),
+        (topology.OFFLOAD_STATE_INDEX, 2**20),
+    ],
+)
 def test_what_its_successor_needs_outlives_a_scheduler(name: str, size: int) -> None:
     settings = Settings(execute=ExecuteSettings(swap_bytes=2**26))
     resources = SharedResources(settings, [], [], None)
