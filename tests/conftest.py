@@ -40,19 +40,19 @@ hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
     # Limits of wall-clock or CPU time.
-    "tests/e2e/http/test_admission.py::test_a_full_server_rejects_requests_at_once",
-    "tests/e2e/http/test_hostile.py",
-    "tests/e2e/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
-    "tests/e2e/test_life_and_death.py::test_when_the_supervisor_is_killed",
+    "tests/e2e/http/access/test_admission.py::test_a_full_server_rejects_requests_at_once",
+    "tests/e2e/http/attacks/test_hostile.py",
+    "tests/e2e/recovery/test_life_and_death.py::test_it_starts_fast_and_is_quiet_when_idle",
+    "tests/e2e/recovery/test_life_and_death.py::test_when_the_supervisor_is_killed",
     # It measures servers, and needs that requests end in each measurement.
     "tests/e2e/test_compare_peers.py",
-    "tests/e2e/test_start.py",
+    "tests/e2e/start/test_start.py",
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
-    "tests/stages/gateway/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
-    "tests/stages/schedule/test_liveness.py::test_preempting_many_rows_is_cheap",
+    "tests/stages/gateway/admission/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
+    "tests/stages/schedule/recovery/test_liveness.py::test_preempting_many_rows_is_cheap",
     # A thousand connections and their latency.
-    "tests/stages/gateway/http/test_slow_clients.py::test_slow_clients_do_not_delay_others",
+    "tests/stages/gateway/http/uploads/test_slow_clients.py::test_slow_clients_do_not_delay_others",
     # Maximum load, under which the probes must be answered in time.
     "tests/tools/test_soak.py::test_a_short_soak",
     # The contents of a system folder, before and after.
@@ -63,19 +63,19 @@ ALONE = (
 SERVERS = (
     # Real servers of five processes each, which mostly wait for each other.
     "tests/e2e/",
-    "tests/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
+    "tests/house/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
 )
 """The same for tests that need so much that at most three of them run at once, and nothing beside them. Tests in ALONE
 are excluded. All other tests run beside each other."""
 
 LONGEST = (
-    "tests/e2e/test_deploy.py",
+    "tests/e2e/hosts/test_deploy.py",
     "tests/stages/execute/models/test_smollm2.py",
-    "tests/tools/test_compare_peers.py",
-    "tests/e2e/http/test_fuzz.py",
-    "tests/e2e/test_life_and_death.py",
-    "tests/e2e/test_recovery.py",
-    "tests/e2e/test_scaling.py",
+    "tests/tools/compare/test_compare_peers.py",
+    "tests/e2e/http/attacks/test_fuzz.py",
+    "tests/e2e/recovery/test_life_and_death.py",
+    "tests/e2e/recovery/test_recovery.py",
+    "tests/e2e/recovery/test_scaling.py",
 )
 """These run first: at the end, one process would run each of them while the others are idle."""
 

@@ -115,7 +115,7 @@ FOLDERS = ("config", "docs", "kernels", "pipeline", "shm", "stages", "tests", "t
 TEXT_SUFFIXES = (".md", ".toml", ".h", ".cpp", ".mjs")
 """Files that are checked as a whole; of Python files the comments and strings are checked."""
 SKIPPED = ("tests/data", "tools/node_client/node_modules")
-EXEMPT = ("tools/check_words.py", "tests/tools/test_check_words.py")
+EXEMPT = ("tools/check_words.py", "tests/tools/checks/test_check_words.py")
 """Files that name the banned words."""
 
 

@@ -12,7 +12,7 @@ from pipeline.cli.profile.report import as_tables
 from pipeline.cli.profile.results import ProfilePlan
 from pipeline.cli.stacked import StackedTable
 from pipeline.config.load import load
-from tests.cli.test_profile_command import measured
+from tests.cli.profile.test_profile_command import measured
 
 
 def lines_of(tables: list[Table | str] | list[Table], width: int) -> list[str]:

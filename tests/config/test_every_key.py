@@ -15,24 +15,26 @@ GATEWAY = "tests/stages/gateway/test_settings.py"
 CAPPED = f"{GATEWAY}::test_limits_on_request_fields_are_enforced"
 INGEST = "tests/stages/ingest/test_settings.py"
 SCHEDULE = "tests/stages/schedule/test_settings.py"
-SERVER = "tests/e2e/test_settings.py"
-AUTH = "tests/e2e/http/test_auth.py"
-ACCESS_LOG = "tests/stages/gateway/http/test_access_log.py"
-LIFE = "tests/e2e/test_life_and_death.py"
-REPLICAS = "tests/e2e/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each"
+SERVER = "tests/e2e/start/test_settings.py"
+AUTH = "tests/e2e/http/access/test_auth.py"
+ACCESS_LOG = "tests/stages/gateway/http/access/test_access_log.py"
+LIFE = "tests/e2e/recovery/test_life_and_death.py"
+REPLICAS = "tests/e2e/hosts/test_replicas.py::test_replicas_return_the_same_texts_as_one_of_each"
 JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_have_the_request_id"
 STREAMS = "tests/stages/gateway/http/test_streams.py"
-CORS = "tests/stages/gateway/http/test_cors.py"
+CORS = "tests/stages/gateway/http/access/test_cors.py"
 RESPONSES = "tests/stages/gateway/apis/responses/test_handlers.py"
 RUNNER = "tests/stages/execute/test_runner.py"
 SPECULATION = "tests/stages/execute/drafts/test_speculation.py"
-LORA = "tests/e2e/test_lora.py"
+LORA = "tests/e2e/models/test_lora.py"
 BACKEND = "tests/stages/execute/cpu/test_backend.py"
-RANKS = "tests/e2e/test_ranks.py"
+RANKS = "tests/e2e/hosts/test_ranks.py"
 CUDA_RANKS = "tests/stages/execute/cuda/test_ranks.py"
 
 EFFECTS = {
-    "model": "tests/e2e/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers",
+    "model": (
+        "tests/e2e/models/test_hub_model.py::test_a_hub_id_is_served_under_its_name_with_the_output_of_transformers"
+    ),
     "served_model_name": f"{GATEWAY}::test_served_model_name_is_the_model_of_requests",
     "max_model_len": f"{RUNNER}::test_the_longest_sequence_is_the_smallest_of_the_limits",
     "quantization": (
@@ -41,10 +43,12 @@ EFFECTS = {
     "generation_config": (
         "tests/stages/gateway/test_sampling_defaults.py::test_generation_config_turns_the_defaults_off"
     ),
-    "hf_overrides": "tests/stages/prepare/test_forms.py::test_keys_of_the_config_may_be_overridden",
-    "chat_template": ("tests/stages/prepare/test_chat_templates.py::test_a_given_template_replaces_those_of_the_model"),
-    "cache_dir": "tests/stages/prepare/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
-    "keys": "tests/stages/gateway/http/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
+    "hf_overrides": "tests/stages/prepare/sources/test_forms.py::test_keys_of_the_config_may_be_overridden",
+    "chat_template": (
+        "tests/stages/prepare/tokenizers/test_chat_templates.py::test_a_given_template_replaces_those_of_the_model"
+    ),
+    "cache_dir": "tests/stages/prepare/cache/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
+    "keys": "tests/stages/gateway/http/access/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
     "access_log.file": f"{ACCESS_LOG}::test_a_line_has_who_what_tokens_and_times",
@@ -54,16 +58,17 @@ EFFECTS = {
     "gateway.replicas": REPLICAS,
     "gateway.host": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
     "gateway.port": f"{LIFE}::test_a_port_in_use_is_reported_before_anything_starts",
-    "gateway.zmq": "tests/stages/gateway/http/test_guard.py::test_zmq_over_tcp_requires_a_key",
+    "gateway.zmq": "tests/stages/gateway/http/access/test_guard.py::test_zmq_over_tcp_requires_a_key",
     "gateway.max_open_sequences": (f"{GATEWAY}::test_a_request_above_max_open_sequences_is_a_client_error"),
     "gateway.max_open_tokens": (
-        "tests/stages/gateway/test_admission.py::TestGateway::test_the_prompts_real_length_replaces_the_estimate"
+        "tests/stages/gateway/admission/test_admission.py::"
+        "TestGateway::test_the_prompts_real_length_replaces_the_estimate"
     ),
     "gateway.max_open_bytes": (
-        "tests/stages/gateway/test_preemption.py::test_new_requests_get_503_while_the_limit_is_reached"
+        "tests/stages/gateway/admission/test_preemption.py::test_new_requests_get_503_while_the_limit_is_reached"
     ),
     "gateway.request_timeout_s": (
-        "tests/stages/gateway/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
+        "tests/stages/gateway/admission/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
     ),
     "gateway.max_body_bytes": (
         "tests/stages/gateway/http/test_app.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
@@ -72,29 +77,37 @@ EFFECTS = {
     "gateway.max_stored_response_bytes": f"{RESPONSES}::test_max_stored_response_bytes_bounds_the_store",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
     "gateway.late_stage_timeout_s": (
-        "tests/stages/gateway/test_late_stages.py::"
+        "tests/stages/gateway/recovery/test_late_stages.py::"
         "test_requests_wait_for_a_stage_that_is_late_for_less_than_late_stage_timeout_s"
     ),
     "gateway.sse_keep_alive_s": (
-        "tests/stages/gateway/http/test_keep_alive.py::test_sse_keep_alive_s_of_0_writes_nothing"
+        "tests/stages/gateway/http/uploads/test_keep_alive.py::test_sse_keep_alive_s_of_0_writes_nothing"
     ),
     "gateway.per_request_metrics": (
         "tests/stages/gateway/replies/test_vllm_fields.py::TestMetrics::test_the_times_of_a_request_are_in_its_reply"
     ),
     "gateway.api_keys_file": f"{AUTH}::test_openai_s_client_is_accepted_only_with_a_key",
     "gateway.allow_unauthenticated": f"{AUTH}::test_it_listens_beyond_this_machine_with_keys_or_allow_unauthenticated",
-    "gateway.allowed_hosts": ("tests/stages/gateway/http/test_origins.py::TestHosts::test_a_listed_host_is_allowed"),
+    "gateway.allowed_hosts": (
+        "tests/stages/gateway/http/access/test_origins.py::TestHosts::test_a_listed_host_is_allowed"
+    ),
     "gateway.allowed_origins": (
-        "tests/stages/gateway/http/test_origins.py::TestOrigins::test_a_listed_origin_is_allowed"
+        "tests/stages/gateway/http/access/test_origins.py::TestOrigins::test_a_listed_origin_is_allowed"
     ),
     "gateway.allowed_methods": f"{CORS}::test_allowed_methods_and_allowed_headers_limit_preflights",
     "gateway.allowed_headers": f"{CORS}::test_allowed_methods_and_allowed_headers_limit_preflights",
     "gateway.allow_credentials": (
         f"{CORS}::test_allow_credentials_names_the_origin_since_browsers_do_not_accept_the_wildcard"
     ),
-    "gateway.ssl_certfile": "tests/stages/gateway/http/test_tls.py::test_whole_replies_and_streams_arrive_over_tls",
-    "gateway.ssl_keyfile": "tests/stages/gateway/http/test_tls.py::test_whole_replies_and_streams_arrive_over_tls",
-    "gateway.ssl_ca_certs": "tests/stages/gateway/http/test_tls.py::test_ssl_ca_certs_requires_a_client_certificate",
+    "gateway.ssl_certfile": (
+        "tests/stages/gateway/http/access/test_tls.py::test_whole_replies_and_streams_arrive_over_tls"
+    ),
+    "gateway.ssl_keyfile": (
+        "tests/stages/gateway/http/access/test_tls.py::test_whole_replies_and_streams_arrive_over_tls"
+    ),
+    "gateway.ssl_ca_certs": (
+        "tests/stages/gateway/http/access/test_tls.py::test_ssl_ca_certs_requires_a_client_certificate"
+    ),
     "gateway.share_prefix_cache": (
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
@@ -110,11 +123,11 @@ EFFECTS = {
     "speculative.prompt_lookup_max": f"{SPECULATION}::test_settings_choose_the_proposer",
     "speculative.adaptive": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
     "lora.adapters": f"{LORA}::test_adapters_of_the_settings_are_served_by_name",
-    "lora.runtime_loading": "tests/stages/gateway/test_adapters.py::test_loading_needs_the_setting",
+    "lora.runtime_loading": "tests/stages/gateway/adapters/test_adapters.py::test_loading_needs_the_setting",
     "lora.max_loras": f"{SCHEDULE}::test_every_limit_comes_from_the_settings",
     "lora.max_lora_rank": "tests/lora/test_convert.py::test_the_rank_is_limited",
-    "lora.max_adapter_bytes": "tests/stages/gateway/test_hostile_adapters.py::test_large_files_are_refused",
-    "lora.allowed_folders": "tests/stages/gateway/test_hostile_adapters.py::test_only_allowed_folders",
+    "lora.max_adapter_bytes": "tests/stages/gateway/adapters/test_hostile_adapters.py::test_large_files_are_refused",
+    "lora.allowed_folders": "tests/stages/gateway/adapters/test_hostile_adapters.py::test_only_allowed_folders",
     "lora.max_cpu_loras": "tests/stages/execute/adapters/test_lora.py::test_more_adapters_than_slots_take_turns",
     "schedule.max_num_seqs": f"{SCHEDULE}::test_max_num_seqs_limits_running_sequences",
     "schedule.max_num_batched_tokens": f"{SCHEDULE}::test_max_num_batched_tokens_limits_a_step",
@@ -151,7 +164,7 @@ EFFECTS = {
         "tests/stages/execute/cuda/test_settings.py::test_early_launch_reaches_the_model"
     ),
     "execute.gpu_memory_utilization": (
-        "tests/stages/execute/cuda/test_kv.py::test_the_fraction_limits_all_memory_of_this_process"
+        "tests/stages/execute/cuda/models/test_kv.py::test_the_fraction_limits_all_memory_of_this_process"
     ),
     "execute.swap_bytes": "tests/supervisor/test_supervisor.py::test_swap_space_belongs_to_the_executor_and_is_freed",
     "execute.tensor_parallel": f"{RANKS}::test_two_ranks_return_what_one_process_returns",
@@ -162,11 +175,11 @@ EFFECTS = {
         "tests/stages/execute/ranks/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"
     ),
     "execute.cores": "tests/stages/execute/cpu/test_cores.py::test_each_rank_runs_on_its_cores",
-    "execute.launcher": "tests/e2e/test_hosts.py::test_a_remote_executor_is_listed_with_its_host",
-    "ray.address": "tests/e2e/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have",
+    "execute.launcher": "tests/e2e/hosts/test_hosts.py::test_a_remote_executor_is_listed_with_its_host",
+    "ray.address": "tests/e2e/hosts/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have",
     "ray.bundle_cpus": "tests/hosts/test_placement.py::test_ranks_need_a_gpu_each_or_a_cpu_each",
     "ray.placement_timeout_s": (
-        "tests/e2e/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have"
+        "tests/e2e/hosts/test_ray.py::test_an_executor_that_fits_nowhere_is_refused_by_what_the_nodes_have"
     ),
     "transport.host": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
     "transport.ports": "tests/hosts/test_hosts.py::test_processes_of_this_host_listen_where_the_settings_say",
@@ -178,7 +191,7 @@ EFFECTS = {
     "detokenize.replicas": REPLICAS,
     "supervisor.start_timeout_s": f"{SERVER}::test_start_timeout_s_limits_the_start",
     "supervisor.prepare_timeout_s": (
-        "tests/stages/prepare/test_wheel.py::test_fetching_has_a_deadline_and_leaves_no_process"
+        "tests/stages/prepare/sources/test_wheel.py::test_fetching_has_a_deadline_and_leaves_no_process"
     ),
     "supervisor.drain_timeout_s": f"{LIFE}::test_streams_that_outlast_the_drain_end_with_a_clear_error",
     "supervisor.stop_timeout_s": f"{SERVER}::test_stop_timeout_s_limits_the_stop_of_a_stage_that_hangs",
@@ -214,7 +227,8 @@ EFFECTS = {
     "limits.max_prompt_logprobs": f"{GATEWAY}::test_max_prompt_logprobs_bounds_one_reply",
     "chat.tool_call_parser": f"{GATEWAY}::test_tool_call_parser_selects_the_format_of_calls",
     "chat.allow_special_tokens_in_content": (
-        "tests/stages/ingest/prompts/test_content_specials.py::test_allow_special_tokens_in_content_encodes_them_as_such"
+        "tests/stages/ingest/prompts/test_content_specials.py::"
+        "test_allow_special_tokens_in_content_encodes_them_as_such"
     ),
     "chat.reasoning_parser": "tests/stages/gateway/replies/test_chat.py::test_reasoning_is_returned_beside_the_content",
 }

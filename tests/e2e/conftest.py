@@ -11,8 +11,8 @@ from pipeline import LLM
 from tests.compiled import link_kernels
 
 collect_ignore = [
-    *([] if os.environ.get("PIPELINE_ALL_KILLS") else ["test_upgrade.py"]),
-    *([] if os.environ.get("PIPELINE_ALL_REPLICAS") else ["test_deploy_long.py"]),
+    *([] if os.environ.get("PIPELINE_ALL_KILLS") else ["recovery/test_upgrade.py"]),
+    *([] if os.environ.get("PIPELINE_ALL_REPLICAS") else ["hosts/test_deploy_long.py"]),
 ]
 
 SMALL = {"kv_cache_bytes": "16MiB", "num_threads": 1}

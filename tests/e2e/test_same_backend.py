@@ -121,7 +121,7 @@ def test_a_stream_ends_with_an_error_if_the_same_back_end_can_not_be_had(tiny_mo
 
 
 def test_a_reload_does_not_change_the_back_end(tiny_model: Path, tmp_path: Path) -> None:
-    from tests.e2e.test_recovery import reload
+    from tests.e2e.recovery.test_recovery import reload
 
     with serving(tiny_model, tmp_path) as (server, _):
         for setting in ("execute.kernels=torch", "execute.activations=int8"):

@@ -1,4 +1,4 @@
-"""The environment of our own Ray cluster. tests/e2e/test_deploy.py looks at a real one."""
+"""The environment of our own Ray cluster. tests/e2e/hosts/test_deploy.py looks at a real one."""
 
 import os
 import subprocess

@@ -24,7 +24,7 @@ from pipeline.http_server.rules import ListenerRules
 from pipeline.runtime.security.api_keys import SERVER_VARIABLE, Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.http.test_guard import locked
+from tests.stages.gateway.http.access.test_guard import locked
 
 KEY = "sk-the-key-of-the-matrix"
 ALLOWED_ORIGIN = "https://allowed.example.com"

@@ -1,4 +1,4 @@
-"""Write the token ids that tests/stages/prepare/test_gguf_tokenizers.py compares with, or check real vocabularies.
+"""Write the token ids that tests/stages/prepare/gguf/test_gguf_tokenizers.py compares with, or check real vocabularies.
 
     python -m tools.tokenizer_vectors --write tests/data/gguf_tokenizers.json
     python -m tools.tokenizer_vectors --check

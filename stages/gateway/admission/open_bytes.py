@@ -5,8 +5,8 @@
     schedule     ids of prompt and output, their prefix keys, token outputs
     detokenize   the options, and text that is held back
 
-The sum is an upper bound; tests/stages/gateway/test_open_bytes.py compares it with what the processes' own structs
-take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas.
+The sum is an upper bound; tests/stages/gateway/admission/test_open_bytes.py compares it with what the processes' own
+structs take. It has no part for what is fixed by settings, such as the rows of schedule and execute, and arenas.
 
 A prompt is bounded before it is read in, and output as it grows; `most_bytes` is the largest size that a request can
 reach, as far as its fields bound it.

@@ -19,7 +19,7 @@ from tests.e2e.conftest import tiny
 from tests.e2e.server import Server
 from tests.e2e.zmq_streams import PATIENCE_S, Clients, Once, connected
 from tests.guardian import guard
-from tests.stages.gateway.http.test_guard import free_port
+from tests.stages.gateway.http.access.test_guard import free_port
 
 KEY = "key-of-this-server"
 

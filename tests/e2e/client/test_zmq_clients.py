@@ -17,7 +17,7 @@ from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.inputs.sampling_params import SamplingParams
 from tests.e2e.server import Server
-from tests.stages.gateway.http.test_guard import free_port
+from tests.stages.gateway.http.access.test_guard import free_port
 
 MODEL = "SmolLM2-135M-Instruct"
 PATIENCE_S = 120.0

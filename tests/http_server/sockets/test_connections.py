@@ -13,7 +13,7 @@ from pipeline.http_server.sockets.connections import HttpConnections, limit_of
 from pipeline.http_server.sockets.descriptors import SPARE
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import CHAT, Gate
-from tests.stages.gateway.http.test_uploads import is_readable
+from tests.stages.gateway.http.uploads.test_uploads import is_readable
 
 
 class Fake:

@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.kernels.triton import test_attention, test_attention_decode
+    from tests.kernels.triton.attention import test_attention, test_attention_decode
 
     num = int(sys.argv[1])
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0

@@ -8,7 +8,7 @@ from tests.stages.execute import checkpoints
 from tools.models.fetch_test_models import FOLDER, MODELS
 
 # Models of 1.1 GB and 250 MB, which `python -m tools.models.fetch_test_models` downloads.
-NEEDED = {"test_k_quant_models.py": "qwen-1.5b", "test_gemma.py": "gemma-270m"}
+NEEDED = {"models/test_k_quant_models.py": "qwen-1.5b", "models/test_gemma.py": "gemma-270m"}
 collect_ignore = [test for test, model in NEEDED.items() if not (FOLDER / MODELS[model].file).is_file()]
 
 

@@ -15,7 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.security.api_keys import Keys, scoped_salt
 from tests.stages.gateway.admin.test_abort_requests import counts, play_abort
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
-from tests.stages.gateway.http.test_guard import KEY, SECOND, free_port, locked
+from tests.stages.gateway.http.access.test_guard import KEY, SECOND, free_port, locked
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.replays import entries, replays_alike
 from tests.zmq_requests import generate

@@ -32,7 +32,7 @@ from pipeline.stages.execute.cuda.runner import CudaRunner
 from tests.kernels.triton.pretending import pretend, pretend_h100
 from tests.lora.random_adapters import write_adapter
 from tests.stages.execute import checkpoints, tiny_architectures
-from tests.stages.execute.cuda.test_eagle import settings_of as eagle_settings
+from tests.stages.execute.cuda.drafts.test_eagle import settings_of as eagle_settings
 from tests.stages.execute.drafts import test_eagle, test_eagle3
 from tests.stages.execute.driver import take
 from tests.stages.execute.native_driver import write

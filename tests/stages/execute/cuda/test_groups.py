@@ -17,7 +17,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import EMPTY, MAX_GROUPS
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cuda.conftest import on_cpu, on_device
-from tests.stages.execute.cuda.test_scheduled import CudaBench, next_id, outputs
+from tests.stages.execute.cuda.loop.test_scheduled import CudaBench, next_id, outputs
 from tests.stages.execute.pair import Pair, Request
 
 WINDOW = 21

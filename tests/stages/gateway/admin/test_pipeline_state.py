@@ -11,7 +11,7 @@ from pipeline.metrics import stats as s
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin import handlers, pipeline_state
 from tests.stages.gateway.gate import CHAT, Gate
-from tests.stages.gateway.http.test_guard import KEY, SECOND, locked
+from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import until
 
 

@@ -18,7 +18,7 @@ from pipeline.stages.gateway.apidocs.schemas import Schemas
 from pipeline.stages.gateway.apis.openai import reply as responses
 from pipeline.stages.gateway.http.routes import ROUTES
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.http.test_guard import RIGHT, locked
+from tests.stages.gateway.http.access.test_guard import RIGHT, locked
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

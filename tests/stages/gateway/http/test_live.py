@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.stages.gateway import readiness
 from tests.stages.gateway.gate import Gate
-from tests.stages.gateway.http.test_guard import locked
-from tests.stages.gateway.test_late_stages import make_late
+from tests.stages.gateway.http.access.test_guard import locked
+from tests.stages.gateway.recovery.test_late_stages import make_late
 
 
 def test_a_server_that_starts_lives(tmp_path: Path) -> None:

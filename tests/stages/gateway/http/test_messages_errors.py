@@ -9,7 +9,7 @@ import pytest
 from pipeline.http_server.apis.anthropic import type_of
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import MODEL, Gate
-from tests.stages.gateway.http.test_guard import KEY, SECOND, locked, raw
+from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked, raw
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}

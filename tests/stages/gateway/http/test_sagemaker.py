@@ -13,7 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admin import handlers
 from pipeline.stages.gateway.admin.server_info import server_info
 from tests.stages.gateway.gate import CHAT, COMPLETION, FACTS, MODEL, Gate
-from tests.stages.gateway.http.test_guard import RIGHT, locked
+from tests.stages.gateway.http.access.test_guard import RIGHT, locked
 
 
 def test_ping_shows_whether_requests_are_taken(tmp_path: Path) -> None:

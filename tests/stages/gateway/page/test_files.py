@@ -10,7 +10,7 @@ from pipeline.http_server.access.guard import PAGE_PREFIX
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.page import files
 from tests.stages.gateway.gate import CHAT, Gate
-from tests.stages.gateway.http.test_guard import RIGHT, assert_refused, locked
+from tests.stages.gateway.http.access.test_guard import RIGHT, assert_refused, locked
 
 NAMES = {path.removeprefix(PAGE_PREFIX) for path in files.paths()}
 SOURCES = {path: path.read_text("utf-8") for path in files.paths().values()}

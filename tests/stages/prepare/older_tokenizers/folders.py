@@ -17,7 +17,7 @@ import msgspec
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.stages.prepare import checkpoints
-from tests.stages.prepare.test_tokenizer_classes import NAMES, SPECIAL, built, check, named
+from tests.stages.prepare.tokenizers.test_tokenizer_classes import NAMES, SPECIAL, built, check, named
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 

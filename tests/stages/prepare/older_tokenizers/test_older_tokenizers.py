@@ -14,8 +14,8 @@ from pipeline.stages.prepare.sources import tokenizer_json
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.e2e.client.packages import python_with
 from tests.stages.prepare.older_tokenizers.folders import ADDS, NAMES, Folder, bpe, tekken, tiktoken
-from tests.stages.prepare.test_special_tokens import prepared
-from tests.stages.prepare.test_tokenizer_classes import check
+from tests.stages.prepare.tokenizers.test_special_tokens import prepared
+from tests.stages.prepare.tokenizers.test_tokenizer_classes import check
 
 CHATML = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"}
 FOLDERS = {

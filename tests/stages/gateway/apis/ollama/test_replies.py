@@ -14,7 +14,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
-from tests.stages.gateway.http.test_guard import KEY, locked
+from tests.stages.gateway.http.access.test_guard import KEY, locked
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("find", "now")]

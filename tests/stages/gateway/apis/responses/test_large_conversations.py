@@ -27,11 +27,11 @@ from pipeline.stages.gateway.apis.responses.items import (
 )
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, response_bytes, sized
 from pipeline.stages.gateway.apis.responses.types import MAX_PAGE_BYTES
+from tests.stages.gateway.admission.test_open_bytes import FEW_FACTORS, deep_bytes
+from tests.stages.gateway.admission.test_preemption import load, until
 from tests.stages.gateway.apis.responses.test_handlers import BODY, PATH, reply
 from tests.stages.gateway.apis.responses.test_store import stored
 from tests.stages.gateway.gate import COMPLETION, Gate
-from tests.stages.gateway.test_open_bytes import FEW_FACTORS, deep_bytes
-from tests.stages.gateway.test_preemption import load, until
 
 MAX_OPEN_BYTES = 8 * 1024**2
 ITEM_BYTES = 600_000
