@@ -31,8 +31,9 @@ import hypothesis
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
-from tests import long_tests, pairwise, pythons
+from tests import long_tests, pairwise
 from tests.e2e.server import Server
+from tests.house import pythons
 
 # An example may take long if another process has the core.
 hypothesis.settings.register_profile("without deadline", deadline=None)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from tests.accepted import all_accepted
+from tests.http_server.accepted import all_accepted
 
 PATIENCE_S = 30.0
 TEMPLATE_TOKENS = 20

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.version import VERSION
-from tests import pythons
 from tests.guardian import guard
+from tests.house import pythons
 from tests.house.test_packaging import LINKED, PATIENCE_S, ROOT, project, run, wheel
 from tools.check_imports import imports_of
 

@@ -23,8 +23,8 @@ from pipeline.deploy.health_checks import FixedReplicas
 from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.stages.gateway.http.routes import ROUTES
 from pipeline.stages.gateway.page import files
-from tests.accepted import all_accepted
 from tests.e2e.server import Server
+from tests.http_server.accepted import all_accepted
 from tools.fuzzing.replies import FramingError, Reply, ReplyReader
 
 ALL = bool(os.environ.get("PIPELINE_ALL_CASES"))

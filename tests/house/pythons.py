@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 READY = "PIPELINE_TEST_PYTHONS"
 """Colon-separated interpreters of environments with the package's dependencies: the server is tested with each of
 them, besides the interpreter of the tests."""
