@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.compiled import link_kernels
+from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, assert_same, kill, pids, post
+from tests.e2e.recovery.test_swap import counted
 from tests.e2e.recovery_streams import STORY, Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_recovery import RESTARTED, assert_restarted, assert_same, kill, pids, post
-from tests.e2e.test_swap import counted
 from tests.stages.execute.recurrent_models import VARIANTS, make
 from tests.stages.prepare.checkpoints import save_folder
 
