@@ -1,5 +1,7 @@
 """Resuming a sequence whose first ids the client has: the text continues, also inside characters and stop strings."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from hypothesis import example, given, settings
@@ -117,3 +119,58 @@ def test_long_resumed_sequences_are_decoded_in_turns_beside_the_others() -> None
     assert sorted(abort.request_id for abort in aborts) == [1005, 1006]
     deltas = processor.deltas(0)
     assert (deltas.texts, deltas.num_ids, deltas.text_offsets) == ([""] * 2, [1] * 2, [len(long) - 1] * 2)
+
+
+def details_while_resuming(part_ids: int) -> dict[int, tuple[Any, ...]]:
+    """By request id: what the gateway gets of two sequences that get an id each and fail then, one of which has ids to
+    decode first."""
+    options, known = m.GenerationOptions(num_logprobs=0, num_prompt_logprobs=0), ids_of("abcdef")
+    width = opening(4, options).token_output_bytes
+    outputs = [bytes([number]) * width for number in range(4)]
+    processor = OutputProcessor(VOCABULARY, part_ids=part_ids)
+    processor.open(opening(4, options))
+    processor.open(opening(5, options), known)
+    if part_ids < len(known):
+        assert processor.is_resuming
+    prompts = [bytes([7]) * width, bytes([8]) * width]
+    nothing = m.Settled(b"", b"", b"", b"", b"", prompt_seqs=[4, 5], prompt_starts=[0, 0], prompt_logprobs=prompts)
+    processor.add_prompt_logprobs(nothing)
+    processor.settle(
+        [4, 5],
+        [0, len(known)],
+        [1, 1],
+        ids_of("xy"),
+        [m.Finish.NONE] * 2,
+        firsts=[m.FirstTimes(0, 1.0, 2.0, 3.0, 4), m.FirstTimes(1, 5.0, 6.0, 7.0, 8)],
+        token_outputs=b"".join(outputs[:2]),
+        drafts=[m.DraftCounts(0, 1, 2), m.DraftCounts(1, 3, 4)],
+    )
+    processor.settle(
+        [4, 5],
+        [1, len(known) + 1],
+        [1, 1],
+        ids_of("zz"),
+        [m.Finish.ERROR] * 2,
+        token_outputs=b"".join(outputs[2:]),
+        errors=["first", "second"],
+    )
+    while processor.is_resuming:
+        processor.resume()
+    deltas = processor.deltas(0)
+    found: dict[int, tuple[Any, ...]] = {}
+    for index, request_id in enumerate(deltas.request_ids):
+        counts = [msgspec.structs.replace(one, index=0) for one in deltas.drafts if one.index == index]
+        times = [msgspec.structs.replace(one, index=0) for one in deltas.firsts if one.index == index]
+        found[request_id] = (
+            *(deltas.texts[index], deltas.num_ids[index], deltas.finishes[index], deltas.token_outputs[index]),
+            *(deltas.errors[index], deltas.prompt_logprobs[deltas.prompt_indices.index(index)], counts, times),
+        )
+    return found
+
+
+def test_what_comes_while_a_sequence_resumes_is_handled_completely_then() -> None:
+    found = details_while_resuming(part_ids=2)
+    assert found == details_while_resuming(part_ids=PART_IDS)
+    *_, error, prompt, counts, times = found[1005]
+    assert (error, len(prompt) > 0) == ("second", True)
+    assert (counts, times) == ([m.DraftCounts(0, 3, 4)], [m.FirstTimes(0, 5.0, 6.0, 7.0, 8)])
