@@ -47,7 +47,7 @@ ALONE = (
     "tests/e2e/recovery/test_life_and_death.py::test_when_the_supervisor_is_killed",
     # It measures servers, and needs that requests end in each measurement.
     "tests/e2e/test_compare_peers.py",
-    "tests/e2e/start/test_start.py",
+    "tests/e2e/start/test_start.py::test_a_warm_start_takes_seconds",
     "tests/e2e/test_observability.py::test_scraping_ten_times_a_second_costs_little",
     "tests/e2e/test_observability.py::test_a_stage_that_hangs_is_late",
     "tests/stages/gateway/admission/test_admission.py::TestGateway::test_rejections_are_sent_at_once",
@@ -66,7 +66,7 @@ SERVERS = (
     "tests/e2e/",
     "tests/house/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
 )
-"""The same for tests that need so much that at most three of them run at once, and nothing beside them. Tests in ALONE
+"""The same for tests that need so much that at most four of them run at once, and nothing beside them. Tests in ALONE
 are excluded. All other tests run beside each other."""
 
 LONGEST = (
