@@ -21,6 +21,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.open_requests.timings import json_of
+from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 from pipeline.stages.gateway.zmq.errors import on_the_wire
 
 STALL_S = 60.0
@@ -57,6 +58,10 @@ class ZmqStream:
         """Sequences whose end has not been sent. With best_of, none until all have finished."""
         self._num_sent_prompt_logprobs = 0
         """Prompt logprobs that have been sent."""
+        self._num_in_delta: list[tuple[UnsentOutput, int | None]] = []
+        """Sequences in the last delta that was made, with the number of their ids that it has; None: all."""
+        self._num_prompt_in_delta = 0
+        """Prompt logprobs in it."""
         self._is_choosing = request.parsed.is_best_of
         if not self._is_choosing and request.parsed.embedding is None:
             self._take(request.sequences)
@@ -67,10 +72,9 @@ class ZmqStream:
 
     def _take(self, sequences: list[SequenceOutput]) -> None:
         """Send these sequences."""
-        has_token_outputs = self.request.parsed.details.num_top is not None
-        self._unfinished = [
-            UnsentOutput(index, sequence, has_token_outputs) for index, sequence in enumerate(sequences)
-        ]
+        parsed = self.request.parsed
+        num_top = None if parsed.details.num_top is None else parsed.options.num_logprobs
+        self._unfinished = [UnsentOutput(index, sequence, num_top) for index, sequence in enumerate(sequences)]
 
     def _choose(self) -> None:
         """With best_of: choose the best sequences, unless that was done before."""
@@ -112,6 +116,10 @@ class ZmqStream:
             await self._write(channel)
             if self._is_aborted:
                 self._choose()
+                while sum(one.num_entries for one in self._unfinished) > MAX_ENTRIES_AT_ONCE:
+                    await self._send(channel, self._next)
+                    self._sent()
+                    await asyncio.sleep(0)
                 if request.parsed.embedding is None:
                     await self._send(channel, self._last)
             await self._send(channel, self._finished)
@@ -147,21 +155,42 @@ class ZmqStream:
                 if request.is_finished and not self._is_due:
                     return
                 await self._change(is_due=self._is_due)
+            elif self._is_due:
+                await asyncio.sleep(0)  # many log probabilities take several turns of the loop
 
     def _send_due(self, channel: ClientChannel) -> bool:
-        """Send all output that is due in one delta. Returns whether a delta was sent."""
+        """Send the output that is due in one delta, as far as it has no more than MAX_ENTRIES_AT_ONCE log
+        probabilities. Returns whether a delta was sent."""
         if not self._is_due or not self._num_credits or channel.is_full:
             return False
-        due = [one for one in self._unfinished if one.is_due]
-        if not channel.send(self._delta([one.output() for one in due])):
+        if not channel.send(self._next()):
             return False
-        for one in due:
-            one.sent()
-        self._num_sent_prompt_logprobs = self._num_known_prompt_logprobs
-        self._unfinished = [one for one in self._unfinished if not one.is_over]
+        self._sent()
         self._num_credits -= 1
         self._stalled_s = None
         return True
+
+    def _next(self) -> p.Delta:
+        """The next delta."""
+        found: list[tuple[UnsentOutput, int | None]] = []
+        num_left = MAX_ENTRIES_AT_ONCE
+        for one in self._unfinished:
+            if not one.is_due:
+                continue
+            if one.num_entries > num_left:
+                found = found or [(one, max(1, num_left // one.num_each))]
+                break
+            num_left -= one.num_entries
+            found.append((one, None))
+        self._num_in_delta = found
+        return self._delta([one.output(num_ids) for one, num_ids in found])
+
+    def _sent(self) -> None:
+        """The result of `_next` was sent."""
+        for one, num_ids in self._num_in_delta:
+            one.sent(num_ids)
+        self._num_sent_prompt_logprobs += self._num_prompt_in_delta
+        self._unfinished = [one for one in self._unfinished if not one.is_over]
 
     async def _change(self, *, is_due: bool) -> None:
         """Wait for a change; `is_due`: output waits. Raises ApiError if the request fails, or if the client takes
@@ -195,12 +224,15 @@ class ZmqStream:
         return 0 if self.request.parsed.details.prompt_num_top is None else prompt_request.num_known_prompt_logprobs
 
     def _delta(self, outputs: list[p.Output]) -> p.Delta:
-        """A delta of these outputs and the new prompt logprobs."""
-        begin, end = self._num_sent_prompt_logprobs, self._num_known_prompt_logprobs
-        if begin == end:
+        """A delta of these outputs and new prompt logprobs, MAX_ENTRIES_AT_ONCE at most."""
+        begin = self._num_sent_prompt_logprobs
+        self._num_prompt_in_delta = self._num_known_prompt_logprobs - begin
+        if not self._num_prompt_in_delta:
             return p.Delta(self.request_id, outputs)
         (prompt_request,) = self.request.prompt_requests
         num_top = prompt_request.submit.options.num_prompt_logprobs
+        end = begin + min(self._num_prompt_in_delta, max(1, MAX_ENTRIES_AT_ONCE // (1 + num_top)))
+        self._num_prompt_in_delta = end - begin
         width = logprob_bytes(num_top)
         token_outputs = bytes(prompt_request.prompt_logprobs[begin * width : end * width])
         pieces = prompt_request.prompt_pieces[begin * num_top : end * num_top]
@@ -208,7 +240,7 @@ class ZmqStream:
 
     def _last(self) -> p.Delta:
         """All unsent output of a request that the client has aborted."""
-        return self._delta([one.output(is_last=True) for one in self._unfinished])
+        return self._delta([one.output(None, is_last=True) for one in self._unfinished])
 
     def _accepted(self) -> p.Accepted:
         (prompt_request,) = self.request.prompt_requests
@@ -236,17 +268,28 @@ class ZmqStream:
 class UnsentOutput:
     """Output of one sequence that was not sent to the client yet."""
 
-    __slots__ = ("_has_token_outputs", "_index", "_num_ids", "_sequence", "is_over")
+    __slots__ = ("_index", "_num_ids", "_num_top", "_sequence", "is_over")
 
-    def __init__(self, index: int, sequence: SequenceOutput, has_token_outputs: bool) -> None:
-        """With `has_token_outputs` deltas include the token outputs, and the sequence keeps the unsent ones."""
+    def __init__(self, index: int, sequence: SequenceOutput, num_top: int | None) -> None:
+        """With `num_top`, deltas include log probabilities with this many top ids, and the sequence keeps the unsent
+        ones."""
         self._index = index
         self._sequence = sequence
-        self._has_token_outputs = has_token_outputs
+        self._num_top = num_top
         self._num_ids = sequence.num_received
         """Output ids that were sent."""
         self.is_over = False
         """Its end has been sent."""
+
+    @property
+    def num_each(self) -> int:
+        """Log probabilities of one id."""
+        return 0 if self._num_top is None else 1 + self._num_top
+
+    @property
+    def num_entries(self) -> int:
+        """Log probabilities that were not sent."""
+        return self.num_each * (self._sequence.num_ids - self._num_ids)
 
     @property
     def is_due(self) -> bool:
@@ -257,26 +300,41 @@ class UnsentOutput:
             or (sequence.finish in FINISH_REASONS and not self.is_over)
         )
 
-    def output(self, *, is_last: bool = False) -> p.Output:
-        """All unsent output. With `is_last`, an unfinished sequence gets finish_reason `abort`."""
-        sequence = self._sequence
+    def output(self, num_ids: int | None, *, is_last: bool = False) -> p.Output:
+        """All unsent output; with `num_ids`, only so many ids, and the text comes later. With `is_last`, an unfinished
+        sequence gets finish_reason `abort`."""
+        sequence, is_all = self._sequence, num_ids is None
+        begin, end = self._num_ids, sequence.num_ids if num_ids is None else self._num_ids + num_ids
         text = "".join(sequence.pending)  # taken when it was sent, so that admission counts it until then
+        records, pieces = self._sizes(end - begin)
         return p.Output(
             index=self._index,
-            text=text,
-            token_ids=bytes(sequence.ids[self._num_ids * ID_BYTES :]),
+            text=text if is_all else "",
+            token_ids=bytes(sequence.ids[begin * ID_BYTES : end * ID_BYTES]),
             text_offset=sequence.num_chars - len(text),
-            token_offset=self._num_ids,
-            finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None),
-            stop_reason=sequence.stop_reason,
-            records=bytes(sequence.token_outputs) if self._has_token_outputs else b"",
-            pieces=sequence.pieces if self._has_token_outputs else [],
+            token_offset=begin,
+            finish_reason=FINISH_REASONS.get(m.Finish(sequence.finish), "abort" if is_last else None)
+            if is_all
+            else None,
+            stop_reason=sequence.stop_reason if is_all else None,
+            records=bytes(sequence.token_outputs[:records]),
+            pieces=sequence.pieces[:pieces],
         )
 
-    def sent(self) -> None:
+    def sent(self, num_ids: int | None) -> None:
         """The result of `output` was sent."""
-        self._sequence.pending.clear()
-        self._num_ids = self._sequence.num_ids
-        self._sequence.token_outputs.clear()
-        self._sequence.pieces = []
-        self.is_over = self._sequence.finish != m.Finish.NONE
+        sequence = self._sequence
+        if num_ids is not None:
+            records, pieces = self._sizes(num_ids)
+            del sequence.token_outputs[:records], sequence.pieces[:pieces]
+            self._num_ids += num_ids
+            return
+        sequence.pending.clear()
+        sequence.token_outputs.clear()
+        sequence.pieces = []
+        self._num_ids = sequence.num_ids
+        self.is_over = sequence.finish != m.Finish.NONE
+
+    def _sizes(self, num_ids: int) -> tuple[int, int]:
+        """Bytes of the records of so many ids, and the number of their pieces."""
+        return 0 if self._num_top is None else num_ids * logprob_bytes(self._num_top), num_ids * self.num_each

@@ -35,7 +35,7 @@ from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
-from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter
+from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails
 from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 _encoder = msgspec.json.Encoder()
@@ -103,7 +103,7 @@ def whole(request: Request) -> bytes:
     begin_s = time.monotonic()
     reply = _object(request, pieces)
     _finish(reply, request)
-    reply.logprobs = _logprobs(_formatter(request), text)
+    reply.logprobs = _content(_formatter(request).take(text, is_packed=True))
     body = _encoder.encode(reply)
     trace_write(request, begin_s, body)
     return body
@@ -142,6 +142,12 @@ class OllamaLines(ReplyEvents):
 
     def _due(self) -> Iterator[bytes]:
         if self._is_over or self._reader.is_waiting:
+            return
+        self.has_more = self._formatter.has_part
+        if self.has_more:
+            reply = _object(self._request, [])
+            reply.logprobs = _content(self._formatter.take_part())
+            yield _line(reply)
             return
         self._is_over = self._sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
         text = self._sequence.take_text()
@@ -216,8 +222,11 @@ def _formatter(request: Request) -> TokenDetailFormatter:
 
 def _logprobs(formatter: TokenDetailFormatter, text: str) -> list[TokenLogprob] | UnsetType:
     """The logprobs of the ids that have arrived since the last call."""
-    found = formatter.take(text).chat_logprobs
-    return UNSET if found is None else found.content
+    return _content(formatter.take(text))
+
+
+def _content(details: TokenDetails) -> list[TokenLogprob] | UnsetType:
+    return UNSET if details.chat_logprobs is None else details.chat_logprobs.content
 
 
 def _ns(seconds: float) -> int:

@@ -28,16 +28,17 @@ from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of, timings_of
 from pipeline.stages.gateway.replies.chat import ReplyReader
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
-from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails, prompt_logprobs
+from pipeline.stages.gateway.replies.token_details import (
+    MAX_ENTRIES_AT_ONCE,
+    TokenDetailFormatter,
+    TokenDetails,
+    prompt_logprobs,
+)
 
 FINISH_REASONS = {m.Finish.STOP: "stop", m.Finish.LENGTH: "length", m.Finish.ABORT: "abort"}
 """A sequence that ends with an error has none: its request fails."""
 
 DONE = b"data: [DONE]\n\n"
-
-
-MAX_IDS_AT_ONCE = 20_000
-"""Ids with logprobs that one call of `Events.due` formats, about 50 ms. The next call continues."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -203,39 +204,43 @@ class Events(ReplyEvents):
         return data
 
     def _due(self) -> Iterator[bytes]:
-        is_chat, finished = self._is_chat, []
-        num_ids = 0
+        finished = []
+        num_entries = 0
         self.has_more = False
         for i, sequence in self._unfinished.items():
-            formatter = self._formatters[i]
-            if formatter.is_waiting:
+            formatter, reader = self._formatters[i], self._readers[i]
+            if formatter.is_waiting or (reader is not None and reader.is_waiting):
                 continue
-            if num_ids > MAX_IDS_AT_ONCE:
+            is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
+            if not (sequence.pending or is_over or formatter.has_part):
+                continue  # what it has waits for its text
+            num_entries += formatter.num_pending
+            if formatter.has_part:
+                yield self._event(self._choice(i, "", formatter.take_part()))
+            if num_entries > MAX_ENTRIES_AT_ONCE:
                 self.has_more = True
                 break
-            num_ids += formatter.num_pending
-            is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
-            if (reader := self._readers[i]) is not None:
-                if not reader.is_waiting:
-                    yield from self._read(i, sequence, reader, formatter, is_over=is_over)
-                    finished += [i] if is_over else []
+            if reader is not None:
+                yield from self._read(i, sequence, reader, formatter, is_over=is_over)
+                finished += [i] if is_over else []
                 continue
             text = sequence.take_text()
             if not (text or is_over):
                 continue
-            details = formatter.take(text)
-            choice: ChatDeltaChoice | TextChoice
-            if is_chat:
-                delta = ChatDelta(content=text) if text else ChatDelta()
-                choice = ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids)
-            else:
-                choice = _text_choice(i, text, details)
+            choice = self._choice(i, text, formatter.take(text))
             if is_over:
                 choice.finish_reason, choice.stop_reason = finish_reason(sequence), sequence.stop_reason
                 finished.append(i)
             yield self._event(choice)
         for i in finished:
             del self._unfinished[i]
+
+    def _choice(self, i: int, text: str, details: TokenDetails) -> ChatDeltaChoice | TextChoice:
+        """A piece of a choice."""
+        if not self._is_chat:
+            return _text_choice(i, text, details)
+        delta = ChatDelta(content=text) if text else ChatDelta()
+        return ChatDeltaChoice(i, delta, None, UNSET, details.chat_logprobs, details.token_ids)
 
     def _read(
         self, i: int, sequence: SequenceOutput, reader: ReplyReader, formatter: TokenDetailFormatter, *, is_over: bool

@@ -241,7 +241,10 @@ class ResponsesApi:
             log.append(events.first() + events.due())
             while not events.are_over:
                 self._requests.admission.keep(request, num_before + log.num_bytes)
-                await request.change()
+                if events.has_more:
+                    await asyncio.sleep(0)
+                else:
+                    await request.change()
                 log.append(events.due())
             log.append(await response_writer.last_events(request, events))
             error = None

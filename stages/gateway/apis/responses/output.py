@@ -47,12 +47,12 @@ class OutputBuilder:
         """Text of the open item."""
         self._logprobs: list[Any] = []
         """Of the open message: `TokenLogprob`s as JSON, which takes a third of the memory."""
-        self._pending: list[TokenLogprob] = []
-        """Of tokens whose text has not arrived."""
+        self._pending: list[tuple[bytes, Any]] = []
+        """Of tokens whose text has not arrived: their bytes, and the same."""
 
     def feed(self, deltas: list[ChatDelta], logprobs: Iterable[TokenLogprob] = ()) -> Iterator[ResponseEvent]:
         """Add deltas, and the logprobs of the tokens that have arrived with them."""
-        self._pending += logprobs
+        self.hold(logprobs)
         for index, delta in enumerate(deltas):
             if delta.content is not UNSET and delta.content:
                 yield from self._text(delta.content, is_last=index == len(deltas) - 1)
@@ -68,13 +68,17 @@ class OutputBuilder:
         if deltas and not isinstance(self._last, MessageItem):
             self._pending.clear()  # only messages have logprobs
 
+    def hold(self, logprobs: Iterable[TokenLogprob]) -> None:
+        """Keep the logprobs of tokens whose text will be added later."""
+        self._pending += ((bytes(one.bytes or ()), packed(one)) for one in logprobs)
+
     def finish(self, status: Status) -> Iterator[ResponseEvent]:
         """The output ends. `status` is that of its last item."""
         if not self.items:
             yield from self._begin_message()
         item = self._last
         if isinstance(item, MessageItem):
-            self._logprobs += map(packed, self._pending)  # of the token that ended it
+            self._logprobs += (one for _, one in self._pending)  # of the token that ended it
         yield from self._close(status)
 
     @property
@@ -111,27 +115,26 @@ class OutputBuilder:
             yield from self._begin_message()
         logprobs = self._take_logprobs(text, is_alone=is_last and not is_first)
         self._pieces.append(text)
-        self._logprobs += map(packed, logprobs)
+        self._logprobs += logprobs
         yield replace(self._event("output_text.delta"), content_index=0, delta=text, logprobs=logprobs)
 
-    def _take_logprobs(self, text: str, *, is_alone: bool) -> list[TokenLogprob]:
+    def _take_logprobs(self, text: str, *, is_alone: bool) -> list[Any]:
         """The logprobs to return with a text. `is_alone`: all pending ones belong to it. Otherwise tokens of reasoning
         or of a call have arrived with it: it has those whose bytes are in it."""
         pending = self._pending
-        sizes = [len(one.bytes or ()) for one in pending]
-        joined = b"".join(bytes(one.bytes or ()) for one in pending)
+        joined = b"".join(piece for piece, _ in pending)
         begin = -1 if is_alone else joined.rfind(text.encode())
         if begin < 0:
             self._pending = []
-            return pending
+            return [one for _, one in pending]
         end = begin + len(text.encode())
         taken, rest, offset = [], [], 0
-        for one, size in zip(pending, sizes, strict=True):
+        for piece, one in pending:
             if offset >= end:
-                rest.append(one)
-            elif offset + size > begin:
+                rest.append((piece, one))
+            elif offset + len(piece) > begin:
                 taken.append(one)
-            offset += size
+            offset += len(piece)
         self._pending = rest
         return taken
 

@@ -94,6 +94,8 @@ def whole(request: Request) -> bytes:
     """The response body of a finished request."""
     begin_s = time.monotonic()
     reader = _Reader(request)
+    while reader.hold_part():
+        pass
     for _ in reader.read():
         pass
     response = _finished(request, reader.builder.items)
@@ -162,6 +164,15 @@ class _Reader:
         self.is_over = False
         """All output was read."""
 
+    def hold_part(self) -> bool:
+        """Give the builder a part of the logprobs that have arrived if they are too many for one turn of the event
+        loop. Returns whether there was one: `read` comes later."""
+        if not self._formatter.has_part:
+            return False
+        if (found := self._formatter.take_part().chat_logprobs) is not None:
+            self.builder.hold(found.content)
+        return True
+
     def read(self) -> Iterator[ResponseEvent]:
         """Read the output that has arrived since the last call."""
         if self.is_over or (self._reader is not None and self._reader.is_waiting):
@@ -208,7 +219,9 @@ class ResponseEvents(ReplyEvents):
             self._is_queued = False
             response = response_of(self._request, "in_progress", [])
             yield self._framed(ResponseEvent(type="response.in_progress", response=response))
-        yield from map(self._framed, self._reader.read())
+        self.has_more = self._reader.hold_part()
+        if not self.has_more:
+            yield from map(self._framed, self._reader.read())
 
     def ended(self) -> bytes:
         """Stores the response."""

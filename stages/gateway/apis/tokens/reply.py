@@ -13,7 +13,6 @@ from pipeline.client.protocol.generation import GenerationFields
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.openai.reply import (
     DONE,
-    MAX_IDS_AT_ONCE,
     error_events,
     finish_reason,
     framed,
@@ -25,7 +24,7 @@ from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
-from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, prompt_logprobs
+from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE, TokenDetailFormatter, prompt_logprobs
 
 
 class GenerateChoice(msgspec.Struct):
@@ -61,7 +60,7 @@ def generated(request: Request) -> bytes:
     (prompt_request,) = request.prompt_requests
     choices = []
     for i, sequence in enumerate(request.choices):
-        details = TokenDetailFormatter(request, prompt_request, sequence).take("")
+        details = TokenDetailFormatter(request, prompt_request, sequence).take("", is_packed=True)
         choices.append(GenerateChoice(i, details.chat_logprobs, finish_reason(sequence), details.token_ids or []))
     return _encoder.encode(
         GenerateReply(_name(request), choices, prompt_logprobs(prompt_request), None, usage_of(request))
@@ -89,16 +88,17 @@ class GenerateEvents(ReplyEvents):
         return not self._unfinished and self._request.is_finished and self._request.failure is None
 
     def _due(self) -> Iterator[bytes]:
-        num_ids = 0
+        num_entries = 0
         self.has_more = False
         for i, sequence in list(self._unfinished.items()):
-            if num_ids > MAX_IDS_AT_ONCE:
-                self.has_more = True
-                break
-            num_ids += self._formatters[i].num_pending
+            formatter = self._formatters[i]
+            num_entries += formatter.num_pending
+            self.has_more = num_entries > MAX_ENTRIES_AT_ONCE
+            if self.has_more and not formatter.has_part:
+                return
             sequence.take_text()  # drop the text
-            is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR)
-            details = self._formatters[i].take("")
+            is_over = sequence.finish not in (m.Finish.NONE, m.Finish.ERROR) and not self.has_more
+            details = formatter.take_part() if self.has_more else formatter.take("")
             ids = details.token_ids or []
             if not ids and not is_over:
                 continue
@@ -109,6 +109,8 @@ class GenerateEvents(ReplyEvents):
             if is_over:
                 del self._unfinished[i]
             yield framed(_encoder.encode(chunk))
+            if self.has_more:
+                return
 
     def failed(self, error: ApiError) -> bytes:
         return error_events(error)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline import AsyncLLM, Logprob, RequestOutput
@@ -11,10 +12,12 @@ from pipeline.client import protocol as p
 from pipeline.client.client import AsyncClient
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
+from tests.stages.gateway.replies.choices.test_logprobs import flat
 from tests.zmq_requests import generate
 
 
@@ -247,3 +250,51 @@ class TestRequestOutputs:
             output = await asyncio.wait_for(task, PATIENCE_S)
         (completion,) = output.outputs
         assert (completion.logprobs, completion.cumulative_logprob, output.prompt_logprobs) == (None, None, None)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_many_records_come_in_several_deltas(gate: Gate, is_aborted: bool) -> None:
+    """A delta is made in one turn of the event loop, and a connection takes one whatever its size."""
+    num_ids, num_top = 1000, 20
+    most = MAX_ENTRIES_AT_ONCE // (1 + num_top)
+    with RawPeer(gate) as peer:
+        peer.generate(1, num_credits=0, logprobs=num_top, prompt_logprobs=num_top, n=2)
+        submit = gate.submit()
+        gate.accept(submit, num_ids + 1)
+        peer.receive(p.Accepted)
+        prompt = range(1, num_ids + 1)
+        gate.delta(
+            submit, num_ids=0, prompt=(0, token_outputs(prompt, num_top), pieces(prompt, num_top, tops_alone=True))
+        )
+        for index in range(2):
+            send_delta(gate, submit, range(num_ids), num_top, f"text {index}", index=index)
+        gate.rig.load()
+        peer.send(p.Abort(1) if is_aborted else p.Credit(1, 1000))
+        if not is_aborted:
+            gate.finish(submit, "a", 0)
+            gate.finish(submit, "b", 1)
+        deltas = []
+        while isinstance(message := peer.receive(), p.Delta):
+            deltas.append(message)
+        assert isinstance(message, p.Finished)
+    for delta in deltas:
+        assert sum(len(one.token_ids) for one in delta.outputs) // 4 <= most
+        assert len(delta.prompt_records) <= most * (4 + 8 * num_top)
+    for index in range(2):
+        outputs = [one for delta in deltas for one in delta.outputs if one.index == index]
+        assert b"".join(one.token_ids for one in outputs)[: 4 * num_ids] == packed(range(num_ids))
+        assert b"".join(one.records for one in outputs)[: num_ids * (4 + 8 * num_top)] == token_outputs(
+            range(num_ids), num_top
+        )
+        assert flat(one.pieces for one in outputs)[: num_ids * (1 + num_top)] == pieces(range(num_ids), num_top)
+        assert "".join(one.text for one in outputs) == f"text {index}" + ("" if is_aborted else "ab"[index])
+        assert [one.finish_reason for one in outputs if one.finish_reason] == ["abort" if is_aborted else "stop"]
+        assert outputs[-1].finish_reason
+        assert [one.token_offset for one in outputs][:2] == [0, len(outputs[0].token_ids) // 4]
+    if not is_aborted:
+        assert b"".join(delta.prompt_records for delta in deltas) == token_outputs(prompt, num_top)
+        assert flat(delta.prompt_record_pieces for delta in deltas) == pieces(prompt, num_top, tops_alone=True)
+
+
+def packed(ids: Any) -> bytes:
+    return np.array(ids, "<i4").tobytes()
