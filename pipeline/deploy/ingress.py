@@ -38,12 +38,13 @@ from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.error_responses import error_response
 from pipeline.http_server.errors import ApiError, shown
 from pipeline.http_server.listener import BACKLOG, HttpListener
-from pipeline.http_server.refusal_log import INTERVAL_S, RefusalLog
+from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
 from pipeline.http_server.server_header import add_headers
 from pipeline.http_server.sockets import descriptors
 from pipeline.http_server.sockets.connections import HttpConnections
 from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
+from pipeline.runtime.log.limited_log import INTERVAL_S
 from pipeline.runtime.log.log_file import dropped_log
 from pipeline.runtime.log.logs import LogFormat
 from pipeline.runtime.queues.work_pool import WorkPool

@@ -97,7 +97,7 @@ class GatewayStage:
             formats=self._requests.formats,
             defaults=defaults,
         )
-        self._adapters = AdapterRegistry(stage, limits)
+        self._adapters = AdapterRegistry(stage, limits, self._requests.limited_log)
         self._api = Api(
             self._readiness,
             self._requests,
@@ -298,6 +298,7 @@ class GatewayStage:
         """A heartbeat, once a second."""
         self._readiness.pinged_s = time.monotonic()
         self._requests.refusals.flush()
+        self._requests.limited_log.flush()
         self._requests.count_usage()
         self._refusal_log.flush()
         if self._access_log is not None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.deploy.proxy.relay import Relay
-from pipeline.http_server import refusal_log
 from pipeline.http_server.access.guard import KEY_HEADER
 from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.errors import ApiError, shown
 from pipeline.http_server.request_ids import HEADER as REQUEST_ID
 from pipeline.http_server.time_left import HEADER as TIME_LEFT
+from pipeline.runtime.log import limited_log
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
 from tests.http_server.listeners import ALLOWED_ORIGIN, KEY, LISTENERS, Listener, listener
@@ -134,15 +134,15 @@ async def test_tracebacks_of_failed_requests_are_bounded(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Relay, "handle", fail)
-    monkeypatch.setattr(refusal_log, "INTERVAL_S", PATIENCE_S)
-    num = 3 * refusal_log.MAX_LINES
+    monkeypatch.setattr(limited_log, "INTERVAL_S", PATIENCE_S)
+    num = 3 * limited_log.MAX_LINES
     async with deployed(FakeReplica()) as (ingress, client):
         for _ in range(num):
             async with client.get("/v1/models") as response:
                 assert response.status == 500
         found = [record for record in caplog.records if record.exc_info]
-        assert len(found) == refusal_log.MAX_LINES and "more requests failed" not in caplog.text
-        ingress._refusal_log._clock = lambda: float("inf")  # the next interval
+        assert len(found) == limited_log.MAX_LINES and "more requests failed" not in caplog.text
+        ingress._refusal_log._log._clock = lambda: float("inf")  # the next interval
         ingress._refusal_log.flush()
         (line,) = [record for record in caplog.records if record.getMessage() == "more requests failed"]
-        assert line.fields == {"num": num - refusal_log.MAX_LINES}  # type: ignore[attr-defined]
+        assert line.fields == {"num": num - limited_log.MAX_LINES}  # type: ignore[attr-defined]

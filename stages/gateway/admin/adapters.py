@@ -10,6 +10,7 @@ name its file.
 """
 
 import asyncio
+import logging
 import os
 import time
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from pipeline.lora.convert import WEIGHTS, convert, dtype_of
 from pipeline.lora.peft_config import CONFIG, AdapterError, NotAnAdapter
 from pipeline.runtime import messages as m
 from pipeline.runtime.files.regular_files import OutsideFolders
+from pipeline.runtime.log.limited_log import LimitedLog
 from pipeline.runtime.queues.work_pool import PoolFull, WorkPool
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.pending_replies import PendingReplies
@@ -98,8 +100,8 @@ def convert_allowed(source: Path, model_dir: Path, settings: Settings, deadline_
 class AdapterRegistry:
     """The adapters by name, as the supervisor tells them, and changes of them."""
 
-    def __init__(self, stage: "Stage[m.GatewayInbox]", limits: RequestLimits) -> None:
-        self._stage, self._limits = stage, limits
+    def __init__(self, stage: "Stage[m.GatewayInbox]", limits: RequestLimits, limited_log: LimitedLog) -> None:
+        self._stage, self._limits, self._limited_log = stage, limits, limited_log
         self._pending: PendingReplies[bool] = PendingReplies(TIMEOUT_S)
         self._pool = WorkPool("loading adapters", max_threads=MAX_THREADS, max_waiting=MAX_PENDING)
         self.update(stage.launch.adapters)
@@ -139,7 +141,7 @@ class AdapterRegistry:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "lora_path", "stage_unresponsive") from None
         except NotAnAdapter as error:
             # A client learns nothing about other files of the machine.
-            self._stage.log.warning("adapter not loaded", extra={"fields": {"why": str(error)}})
+            self._limited_log.log(logging.WARNING, "adapter not loaded", why=str(error))
             raise invalid("lora_path", NO_ADAPTER, "invalid_value") from error
         except AdapterError as error:
             raise invalid("lora_path", str(error), "invalid_value") from error

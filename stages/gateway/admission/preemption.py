@@ -27,7 +27,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admission.open_bytes import keeps_output, output_bytes
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput, log_fields, next_attempt
+from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput, next_attempt
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 
@@ -134,8 +134,9 @@ class Preemption:
         self._table.admission.num_preempted += 1
         self._table.metrics.num_preemptions += 1
         self._waiting[prompt_request.id] = -num_more
-        fields = log_fields(prompt_request, given_back_bytes=-num_more)
-        self._table.log.info("preempted: open requests keep too many bytes", extra=fields)
+        self._table.limited_log.info(
+            "preempted: open requests keep too many bytes", request=prompt_request.name, given_back_bytes=-num_more
+        )
 
     def _withdraw(self, prompt_request: PromptRequest) -> None:
         """Have the stages forget it. It keeps its place in the table."""

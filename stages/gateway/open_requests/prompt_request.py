@@ -159,6 +159,11 @@ class PromptRequest(msgspec.Struct, eq=False):
         return self.submit.request_id
 
     @property
+    def name(self) -> str:
+        """In log lines."""
+        return f"{self.id:x}"
+
+    @property
     def generates(self) -> bool:
         """Whether schedule runs it. Otherwise only ingest does."""
         return self.submit.options.max_tokens != 0
@@ -233,7 +238,7 @@ class PromptRequest(msgspec.Struct, eq=False):
 
 def log_fields(prompt_request: PromptRequest, **fields: Any) -> dict[str, Any]:
     """The `extra` of a log line about it."""
-    return {"fields": {"request": f"{prompt_request.id:x}", **fields}}
+    return {"fields": {"request": prompt_request.name, **fields}}
 
 
 def next_attempt(prompt_request: PromptRequest) -> m.Submit:

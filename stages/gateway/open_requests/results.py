@@ -138,9 +138,8 @@ class ResultHandler:
             request.wake()
             return
         if not prompt_request.is_released:
-            self._stage.log.info(
-                "rejected", extra=log_fields(prompt_request, status=failure.status, why=failure.message)
-            )
+            fields = {"request": prompt_request.name, "status": failure.status, "why": failure.message}
+            self._table.limited_log.info("rejected", **fields)
             request.fail(rejection_error(prompt_request, failure))
         prompt_request.is_rejected = True
         for sequence in prompt_request.sequences:
@@ -265,7 +264,7 @@ class ResultHandler:
             return
         request = prompt_request.request
         if finish == m.Finish.ERROR and not prompt_request.is_released and request.failure is None:
-            self._stage.log.info("failed", extra=log_fields(prompt_request, why=error))
+            self._table.limited_log.info("failed", request=prompt_request.name, why=error)
             request.fail(sequence_error(prompt_request, error))
         if request.parsed.hides_output and finish == m.Finish.STOP:
             finish, stop_reason = m.Finish.LENGTH, None  # the hidden id is the one that stopped it

@@ -11,7 +11,6 @@ arrived. A request that reaches its deadline is aborted like one aborted by id, 
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,6 +21,7 @@ from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.log.event_log import EventLog
+from pipeline.runtime.log.limited_log import LimitedLog
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admission.admission import Admission
 from pipeline.stages.gateway.admission.open_bytes import (
@@ -83,6 +83,7 @@ class RequestTable:
         self._trace = stage.trace
         self.metrics = GatewayMetrics()
         self.refusals = Refusals(self.metrics, stage.log)
+        self.limited_log = LimitedLog(stage.log)
         self.recent = RecentRequests()
         stage.control_requests.own_counts = lambda: self.metrics.counts(
             self.num_open, self.admission, self.unread.num_bytes
@@ -97,10 +98,6 @@ class RequestTable:
     def num_requests(self) -> int:
         """Requests for output whose responses are not over."""
         return self._abort_ids.num_requests
-
-    @property
-    def log(self) -> logging.Logger:
-        return self._stage.log
 
     @property
     def replica(self) -> int:
@@ -273,7 +270,7 @@ class RequestTable:
             self._abort(request, "timeout")
             return
         for prompt_request in request.prompt_requests:
-            self._stage.log.info("timed out", extra=log_fields(prompt_request, response_id=request.id))
+            self.limited_log.info("timed out", request=prompt_request.name, response_id=request.id)
         request.fail(timeout_error(request.timeout_s, has_dropped_output=request.has_dropped_output))
 
     def _fail_late(self) -> None:
@@ -288,8 +285,7 @@ class RequestTable:
         for prompt_request in request.prompt_requests:
             if not (prompt_request.is_finished or prompt_request.is_released or prompt_request.is_aborted):
                 prompt_request.is_aborted = True
-                fields = log_fields(prompt_request, response_id=request.id, why=why)
-                self._stage.log.info("aborted", extra=fields)
+                self.limited_log.info("aborted", request=prompt_request.name, response_id=request.id, why=why)
                 if prompt_request.is_preempted:  # no stage has it
                     self._end_withdrawn(prompt_request)
                     request.wake()
@@ -341,7 +337,8 @@ class RequestTable:
         elif prompt_request.is_preempted:
             self._end_withdrawn(prompt_request)
         else:
-            self._stage.log.info("aborted", extra=log_fields(prompt_request, response_id=prompt_request.request.id))
+            response_id = prompt_request.request.id
+            self.limited_log.info("aborted", request=prompt_request.name, response_id=response_id)
             self.sender.abort(prompt_request)
 
     def fail_all(self, error: ApiError, *, is_leaving: bool = False) -> None:

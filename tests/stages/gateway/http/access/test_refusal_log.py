@@ -9,8 +9,9 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from pipeline.http_server.error_responses import error_response
-from pipeline.http_server.refusal_log import MAX_LINES, RefusalLog
+from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.runtime import messages as m
+from pipeline.runtime.log.limited_log import MAX_LINES
 from pipeline.stages.gateway.errors import ApiError
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate
 
