@@ -86,10 +86,11 @@ async def write(http_request: web.BaseRequest, response: web.StreamResponse, dat
 
 
 async def send_body(http_request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Prepare a response and write what it has not written yet, and its end."""
+    """Prepare a response and write what it has not written yet, and its end. A transport would copy a large body twice,
+    while everybody else waits."""
     body = response.body if isinstance(response, web.Response) and not response.prepared else None
     await response.prepare(http_request)
-    if isinstance(body, bytes) and len(body) > PIECE_BYTES and http_request.method != "HEAD" and _is_tls(http_request):
+    if isinstance(body, bytes) and len(body) > PIECE_BYTES and http_request.method != "HEAD":
         await write(http_request, response, body)
         await web.StreamResponse.write_eof(response)
     else:
@@ -103,16 +104,23 @@ def _is_tls(http_request: web.BaseRequest) -> bool:
 class _Unread:
     """What one client has not taken."""
 
-    def __init__(self, transport: Any, num_bytes: int, scope: str, address: str, begin_s: float) -> None:
-        self.transport = transport
+    def __init__(self, request: web.BaseRequest, num_bytes: int, scope: str, address: str, begin_s: float) -> None:
+        self.transport: Any = request.transport
+        self._writer = request.writer
+        self._num_before = self._num_sent
         self.num_bytes = num_bytes
         self.client = bool(scope), scope or address
         """Orders by who loses connections first: those without a key, if there are keys."""
         self._begin_s = begin_s
 
+    @property
+    def _num_sent(self) -> int:
+        """Bytes of this connection that the kernel has taken, of the current reply."""
+        return int(self._writer.output_size) - int(self.transport.get_write_buffer_size())
+
     def rate(self, now_s: float) -> tuple[float, float]:
         """Orders by what the client takes in a second, then by age."""
-        num_taken = self.num_bytes - self.transport.get_write_buffer_size()
+        num_taken = self._num_sent - self._num_before
         return num_taken / (now_s - self._begin_s + 1.0), self._begin_s
 
 
@@ -158,7 +166,7 @@ class UnreadReplies:
             yield
             return
         now_s = asyncio.get_running_loop().time()
-        unread = _Unread(transport, num_bytes, current_scope(), client_address(transport), now_s)
+        unread = _Unread(request, num_bytes, current_scope(), client_address(transport), now_s)
         self.num_bytes += num_bytes
         if self.num_bytes > self._max_bytes():
             self._make_room()

@@ -5,9 +5,11 @@ import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from pipeline.http_server.sockets import slow_clients
 from pipeline.http_server.sockets.slow_clients import UnreadReplies
+from tests.rig import PATIENCE_S
 
 KIB = 1024
 
@@ -17,8 +19,8 @@ class Connection:
 
     def __init__(self, address: str, num_buffered: int = 0) -> None:
         self.is_aborted = False
-        self.num_buffered = num_buffered
-        self.transport = self
+        self.num_buffered = self.output_size = num_buffered
+        self.transport = self.writer = self
         self._address = address
 
     def get_extra_info(self, name: str) -> Any:
@@ -40,10 +42,11 @@ class Replies:
         monkeypatch.setattr(slow_clients, "current_scope", lambda: self._scope)
         self._held: list[Any] = []
 
-    def send(self, address: str, num_bytes: int, scope: str = "") -> Connection:
+    def send(self, address: str, num_bytes: int, scope: str = "", size: int = 0) -> Connection:
+        """A reply of which so much is buffered, and of which `size` will be written."""
         self._scope = scope
         connection: Any = Connection(address, num_bytes)
-        counted = self.unread.counted(connection)
+        counted = self.unread.counted(connection, size)
         counted.__enter__()
         self._held.append(counted)
         return connection
@@ -75,6 +78,54 @@ def test_without_keys_the_address_that_has_most_loses_what_it_takes_the_least_of
         assert [one.is_aborted for one in (*many, few, last)] == [False, True, False, False]
 
     asyncio.run(run())
+
+
+def test_what_was_written_in_pieces_is_not_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large reply is given to the connection piece by piece, so little of it is buffered in any case."""
+
+    async def run() -> None:
+        replies = Replies(monkeypatch, 1000 * KIB)
+        quick, slow = replies.send("192.0.2.1", 0, size=400 * KIB), replies.send("192.0.2.1", 0, size=400 * KIB)
+        slow.output_size, slow.num_buffered = 80 * KIB, 80 * KIB
+        quick.output_size, quick.num_buffered = 300 * KIB, 80 * KIB
+        replies.send("192.0.2.9", 0, size=300 * KIB)
+        assert [slow.is_aborted, quick.is_aborted] == [True, False]
+
+    asyncio.run(run())
+
+
+async def test_the_transport_gets_a_large_body_in_pieces() -> None:
+    """It would copy all of it, twice, in the event loop: 0.2 s and more for 190 MiB."""
+    body = b"x" * (8 * 1024 * KIB)
+    buffered: list[int] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.transport is not None
+        response, transport = web.Response(body=body), request.transport
+        write = transport.write
+
+        def counted(data: Any) -> None:
+            write(data)
+            buffered.append(transport.get_write_buffer_size())
+
+        transport.write = counted  # type: ignore[method-assign]
+        return response
+
+    unread = UnreadReplies(lambda: len(body), PATIENCE_S)
+    runner = web.ServerRunner(web.Server(unread.wrap(answer)))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=4 * KIB)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"Content-Length: %d\r\n" % len(body) in head
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+    finally:
+        await runner.cleanup()
+    assert max(buffered) <= slow_clients.HIGH_BYTES + slow_clients.PIECE_BYTES
 
 
 def test_making_room_takes_no_search_for_each_client(monkeypatch: pytest.MonkeyPatch) -> None:
