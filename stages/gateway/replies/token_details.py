@@ -18,8 +18,9 @@ from pipeline.stages.gateway.replies import logprobs
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
-MAX_ENTRIES_AT_ONCE = 4096
-"""Log probabilities, of ids and of their top ids, that are formatted in one turn of the event loop: about 10 ms."""
+MAX_ENTRIES_AT_ONCE = 1024
+"""Log probabilities, of ids and of their top ids, that are formatted in one turn of the event loop: 2 to 4 ms, and
+about 64 KiB of JSON, which a slow client keeps besides what admission counts."""
 
 
 class TokenDetails(NamedTuple):
