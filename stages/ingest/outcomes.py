@@ -51,6 +51,7 @@ class Outcomes:
             outputs=[self._stage.arrays.put(output, readers=(SCHEDULE,)) for output in outputs],
             finishes=finishes,
             gateway_incarnation=submit.gateway_incarnation,
+            cut_positions=prepared.cut_positions,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

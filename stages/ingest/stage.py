@@ -35,7 +35,7 @@ from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.outcomes import Outcomes
-from pipeline.stages.ingest.prompts import prompt_processor
+from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_cost import cost_chars
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
@@ -121,8 +121,9 @@ class IngestStage:
         title = f"pipeline: {stage.launch.name} grammars"
         self._formats = ChatFormats.load(stage.model_dir, stage.settings.chat)
         self._max_new_tokens = generation_config.load(stage.settings, stage.model_dir).max_new_tokens
-        eos_ids = ModelConfig.load(stage.model_dir).eos_ids
-        self._excluded = generation_config.excluded(stage.settings, stage.model_dir).runs(eos_ids)
+        model = ModelConfig.load(stage.model_dir)
+        self._has_states = model.has_states
+        self._excluded = generation_config.excluded(stage.settings, stage.model_dir).runs(model.eos_ids)
         self._grammar_checker = GrammarChecker(stage.model_dir, stage.launch.settings.limits, title)
         self._retry_queue = RetryQueue(lambda: stage.replay_context)
         self._metrics = IngestMetrics()
@@ -192,7 +193,9 @@ class IngestStage:
                     excluded=self._excluded,
                     shows_tools=self._formats.shows_tools,
                 )
-                self._preparer = PromptPreparer(processor, PromptEcho(self._tokenizer), self._formats)
+                echo = PromptEcho(self._tokenizer)
+                cuts = chat_cuts.of_template(processor.chat_templates, self._tokenizer) if self._has_states else None
+                self._preparer = PromptPreparer(processor, echo, self._formats, cuts)
                 heap.freeze()
             case m.PeerRestarted():
                 self._peer_restarted(message)

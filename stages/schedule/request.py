@@ -45,8 +45,7 @@ class RequestState(msgspec.Struct, eq=False):
     """Prompt logprobs received so far."""
     beam_search: BeamSearch | None = None
     cut_positions: list[int] = []
-    """With recurrent layers, positions of the prompt behind which other prompts may go on in another way: a snapshot of
-    the state is made at the block before each, if it is not close to another one."""
+    """Those of `Admit`: a snapshot of the state is made at the block before each, if it is not close to another one."""
     row_options: Raw = Raw()
     """Options for the executor's rows: those of a beam search have others."""
 

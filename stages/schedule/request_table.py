@@ -87,6 +87,7 @@ class RequestStates:
             root=prefix.root(options.cache_salt, options.adapter_id),
             token_output_bytes=token_output_bytes(options, self._config.hidden_size),
             prompt_logprob_bytes=prompt_logprob_bytes(options),
+            cut_positions=message.cut_positions,
             row_options=message.options,
         )
         if options.use_beam_search:

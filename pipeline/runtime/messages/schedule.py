@@ -25,6 +25,9 @@ class Admit(Message, frozen=True, tag="admit"):
     """uint8, parallel: `Finish`; STOP if the last of these ids ends the sequence, else NONE"""
     gateway_incarnation: int = 1
     """Of the process that has opened the request. If that has died, no one closes it."""
+    cut_positions: list[int] = []
+    """For a model with recurrent layers: positions of the prompt behind which other prompts are likely to go on in
+    another way. The first is where the next turn of this chat does, at the end or before it; empty: not known."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):

@@ -7,6 +7,7 @@ from pipeline.runtime.messages import GenerationOptions, IdsPrompt, Submit
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.stages.ingest import reply_grammar
+from pipeline.stages.ingest.prompts.chat_cuts import ChatCuts
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
@@ -27,15 +28,20 @@ class PreparedPrompt(NamedTuple):
     token_strs: list[str] | None
     pieces: list[bytes] | None
     tail: str | None
+    cut_positions: list[int]
 
 
 class PromptPreparer:
     """Its methods run in any thread."""
 
-    def __init__(self, processor: PromptProcessor, prompt_echo: PromptEcho, formats: ChatFormats) -> None:
+    def __init__(
+        self, processor: PromptProcessor, prompt_echo: PromptEcho, formats: ChatFormats, cuts: ChatCuts | None = None
+    ) -> None:
+        """`cuts` are those of a model with recurrent layers."""
         self.processor = processor
         self._prompt_echo = prompt_echo
         self._formats = formats
+        self._cuts = cuts
 
     def prepare(self, submit: Submit, ids: Ids | None = None, *, is_short: bool = False) -> PreparedPrompt:
         """Prepare a prompt, whose ids the client may have given. Runs in any thread. Raises RequestRejected, or
@@ -67,7 +73,8 @@ class PromptPreparer:
             token_strs = self._prompt_echo.token_strs(ids.tolist())
         if prompt_options.with_pieces:
             pieces = self._prompt_echo.pieces(ids.tolist())
-        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail)
+        cut_positions = self._cuts.of(ids) if self._cuts is not None else []
+        return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail, cut_positions)
 
     def prepare_in_thread(
         self, submit: Submit, ids: Ids | None, cost: int, breadcrumb: Breadcrumb

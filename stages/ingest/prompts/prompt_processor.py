@@ -89,7 +89,7 @@ class PromptProcessor:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._specials = None if allow_special_tokens_in_content else ContentSpecials(tokenizer)
-        self._chat_templates = templates
+        self.chat_templates = templates
         self._limits = limits
         self._eos_ids = eos_ids
         self._max_new_tokens = max_new_tokens
@@ -332,7 +332,7 @@ class PromptProcessor:
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
         try:
-            return self._chat_templates.render(
+            return self.chat_templates.render(
                 prompt,
                 max_chars=max_chars,
                 now_s=now_s,

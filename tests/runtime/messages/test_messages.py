@@ -239,6 +239,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "admit with a priority": m.Admit(
         REQUEST_ID, 1, 0, 1.5, REF, packed(msgspec.structs.replace(OPTIONS, priority=-3, cache_salt="mine"))
     ),
+    "admit with cuts": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(OPTIONS), cut_positions=[90, 20]),
     "admit with every option": m.Admit(REQUEST_ID, 1, 0, 1.5, REF, packed(COMPLETED_OPTIONS)),
     "deltas with records": m.Deltas(
         [1],

@@ -60,9 +60,9 @@ def folder(path: Path, template: str | None = CHATML, tokenizer: Tokenizer | Non
     return path
 
 
-def prompts(tokenizer: Tokenizer, of: ExecuteFacts) -> PromptProcessor:
-    """For a model without a template."""
-    return PromptProcessor(tokenizer, of, ChatTemplates({}, "no template", 1.0), LimitSettings())
+def prompts(tokenizer: Tokenizer, of: ExecuteFacts, templates: ChatTemplates | None = None) -> PromptProcessor:
+    """For a model without a template, or with some."""
+    return PromptProcessor(tokenizer, of, templates or ChatTemplates({}, "no template", 1.0), LimitSettings())
 
 
 def submit(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import IngestSettings, LimitSettings, Settings
 from pipeline.runtime import messages as m
+from pipeline.runtime.model.model_config import DeltaNet, ModelConfig
 from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage
@@ -77,6 +78,26 @@ def test_a_request_is_accepted_and_admitted_with_the_same_ids(rig: Rig) -> None:
     assert text == "<s>user:hi</s><s>assistant:"
     assert (admit.arrival_s, admit.gateway) == (5.0, 0)
     assert tiny.options_of(admit) == m.GenerationOptions(n=2, max_tokens=5, seed=7, stop=["x"])
+
+
+def test_schedule_learns_where_other_prompts_part_from_one_of_a_model_with_states(tmp_path: Path) -> None:
+    folder = tiny.folder(tmp_path)
+    delta = DeltaNet(layers=[0], key_heads=1, value_heads=1, key_dim=16, value_dim=32, eps=1e-6)
+    msgspec.structs.replace(ModelConfig.load(folder), delta=delta).save(folder)
+    with Rig("ingest", model_dir=folder) as rig:
+        rig.start(tiny.facts())
+        rig.send(tiny.submit(tiny.chat("hi", "you"), max_tokens=5), "gateway.0")
+        admit = rig.receive("schedule", m.Admit)
+        before = [ids_in(rig, admit.prompt_ids)[:position] for position in admit.cut_positions]
+    assert [tiny.byte_tokenizer().decode(ids, skip_special_tokens=False) for ids in before] == [
+        "<s>user:hi</s><s>user:you</s><s>assistant:",
+        "<s>user:hi</s>",
+    ]
+
+
+def test_for_other_models_nothing_is_cut(rig: Rig) -> None:
+    rig.send(tiny.submit(tiny.chat("hi", "you"), max_tokens=5), "gateway.0")
+    assert rig.receive("schedule", m.Admit).cut_positions == []
 
 
 def test_priority_and_salt_are_forwarded_to_schedule(rig: Rig) -> None:

@@ -119,6 +119,7 @@ class Bench:
         num_crashes: int = 0,
         outputs: Iterable[int] = (),
         attempt: int = 1,
+        cut_positions: Iterable[int] = (),
         **others: Any,
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
@@ -136,7 +137,7 @@ class Bench:
             predicted_ids=predicted_ids,
             **others,
         )
-        return self.admit_options(prompt, options, request_id, arrival_s, num_crashes, outputs, attempt)
+        return self.admit_options(prompt, options, request_id, arrival_s, num_crashes, outputs, attempt, cut_positions)
 
     def admit_options(
         self,
@@ -147,6 +148,7 @@ class Bench:
         num_crashes: int = 0,
         outputs: Iterable[int] = (),
         attempt: int = 1,
+        cut_positions: Iterable[int] = (),
     ) -> int:
         """Admit a request that has these options, a suspect of `num_crashes` of schedule. Returns its id."""
         number = next(self._ids)
@@ -161,6 +163,7 @@ class Bench:
             options=raw(options),
             outputs=[np.array(list(outputs), np.int32).tobytes()] if outputs else [],
             finishes=bytes(1) if outputs else b"",
+            cut_positions=list(cut_positions),
         )
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Reject):

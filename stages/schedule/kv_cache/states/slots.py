@@ -120,8 +120,12 @@ class StateSlots:
         self._cuts[row] = []
         if self._keeps:
             request = sequence.request
-            ends = int(rows.num_tokens[row]) - 1, len(request.prompt) - 1, found.branch
-            self._cuts[row] = cuts_of(position, ends, request.cut_positions, self._config, self._block_size)[::-1]
+            prompt_end, marks = len(request.prompt) - 1, request.cut_positions
+            if marks and prompt_end - marks[0] < self._config.min_interval:  # the next turn drops what is behind it
+                prompt_end = min(marks[0], prompt_end)
+            num_tokens = int(rows.num_tokens[row])
+            ends = prompt_end if num_tokens == len(request.prompt) else num_tokens - 1, prompt_end, found.branch
+            self._cuts[row] = cuts_of(position, ends, marks, self._config, self._block_size)[::-1]
         self._set_next_cut(row, position)
         assert (self.slots[row] < 0) == (position == 0), f"row {row} starts at {position} with slot {self.slots[row]}"
 

@@ -5,15 +5,14 @@ import os
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.kv_cache.states.cuts import StateCut, cuts_of, next_in_output
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
-from tests.fakes import inline
 from tests.stages.schedule.bench import Bench, config
+from tests.stages.schedule.kv_cache.runs import num_computed
 
 STATES = StateConfig(num_slots=20, interval=128, decode_interval=64, min_interval=64)
 
@@ -23,23 +22,10 @@ def bench_with(depth: int = 1, states: StateConfig = STATES, **changes: Any) -> 
     return Bench(config(**values | changes, states=states), depth)
 
 
-def run(bench: Bench) -> int:
-    """Run until idle and check all ids. Returns how many positions were computed."""
-    num_positions = 0
-    while not bench.scheduler.lifecycle.is_idle:
-        bench.fill()
-        num_positions += int(np.frombuffer(inline(bench.steps[0].counts), np.int32).sum())
-        bench.answer()
-        bench.report()
-        bench.check()
-    bench.check_outputs()
-    return num_positions
-
-
 def computed(bench: Bench, prompt: list[int], max_tokens: int = 1, **options: Any) -> int:
     """The positions that a request computes."""
     bench.admit(prompt, max_tokens=max_tokens, **options)
-    return run(bench)
+    return num_computed(bench)
 
 
 def test_cuts_are_multiples_of_a_block_and_not_close_to_each_other() -> None:
@@ -77,10 +63,7 @@ def test_a_prefix_that_three_requests_share_is_found_by_the_third() -> None:
 
 def test_marks_of_the_prompt_are_found_by_the_second_request() -> None:
     bench = bench_with(states=StateConfig(num_slots=20))
-    bench.admit(range(300), max_tokens=1)
-    request = bench.scheduler.requests[1]
-    request.cut_positions = [200]
-    run(bench)
+    assert computed(bench, list(range(300)), cut_positions=[300, 200]) == 300
     assert computed(bench, [*range(200), *range(600, 690)]) == 290 - 192
 
 
@@ -113,7 +96,7 @@ def test_a_preempted_sequence_goes_on_where_its_state_is(preemption: str) -> Non
     bench = bench_with(states=states, num_blocks=40, num_swap_blocks=80, kv_offload=False, preemption=preemption)
     for i in range(4):
         bench.admit(range(100 * i, 100 * i + 100), max_tokens=120)
-    num = run(bench)
+    num = num_computed(bench)
     load, counts = bench.scheduler.load(), bench.scheduler.kv_cache_manager.states
     assert load.num_preemptions > 0
     if preemption == "swap":
@@ -130,7 +113,7 @@ def test_rows_are_fewer_than_slots() -> None:
         bench.admit(range(100 * i, 100 * i + 100), max_tokens=20)
     bench.fill()
     assert bench.scheduler.num_running == 2
-    run(bench)
+    num_computed(bench)
     bench.admit(range(10), n=3, use_beam_search=True)
     assert "slots for the states of 2" in bench.refused[0].failure.message
 
@@ -174,7 +157,7 @@ def test_a_successor_of_schedule_adopts_the_slots(on_purpose: bool) -> None:
     for i in range(3):
         successor.admit(range(100 * i, 100 * i + 100 + i), max_tokens=100, outputs=outputs[i], attempt=2)
     left = 3 * 100 - sum(map(len, outputs))
-    assert run(successor) == left if on_purpose else left + 3 * 16 < run(successor) < left + 3 * 40
+    assert num_computed(successor) == left if on_purpose else left + 3 * 16 < num_computed(successor) < left + 3 * 40
 
 
 def test_speculation_and_a_single_slot_are_refused() -> None:
@@ -247,8 +230,8 @@ def check_history(seed: int) -> None:
                 "seed": choice.randint(0, 1),
             }
             how |= {"priority": choice.randint(0, 2)}
-            request_id = bench.admit(prompt, request_id=len(requests) + 1, **how)
-            bench.scheduler.requests[request_id].cut_positions = [choice.randrange(len(prompt))]
+            cuts = [choice.randrange(len(prompt)) for _ in range(choice.choice([0, 1, 3]))]
+            request_id = bench.admit(prompt, request_id=len(requests) + 1, cut_positions=cuts, **how)
             requests[request_id], attempts[request_id] = (prompt, how), 1
         elif action < 0.14 and requests:
             bench.abort(choice.choice(list(requests)))
@@ -300,6 +283,6 @@ def test_the_end_of_a_sequence_in_swap_space_frees_its_slot() -> None:
         bench.report()
     swapped = bench.scheduler.lifecycle.swapped.first.request.request_id
     bench.abort(swapped)
-    run(bench)
+    num_computed(bench)
     assert Finish.ABORT in bench.finished.values()
     assert bench.scheduler.kv_cache_manager.states.swap.num_free == 8
