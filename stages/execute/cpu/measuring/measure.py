@@ -170,6 +170,9 @@ def fill(inputs: StepInputs, case: Case, ids: IntArray, blocks: IntArray, *, wit
     samples = np.full(case.num_seqs, case.num_samples // case.num_seqs)
     inputs.fill(ids[: case.num_tokens], starts, counts, tables, samples)
     inputs.fill_adapters(np.full(case.num_seqs, 0 if with_adapter else -1, np.int32))
+    states = np.arange(case.num_seqs, dtype=np.int32)
+    inputs.state_reads[: case.num_seqs] = states if case.context > case.num_new else -1
+    inputs.state_writes[: case.num_seqs] = states
 
 
 def _visit(program: Program, samples: CpuSamples) -> None:
@@ -315,4 +318,5 @@ def _plan_kv(settings: Settings, config: ModelConfig, cases: Sequence[Case], num
             f"these steps need {wanted} bytes of KV memory, but only {free} bytes of memory are free: lower "
             "--batch, --context or --prefill"
         )
-    return KVPlan(num_blocks, max(case.context for case in cases), undivided(config.num_layers))
+    num_slots = max(case.num_seqs for case in cases) if config.has_states else 0
+    return KVPlan(num_blocks, max(case.context for case in cases), undivided(config.num_layers), num_slots)
