@@ -40,6 +40,7 @@ FORMATS = {
     "qwen2.5": ("hermes", None),
     "qwen3": ("hermes", "qwen3"),
     "qwen3-coder": ("qwen3_coder", None),
+    "qwen3.5": ("qwen3_coder", "qwen3"),
     "seed-oss": ("seed_oss", "seed_oss"),
     "smollm3": ("generic", "qwen3"),
 }
@@ -134,11 +135,13 @@ def test_rendered_calls_parse_back(name: str, num_calls: int) -> None:
         assert reply.num_ended == num_calls
 
 
-def test_rendered_reasoning_parses_back() -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_rendered_reasoning_parses_back(name: str) -> None:
     message = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.\n\nOh.", "tool_calls": [call(0)]}
-    before, output = written("qwen3", message)
-    reply = read(formats("qwen3").parser("auto", ["weather"], before), [output])
+    before, output = written(name, message)
+    reply = read(formats(name).parser("auto", {"weather": json.dumps(SCHEMA)}, before), [output])
     assert reply == Reply("So.", "Hm.\n\nOh.", reply.calls, 1)
+    assert [(tool, json.loads(text)) for tool, text in reply.calls] == [("weather", json.loads(ARGUMENTS[0]))]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,8 @@ def test_rendered_reasoning_parses_back() -> None:
     [
         ("qwen3", {}, ReasoningStage.OPTIONAL),
         ("qwen3", {"enable_thinking": False}, ReasoningStage.OVER),
+        ("qwen3.5", {}, ReasoningStage.OPEN),
+        ("qwen3.5", {"enable_thinking": False}, ReasoningStage.OVER),
         ("deepseek-r1-distill", {}, ReasoningStage.OPEN),
         ("deepseek-v3.1", {}, ReasoningStage.OVER),
         ("deepseek-v3.1", {"thinking": True}, ReasoningStage.OPEN),

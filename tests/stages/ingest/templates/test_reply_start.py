@@ -50,6 +50,8 @@ MODELS = [
     Model("ministral3", {}, OPTIONAL, OPTIONAL),
     Model("qwen3", {}, OPTIONAL, OPTIONAL),
     Model("qwen3", {"enable_thinking": False}, OVER, OVER),
+    Model("qwen3.5", {}, OPEN, OPEN),
+    Model("qwen3.5", {"enable_thinking": False}, OVER, OVER),
     Model("seed-oss", {}, OPTIONAL, OPTIONAL),
     Model("seed-oss", {"thinking_budget": 0}, OVER, OVER),
     Model("smollm3", {}, OPTIONAL, OPTIONAL),
