@@ -28,7 +28,7 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.measuring import profile as entry
 from pipeline.stages.execute.measuring.random_weights import RandomWeights
 from pipeline.stages.execute.weights import FLOAT_FORMATS, Weights
-from tests.stages.execute import checkpoints
+from tests.stages.execute import checkpoints, recurrent_models
 from tests.stages.execute.driver import settings
 
 PLAN = ProfilePlan(batches=(1, 3), context=40, prefills=(20,), rounds=2, verifies=(5,))
@@ -78,6 +78,16 @@ def test_every_op_of_the_program_appears_under_its_name(profile: Profile) -> Non
             "sample": 1,
         }
         assert not any(op.is_integer for op in step.ops)
+
+
+def test_a_model_with_states_has_a_slot_for_each_sequence(tmp_path: Path) -> None:
+    folder, _ = recurrent_models.write(tmp_path, recurrent_models.VARIANTS["qwen3_5"])
+    for step in tiny(folder, msgspec.structs.replace(PLAN, verifies=())).steps:
+        delta = {op.name: op for op in step.ops if op.name.startswith("delta")}
+        assert [op.count for op in delta.values()] == [3, 3, 3]
+        assert delta["delta_rule"].bytes > 3 * 2 * 4 * step.case.num_seqs * 4 * 16 * 32, (
+            "it reads and writes each state"
+        )
 
 
 def test_cases_are_reported_in_the_order_of_the_plan(profile: Profile) -> None:
