@@ -156,4 +156,4 @@ class LarkGrammar(msgspec.Struct, frozen=True):
 
 def regex(text: str) -> str:
     """The regular expression of a text, between slashes."""
-    return "".join(r"\n" if char == "\n" else re.escape(char).replace("/", r"\/") for char in text)
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
