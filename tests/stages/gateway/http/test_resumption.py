@@ -93,6 +93,24 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_an_end_without_new_ids_has_a_point_of_its_own(gate: Gate) -> None:
+    """A stream that is continued behind it has neither the last text nor the finish event again."""
+    body = CHAT | {"stream": True}
+    response = send(gate, "/v1/chat/completions", body)
+    submit = gate.begin()
+    gate.delta(submit, "a")
+    gate.rig.load()  # it is written
+    gate.delta(submit, "b", num_ids=0, finish=m.Finish.LENGTH)
+    text = response.result().text
+    received, done = text.split("data: [DONE]")[0], "data: [DONE]\n\n"
+    assert re.findall(r"^: point (0 .*) .*\n", text, re.MULTILINE) == ["0 1 0", "0 2 1"]
+    response = send(gate, "/v1/chat/completions", body, points_of(received))
+    submit = gate.begin()
+    gate.continue_at(submit, 0, 1)
+    gate.delta(submit, "ab", num_ids=0, finish=m.Finish.LENGTH)
+    assert without_points(response.result().text) == done
+
+
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_a_stream_continues_behind_each_of_its_points(tools_gate: Gate, path: str, body: dict[str, Any]) -> None:
     gate = tools_gate
