@@ -128,7 +128,7 @@ def expanded(path: str, key: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ModelError(f"{key} {path[:MAX_SHOWN_CHARS]!r}: {error}; write the full path") from error
+        raise ModelError(f"{key} {path[:MAX_SHOWN_CHARS]!r}: {str(error).rstrip('.')}: write the full path") from error
 
 
 def is_file(path: Path) -> bool:

@@ -108,5 +108,5 @@ def test_impossible_names_are_neither_folder_nor_file(model: str) -> None:
 
 
 def test_an_unknown_user_in_a_path_is_reported() -> None:
-    with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home.*write the full path"):
+    with pytest.raises(ModelError, match=r"model '~no-such-user/x': .*home directory: write the full path"):
         parse("~no-such-user/x")
