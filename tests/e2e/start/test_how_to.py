@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
+import openai
 import pytest
 
 from pipeline import __main__ as cli
@@ -61,6 +64,27 @@ def test_a_command_works_as_written(server: Server, tmp_path: Path, command: str
             assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
         if "json_schema" in command:
             assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"city", "country"}
+
+
+def test_clients_need_only_their_variables(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the page, and no arguments that say where the server is."""
+    exported = {
+        name: value.replace("127.0.0.1:8000", server.url.removeprefix("http://"))
+        for language, block in BLOCKS
+        if language == "console"
+        for line in re.findall(r"^\$ export (.+)", block, re.MULTILINE)
+        for name, value in re.findall(r"(\w+)=(\S+)", line)
+    }
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    asked: Any = [{"role": "user", "content": "What is the capital of Greece?"}]
+    with openai.OpenAI() as one, anthropic.Anthropic() as two, ollama.Client() as three:
+        (model,) = (found.id for found in one.models.list())
+        chat = one.chat.completions.create(model=model, messages=asked, temperature=0)
+        message: Any = two.messages.create(model=model, messages=asked, max_tokens=16, extra_body={"temperature": 0})
+        reply = three.chat(model=model, messages=asked, options={"temperature": 0})
+    said = [chat.choices[0].message.content, message.content[0].text, reply.message.content]
+    assert said == ["The capital of Greece is Athens."] * 3
 
 
 def test_settings_and_processes_change_and_the_server_stops_while_a_request_runs() -> None:
