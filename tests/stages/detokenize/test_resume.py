@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -174,3 +175,18 @@ def test_what_comes_while_a_sequence_resumes_is_handled_completely_then() -> Non
     *_, error, prompt, counts, times = found[1005]
     assert (error, len(prompt) > 0) == ("second", True)
     assert (counts, times) == ([m.DraftCounts(0, 3, 4)], [m.FirstTimes(0, 5.0, 6.0, 7.0, 8)])
+
+
+@pytest.mark.parametrize("part_ids", [1, 2, PART_IDS])
+def test_nothing_behind_a_stop_string_is_shown_however_many_ids_the_client_claims_to_have(part_ids: int) -> None:
+    """It may be no client of ours: the ids come with the request."""
+    processor = OutputProcessor(VOCABULARY, part_ids=part_ids)
+    known = ids_of("abcdefbcd")
+    options = m.GenerationOptions(stop=["bc"], repeats_received=True)
+    claimed = msgspec.structs.replace(opening(5, options), outputs=np.array(known, np.int32).tobytes())
+    aborts = processor.open(claimed, known)
+    while processor.is_resuming:
+        aborts += processor.resume()
+    deltas = processor.deltas(0)
+    assert (deltas.texts, deltas.finishes, deltas.stop_reasons) == (["a"], [m.Finish.STOP], ["bc"])
+    assert (deltas.num_ids, deltas.id_offsets, len(aborts)) == ([0], [len(known)], 1)
