@@ -119,6 +119,25 @@ def test_blocks_whose_copies_may_not_have_been_made_are_computed_again() -> None
     assert bench.scheduler.load().num_blocks_restored == 0
 
 
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_a_sequence_stays_swapped_out_if_the_step_that_copies_it_is_settled(is_settled: bool) -> None:
+    """Before that, the executor may have died without the copies."""
+    bench = bench_with(num_blocks=14, preemption="swap", kv_offload=False)
+    admit(bench)
+    lifecycle = bench.scheduler.lifecycle
+    while not lifecycle.swapped:
+        if bench.steps:
+            bench.answer()
+        bench.fill()
+        bench.report()
+    (swapped,) = lifecycle.swapped
+    if is_settled:
+        bench.answer()
+    bench.lose_executor(0)
+    assert (swapped in lifecycle.swapped) == is_settled
+    finish(bench)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_nothing_is_used_that_an_executor_with_other_settings_can_not_use(preemption: str) -> None:
     bench = bench_with(num_blocks=14, preemption=preemption)
