@@ -126,6 +126,18 @@ def test_a_gateway_starts_when_all_stages_use_the_newest_channels():
     assert recovery.may_start("gateway.0"), "it need not wait for gateways, nor for what has died"
 
 
+def test_gateways_learn_of_restarts_in_order_though_the_later_one_is_known_to_all_stages_first():
+    recovery = Recovery()
+    first = recovery.died("schedule.0", ["ingest.0", "execute.0"], ["gateway.0"])
+    second = recovery.died("detokenize.0", ["schedule.0"], ["gateway.0"])
+    recovery.answered("schedule.0", second)
+    recovery.answered("ingest.0", first)
+    assert recovery.rounds_for_gateways() == []
+    recovery.answered("execute.0", first)
+    assert [one.epoch for one in recovery.rounds_for_gateways()] == [first, second]
+    assert recovery.rounds_for_gateways() == [], "each once"
+
+
 class Histories(RuleBasedStateMachine):
     """Random deaths and answers. Each process answers what it was sent, in any order relative to others."""
 
