@@ -76,6 +76,11 @@ def measure(
     Raises UserError if the model can't run with these settings, or if its logits in float32 aren't finite.
     """
     config = ModelConfig.load(folder)
+    if config.delta is not None:
+        # The rows that share a chunk's blocks would need its state at each position.
+        raise UserError(
+            f"--fidelity is not supported for {config.name} ({config.architecture}): it has recurrent layers"
+        )
     if config.max_position < CHUNK_SIZE:
         raise UserError(
             f"the model's context is {config.max_position} tokens, but the measurement takes {CHUNK_SIZE} at a time"

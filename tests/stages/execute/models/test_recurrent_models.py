@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.settings import Settings
+from pipeline.errors import UserError
 from pipeline.kernels.cpu.isa import available
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import NOTES
+from pipeline.stages.execute.cpu.measuring import fidelity
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.prepare.stage import prepare
 from pipeline.stages.prepare.weights.tensors import read_header
@@ -184,6 +186,12 @@ def test_what_decays_states_is_never_quantized(tmp_path: Path) -> None:
     planner.step((0, 0, 33))
     (chunked,) = planner.step((0, 33, 67), changes_slots=True)
     np.testing.assert_array_equal(chunked, whole)
+
+
+def test_fidelity_is_refused(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, VARIANTS["qwen3_5"])
+    with pytest.raises(UserError, match=r"--fidelity is not supported for .*: it has recurrent layers"):
+        fidelity.measure(Settings(), folder, [], lambda _: None)
 
 
 def exact(variant: Variant) -> Variant:
