@@ -53,13 +53,15 @@ def main() -> None:
     stride = library.activation_bytes(ActivationForm.PLAIN, shape.values)
     out = pool.allocate(library.activation_rows(num) * stride)
     sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
-    layer = native.NativeDeltaLayer(*sizes, 1.0, 1e-6, *(vector.ctypes.data for vector in vectors))
+    layer = native.NativeDeltaLayer(
+        *sizes, 1.0, 1e-6, *(vector.ctypes.data for vector in vectors), None, shape.value_heads
+    )
     state = native.NativeDeltaState(
         slots.ctypes.data, shape.slot, 0, inputs.state_reads.ctypes.data, inputs.state_writes.ctypes.data
     )
     library.program_delta(
         *(program, ctypes.byref(layer), ctypes.byref(state), x.ctypes.data, conv.ctypes.data, gates.ctypes.data),
-        *(values.ctypes.data, native.NativeRows(out.ctypes.data, stride), ActivationForm.PLAIN),
+        *(values.ctypes.data, native.NativeRows(out.ctypes.data, stride), ActivationForm.PLAIN, None),
     )
     rounds = np.zeros((args.rounds, library.program_size(program)))
     for seconds in rounds:

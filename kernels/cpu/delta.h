@@ -46,7 +46,10 @@ struct Layer {
     const float* rates;    // [value_heads], -exp(A_log)
     const float* dt_bias;  // [value_heads]
     const float* norm;     // [value_dim]
+    const int32_t* places; // [value_heads] of all heads of the model; null: these are all
+    int all_heads;         // value heads of the model
 
+    int place(int head) const { return places ? places[head] : head; }
     int keys() const { return key_heads * key_dim; }
     int values() const { return value_heads * value_dim; }
     int channels() const { return 2 * keys() + values(); }
@@ -296,22 +299,26 @@ class DeltaRule final : public Op {
 // with such layers.
 class Gate final : public Op {
    public:
-    Gate(Rows out, ActivationForm form, const float* from, const float* gates, int width)
-        : Op("gate"), out_(out), form_(form), from_(from), gates_(gates), width_(width) {}
+    // `from` [tokens][all] and `gates` [tokens][width], which are those of `width` columns from `first` on. If these are
+    // not all, other ranks have the others: then the results stay in `from` unless `out` is PLAIN.
+    Gate(Rows out, ActivationForm form, float* from, const float* gates, int width, int first, int all)
+        : Op("gate"), out_(out), form_(form), from_(from), gates_(gates), width_(width), first_(first), all_(all) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
     size_t scratch_bytes() const override { return size_t(width_) * 4; }
 
     void tile(const Step& step, int token, const Scratch& scratch) override {
-        const float *from = from_ + size_t(token) * width_, *gates = gates_ + size_t(token) * width_;
-        float* gated = reinterpret_cast<float*>(scratch.memory);
+        float* from = from_ + size_t(token) * all_ + first_;
+        const float* gates = gates_ + size_t(token) * width_;
+        const bool is_part = width_ < all_;
+        float* gated = is_part ? from : reinterpret_cast<float*>(scratch.memory);
         for (int c = 0; c < width_; c += LANES)
             store(gated + c, times_sigmoid(load<vf>(from + c), load<vf>(gates + c)));
         if (form_ == ActivationForm::PLAIN)
-            for (int c = 0; c < width_; c += LANES) store_acts(out_.plain(token) + c, load<vf>(gated + c));
-        else
+            for (int c = 0; c < width_; c += LANES) store_acts(out_.plain(token) + first_ + c, load<vf>(gated + c));
+        else if (!is_part)
             quantize(gated, out_, token, width_, form_);
-        row_is_written(step, token, scratch);
+        if (!is_part) row_is_written(step, token, scratch);
     }
 
     const uint8_t* rows_out() const override { return out_.data; }
@@ -321,16 +328,18 @@ class Gate final : public Op {
    private:
     const Rows out_;
     const ActivationForm form_;
-    const float *const from_, *const gates_;
-    const int width_;
+    float* const from_;
+    const float* const gates_;
+    const int width_, first_, all_;
 };
 
 // out = rms(o) w silu(z) for each head, in the form that the next product reads.
 class DeltaNorm final : public Op {
    public:
-    // `in` is that of `DeltaConv`, `values` what `DeltaRule` writes.
-    DeltaNorm(const delta::Layer& layer, const float* in, const float* values, Rows out, ActivationForm form)
-        : Op("delta_norm"), layer_(layer), in_(in), values_(values), out_(out), form_(form) {}
+    // `in` is that of `DeltaConv`, `values` what `DeltaRule` writes. If other ranks have some heads, the results go to
+    // `wide` [tokens][values of all heads] unless `out` is PLAIN.
+    DeltaNorm(const delta::Layer& layer, const float* in, const float* values, Rows out, ActivationForm form, float* wide)
+        : Op("delta_norm"), layer_(layer), in_(in), values_(values), out_(out), form_(form), wide_(wide) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
     size_t scratch_bytes() const override { return size_t(layer_.values()) * 4; }
@@ -339,19 +348,22 @@ class DeltaNorm final : public Op {
         const int width = layer_.values(), size = layer_.value_dim;
         const float* from = values_ + size_t(token) * width;
         const float* z = in_ + size_t(token) * layer_.inputs() + layer_.channels();
-        float* normed = reinterpret_cast<float*>(scratch.memory);
-        for (int first = 0; first < width; first += size) {
+        float* scratch_row = reinterpret_cast<float*>(scratch.memory);
+        float* wide = wide_ ? wide_ + size_t(token) * layer_.all_heads * size : nullptr;
+        for (int head = 0; head < layer_.value_heads; head++) {
+            const int first = head * size, to = layer_.place(head) * size;
+            float* normed = wide ? wide + to : scratch_row + first;
             const float factor = 1.0f / std::sqrt(delta::squares(from + first, size) / float(size) + layer_.eps);
             for (int c = 0; c < size; c += LANES) {
                 const vf gate = load<vf>(z + first + c);
                 const vf value = load<vf>(from + first + c) * factor * load<vf>(layer_.norm + c);
-                store(normed + first + c, value * times_sigmoid(gate, gate));
+                store(normed + c, value * times_sigmoid(gate, gate));
             }
+            if (form_ == ActivationForm::PLAIN)
+                for (int c = 0; c < size; c += LANES) store_acts(out_.plain(token) + to + c, load<vf>(normed + c));
         }
-        if (form_ == ActivationForm::PLAIN)
-            for (int c = 0; c < width; c += LANES) store_acts(out_.plain(token) + c, load<vf>(normed + c));
-        else
-            quantize(normed, out_, token, width, form_);
+        if (wide) return;
+        if (form_ != ActivationForm::PLAIN) quantize(scratch_row, out_, token, width, form_);
         row_is_written(step, token, scratch);
     }
 
@@ -364,4 +376,5 @@ class DeltaNorm final : public Op {
     const float *const in_, *const values_;
     const Rows out_;
     const ActivationForm form_;
+    float* const wide_;
 };

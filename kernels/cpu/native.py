@@ -241,7 +241,8 @@ class NativeDeltaLayer(Structure):
     _fields_ = (
         *((name, c_int) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "tiled")),
         *((name, c_float) for name in ("beta", "eps")),
-        *((name, c_void_p) for name in ("conv", "rates", "dt_bias", "norm")),
+        *((name, c_void_p) for name in ("conv", "rates", "dt_bias", "norm", "places")),
+        ("all_heads", c_int),
     )
 
 

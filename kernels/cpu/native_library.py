@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),
     "program_quantize": (None, [c_void_p, NativeRows, c_int, c_void_p, c_int]),
-    "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int]),
+    "program_gate": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_int, c_int]),
     "program_qkv": (
         None,
         [
@@ -131,7 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [
             *(c_void_p, POINTER(NativeDeltaLayer), POINTER(NativeDeltaState)),
-            *(c_void_p, c_void_p, c_void_p, c_void_p, NativeRows, c_int),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, NativeRows, c_int, c_void_p),
         ],
     ),
     "program_lora": (None, [c_void_p, POINTER(NativeLoraSite), NativeRows, c_int]),

@@ -128,8 +128,8 @@ void program_quantize(Program* program, Rows out, int form, const float* from, i
 }
 
 // The same of `from` times the sigmoid of `gates`, [tokens][width] both.
-void program_gate(Program* program, Rows out, int form, const float* from, const float* gates, int width) {
-    program->add<Gate>(out, ActivationForm(form), from, gates, width);
+void program_gate(Program* program, Rows out, int form, float* from, const float* gates, int width, int first, int all) {
+    program->add<Gate>(out, ActivationForm(form), from, gates, width, first, all);
 }
 
 // `norms` and `form` may be null. `values`, for norms of all heads, has room for the matmul's results; else it is null.
@@ -172,10 +172,10 @@ void program_attention(Program* program, Rows out, int floats, Rows queries, con
 // The gated delta rule of `in`, which is what the matmuls of its layer write (delta.h). `conv` [tokens][channels], `gates`
 // [tokens][2 * value heads] and `values` [tokens][values] are memory for it.
 void program_delta(Program* program, const delta::Layer* layer, const delta::State* state, const float* in, float* conv,
-                   float* gates, float* values, Rows out, int form) {
+                   float* gates, float* values, Rows out, int form, float* wide) {
     program->add<DeltaConv>(*layer, *state, in, conv, gates);
     program->add<DeltaRule>(*layer, *state, in, conv, gates, values);
-    program->add<DeltaNorm>(*layer, in, values, out, ActivationForm(form));
+    program->add<DeltaNorm>(*layer, in, values, out, ActivationForm(form), wide);
 }
 
 void program_linear_add(Program* program, float* residual, Rows in, const Matrix* matrix, int width, float factor) {

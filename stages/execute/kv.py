@@ -97,9 +97,9 @@ def plan_kv(
     return replace(plan, num_state_slots=num_slots, slot_bytes=slot_bytes, state_tokens=state_tokens)
 
 
-def state_slot_bytes(config: ModelConfig, layers: Collection[int] | None = None) -> int:
-    """Bytes of the state of all recurrent layers of a row, or of those of a part; 0 without such layers."""
-    return slot_floats(config, layers) * np.dtype(np.float32).itemsize
+def state_slot_bytes(config: ModelConfig, layers: Collection[int] | None = None, num_ranks: int = 1) -> int:
+    """Bytes of the state of all recurrent layers of a row, or as in `slot_floats`; 0 without such layers."""
+    return slot_floats(config, layers, num_ranks) * np.dtype(np.float32).itemsize
 
 
 def half_in_slots(num_bytes: int, slot_bytes: int, settings: Settings) -> int:

@@ -108,9 +108,7 @@ def test_snapshots_outlive_schedule_and_in_swap_space_the_executor(server: Serve
     server.look()
 
 
-@pytest.mark.parametrize(
-    "setting", ["speculative.method=ngram", "execute.tensor_parallel=2", "lora.runtime_loading=true"]
-)
+@pytest.mark.parametrize("setting", ["speculative.method=ngram", "lora.runtime_loading=true"])
 def test_what_is_not_supported_is_refused_by_name(model: Path, setting: str) -> None:
     with Server(*rules(model, setting), until_ready=False) as server:
         line = server.wait_for_line(r"is not supported for recurrent .*it has recurrent layers", 60)

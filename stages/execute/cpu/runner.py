@@ -92,7 +92,7 @@ class CpuRunner(Runner):
         # All ranks have as many blocks as the one whose blocks are the largest.
         largest = msgspec.structs.replace(config, num_kv_heads=most_kv_heads(config, num_ranks))
         layout = with_most_layers(layout_of(settings, config), parts)
-        slot_bytes = max(state_slot_bytes(config, part.layers) for part in parts)
+        slot_bytes = max(state_slot_bytes(config, part.layers, num_ranks) for part in parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout, slot_bytes)
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)

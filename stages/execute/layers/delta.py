@@ -36,19 +36,22 @@ def delta_weights(config: ModelConfig, weights: Weights, index: int) -> DeltaWei
     )
 
 
-def delta_shape(config: ModelConfig) -> DeltaShape:
-    """The sizes of a recurrent layer."""
+def delta_shape(config: ModelConfig, key_heads: int | None = None) -> DeltaShape:
+    """The sizes of a recurrent layer, or of a rank's part with so many key heads."""
     delta = config.delta
     assert delta is not None
-    return DeltaShape(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.tiled)
+    key_heads = delta.key_heads if key_heads is None else key_heads
+    value_heads = key_heads * delta.value_heads // delta.key_heads
+    return DeltaShape(key_heads, value_heads, delta.key_dim, delta.value_dim, delta.tiled)
 
 
-def slot_floats(config: ModelConfig, layers: Collection[int] | None = None) -> int:
+def slot_floats(config: ModelConfig, layers: Collection[int] | None = None, num_ranks: int = 1) -> int:
     """Floats of a slot, which has the states of all recurrent layers of a row, or of those in a part of the model, in
-    their order."""
+    their order; of several ranks, those of the one with the most heads."""
     if config.delta is None:
         return 0
-    return sum(layers is None or layer in layers for layer in config.delta.layers) * delta_shape(config).slot
+    shape = delta_shape(config, -(-config.delta.key_heads // num_ranks))
+    return sum(layers is None or layer in layers for layer in config.delta.layers) * shape.slot
 
 
 def _stacked(b: AnyMatrix, a: AnyMatrix) -> AnyMatrix:

@@ -9,10 +9,8 @@ def require_supported(settings: Settings, config: ModelConfig) -> None:
     """Raise UserError if a model has recurrent layers, and a setting does not work with them."""
     if config.delta is None:
         return
-    execute = settings.execute
     problems = {
         "speculative.method": (settings.speculative.method, settings.speculative.method != "none"),
-        "execute.tensor_parallel": (execute.tensor_parallel, execute.tensor_parallel > 1),
         "lora.adapters": (list(settings.lora.adapters), bool(settings.lora.adapters)),
         "lora.runtime_loading": (settings.lora.runtime_loading, settings.lora.runtime_loading),
     }

@@ -1,7 +1,7 @@
 """A rank's share of a model: which heads, and which part of each size.
 
     matrix             cut into                     results on CPUs
-    query, key, value  groups of heads              the rank's own queries and KV cache
+    query, key, value  groups of heads              the rank's own queries and KV cache, or states
     o, down            hidden, in panels            gathered in the residual
     gate, up           intermediate, in groups      gathered
     embedding, head    vocabulary, in panels        gathered
@@ -18,7 +18,7 @@ have the same KV head, and each of them a part of its query heads.
 from dataclasses import dataclass
 
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.model_config import DeltaNet, ModelConfig
 
 PANEL = 16
 """Outputs are cut between panels of the packed weights."""
@@ -43,6 +43,8 @@ class Share:
     shared_inner: range
     """The same of the expert that computes every token."""
     vocab: range
+    delta_keys: range = range(0)
+    """Key heads of recurrent layers; the rank has all their value heads."""
 
     @property
     def is_whole(self) -> bool:
@@ -63,7 +65,16 @@ def share_of(config: ModelConfig, rank: int = 0, num_ranks: int = 1) -> Share:
         experts_inner=cut(0 if experts is None else experts.intermediate_size, GROUP, rank, num_ranks),
         shared_inner=cut(0 if experts is None else experts.shared_intermediate_size, GROUP, rank, num_ranks),
         vocab=cut(config.vocab_size, PANEL, rank, num_ranks),
+        delta_keys=_dealt(0 if config.delta is None else config.delta.key_heads, rank, num_ranks),
     )
+
+
+def value_heads_of(delta: DeltaNet, key_heads: range) -> list[int]:
+    """The value heads that share these key heads, in the order of a model that has no others."""
+    ratio = delta.value_heads // delta.key_heads
+    if delta.tiled:
+        return [first + head for first in range(0, delta.value_heads, delta.key_heads) for head in key_heads]
+    return list(range(key_heads.start * ratio, key_heads.stop * ratio))
 
 
 def most_kv_heads(config: ModelConfig, num_ranks: int) -> int:
@@ -96,7 +107,8 @@ def cut(size: int, unit: int, rank: int, num_ranks: int) -> range:
 def possible(config: ModelConfig) -> list[int]:
     """The numbers of ranks that a model can be cut into."""
     num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-    return [num for num in range(1, num_heads + 1) if num <= num_kv_heads or num % num_kv_heads == 0]
+    most = num_heads if config.delta is None else min(num_heads, config.delta.key_heads)
+    return [num for num in range(1, most + 1) if num <= num_kv_heads or num % num_kv_heads == 0]
 
 
 def _heads(config: ModelConfig, rank: int, num_ranks: int) -> tuple[range, range]:

@@ -47,7 +47,7 @@ class Layer:
         self.rows = r.rows(num, shape.values)
         weights = [r.floats(vector.numpy()).ctypes.data for vector in vectors]
         sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
-        layer = native.NativeDeltaLayer(*sizes, options.beta, options.eps, *weights)
+        layer = native.NativeDeltaLayer(*sizes, options.beta, options.eps, *weights, None, shape.value_heads)
         inputs = r.inputs
         state = native.NativeDeltaState(
             *(self.slots.ctypes.data, self.slots.shape[1], options.layer),
@@ -55,7 +55,7 @@ class Layer:
         )
         r.library.program_delta(
             *(r.program, ctypes.byref(layer), ctypes.byref(state), self.x.ctypes.data, conv.ctypes.data),
-            *(gates.ctypes.data, self.values.ctypes.data, self.rows, to),
+            *(gates.ctypes.data, self.values.ctypes.data, self.rows, to, None),
         )
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -163,7 +163,7 @@ def test_rows_are_gated_in_the_form_of_the_matmul_behind(library: ctypes.CDLL, t
     expected = values.astype(np.float64) / (1 + np.exp(-gates.astype(np.float64)))
     with recording(library, threads=2) as r:
         rows, source, factors = r.rows(5, 256), r.floats(values), r.floats(gates)
-        library.program_gate(r.program, rows, to, source.ctypes.data, factors.ctypes.data, 256)
+        library.program_gate(r.program, rows, to, source.ctypes.data, factors.ctypes.data, 256, 0, 256)
         r.tokens(5)
         assert r.run() == 0
         error = 1e-6 * np.abs(values)

@@ -54,7 +54,7 @@ class NativeAttention:
         max_num_tokens = inputs.max_num_tokens
         self._queries = memory.rows(max_num_tokens, len(share.heads) * config.head_dim)
         self._attended = gathered.rows(max_num_tokens, config.num_heads * config.head_dim)
-        gates = config.num_heads * config.head_dim
+        gates = len(share.heads) * config.head_dim
         self._gates = memory.floats(max_num_tokens, gates) if config.attention_gate else 0
         all_heads = config.num_heads + 2 * config.num_kv_heads
         has_norm_of_all = config.qk_norm and config.qk_norm_kind == "all"
@@ -94,9 +94,10 @@ class NativeAttention:
         matrix = weights.out.matrices[0]
         rows, floats = self._layers.written(self._attended, width, matrix, share.heads.start * config.head_dim)
         if weights.gate is not None:
-            products = self._memory.products(weights.gate, rows_of(range(width)), partial(self._norms.rows, slot=slot))
-            library.program_products(self._program, self._gates, products, len(products), width)
-            rows, floats = native.NativeRows(self._layers.wide, width * 4), True
+            order = rows_of(range(share.heads.start * config.head_dim, share.heads.stop * config.head_dim))
+            products = self._memory.products(weights.gate, order, partial(self._norms.rows, slot=slot))
+            library.program_products(self._program, self._gates, products, len(products), len(order))
+            rows, floats = native.NativeRows(self._layers.wide + 4 * int(order[0]), width * 4), True
         plan = self._plan(weights.window or 0, group)
         form = self._score_form
         if weights.sinks is not None:
@@ -106,13 +107,15 @@ class NativeAttention:
         if weights.gate is not None:
             self._gate(matrix, width)
         self._layers.barrier("attention")
-        is_gated = weights.gate is not None
+        is_gated = weights.gate is not None and share.is_whole
         self._layers.add(self._attended, width, weights.out, weights.post_norm, OUT, "o", is_written=is_gated)
 
     def _gate(self, out: AnyMatrix, width: int) -> None:
         """Record the gate of attention's result, before the matmul with `out`."""
         form: ActivationForm = self._memory.form(out)
-        self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, width)
+        heads, size = self._share.heads, self._config.head_dim
+        part = len(heads) * size, heads.start * size, width
+        self._library.program_gate(self._program, self._attended, form, self._layers.wide, self._gates, *part)
 
     def calibrate(self, run: Callable[[], object]) -> None:
         """Measure the keys of all layers whose keys are rounded, with `run`, which computes the step in the inputs."""

@@ -4,20 +4,23 @@ norm ─► queries, keys, values, z, b, a ─► gated delta rule ─► out �
 """
 
 import ctypes
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
-from pipeline.kernels.step_inputs import StepInputs
+from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
-from pipeline.stages.execute.cpu.native.memory import NativeMemory, rows_of
+from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
+from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.kv import KVPlan, SwapArray
 from pipeline.stages.execute.layers.delta import delta_shape, slot_floats
 from pipeline.stages.execute.program import DeltaWeights
+from pipeline.stages.execute.ranks.share import Share, value_heads_of
 
 
 class NativeDelta:
@@ -33,10 +36,16 @@ class NativeDelta:
         kv: KVPlan,
         norms: NativeNorms,
         layers: NativeLayers,
+        gathered: RankMemory,
+        share: Share,
     ) -> None:
-        self._library, self._program, self._memory, self._config = library, program, memory, config
+        self._library, self._program, self._memory = library, program, memory
         self._inputs, self._norms, self._layers = inputs, norms, layers
-        self._shape = shape = delta_shape(config)
+        assert config.delta is not None
+        self._delta, self._share = config.delta, share
+        self._heads = np.array(value_heads_of(config.delta, share.delta_keys), np.int32)
+        """The value heads, of all heads of the model."""
+        self._shape = shape = delta_shape(config, len(share.delta_keys))
         self._num = 0
         num, self._num_slots = inputs.max_num_tokens, kv.num_state_slots
         self.slot = kv.slot_bytes // 4 or slot_floats(config)
@@ -47,7 +56,8 @@ class NativeDelta:
         self._conv = memory.floats(num, shape.channels)
         self._gates = memory.floats(num, 2 * shape.value_heads)
         self._values = memory.floats(num, shape.values)
-        self._out = memory.rows(num, shape.values)
+        self._width = config.delta.value_heads * config.delta.value_dim
+        self._out = gathered.rows(num, self._width)
 
     def blocks(self, swapped: SwapArray) -> native.NativeBlocks:
         """The addresses of the slots, and of those in swap space, for copies."""
@@ -61,23 +71,48 @@ class NativeDelta:
 
     def emit(self, weights: DeltaWeights) -> None:
         """Record a layer after its norm."""
-        config, library, memory, shape = self._config, self._library, self._memory, self._shape
-        delta = config.delta
-        assert delta is not None
+        library, memory, shape, delta = self._library, self._memory, self._shape, self._delta
         self._layers.begin()
-        products = memory.products(weights.inputs, rows_of(range(shape.inputs)), partial(self._norms.rows, slot=0))
+        channels, rows = self._order()
+        products = memory.products(weights.inputs, rows, partial(self._norms.rows, slot=0))
         library.program_products(self._program, self._in, products, len(products), shape.inputs)
-        vectors = weights.conv, weights.rates, weights.dt_bias, weights.head_norm
+        of_heads = (np.asarray(vector)[self._heads] for vector in (weights.rates, weights.dt_bias))
+        vectors = np.asarray(weights.conv)[:, channels], *of_heads, weights.head_norm
         sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled
-        layer = native.NativeDeltaLayer(*sizes, delta.beta, delta.eps, *(memory.vector(vector) for vector in vectors))
+        layer = native.NativeDeltaLayer(
+            *(*sizes, delta.beta, delta.eps, *(memory.vector(vector) for vector in vectors)),
+            *(self._heads.ctypes.data, delta.value_heads),
+        )
         state = native.NativeDeltaState(
             *(self.slots, self.slot, self._num * shape.slot),
             *(self._inputs.state_reads.ctypes.data, self._inputs.state_writes.ctypes.data),
         )
         self._num += 1
         form: ActivationForm = memory.form(weights.out.matrices[0])
+        is_whole = self._share.is_whole
+        wide = None if is_whole or form is ActivationForm.PLAIN else self._layers.wide
         library.program_delta(
             *(self._program, ctypes.byref(layer), ctypes.byref(state), self._in, self._conv, self._gates),
-            *(self._values, self._out, form),
+            *(self._values, self._out, form, wide),
         )
-        self._layers.add(self._out, shape.values, weights.out, None, (), "delta", is_written=True)
+        self._layers.barrier("delta rule")
+        self._layers.add(self._out, self._width, weights.out, None, (), "delta", is_written=is_whole)
+
+    def _order(self) -> tuple[IntArray, IntArray]:
+        """The channels of this rank's heads among all, and the rows of the stacked matrices."""
+        delta, heads = self._delta, self._heads
+        all_keys = delta.key_heads * delta.key_dim
+        keys, values = _columns(self._share.delta_keys, delta.key_dim), _columns(heads, delta.value_dim)
+        channels = np.concatenate([keys, all_keys + keys, 2 * all_keys + values])
+        ends = (
+            2 * all_keys + self._width,
+            2 * (all_keys + self._width),
+            2 * (all_keys + self._width) + delta.value_heads,
+        )
+        others = (end + part for end, part in zip(ends, (values, heads, heads), strict=True))
+        return channels, np.concatenate([channels, *others])
+
+
+def _columns(heads: Iterable[int], dim: int) -> IntArray:
+    """Those of some heads of `dim` columns each."""
+    return np.array([head * dim + i for head in heads for i in range(dim)], np.int32)

@@ -43,7 +43,8 @@ class NativeLayers:
         self._first_layer = first_layer
         self.num = 0
         """Layers so far."""
-        width = max(config.num_heads * config.head_dim, *config.inner_sizes, 0)
+        values = 0 if config.delta is None else config.delta.value_heads * config.delta.value_dim
+        width = max(config.num_heads * config.head_dim, *config.inner_sizes, values)
         self.wide = gathered.floats(max_num_tokens, -(-width // PAIR) * PAIR)
         """The address of what is quantized before a matmul."""
         self.branch = gathered.floats(max_num_tokens, config.hidden_size) if config.post_norms else 0

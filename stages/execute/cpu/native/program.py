@@ -120,8 +120,9 @@ class NativeProgram(Program):
             self._experts = NativeExperts(library, memory, config, max_num_tokens, norms.rows, gathered, share)
         self._delta = None
         if config.delta is not None:
-            assert ranks is None
-            self._delta = NativeDelta(library, self._handle, memory, config, inputs, kv, norms, self._layers)
+            self._delta = NativeDelta(
+                *(library, self._handle, memory, config, inputs, kv, norms, self._layers, gathered, share)
+            )
         self._swap = swap
         """Keeps the memory alive: the library has only its address."""
         self._blocks = self._attention.blocks(swap)

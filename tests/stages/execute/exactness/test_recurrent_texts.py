@@ -208,8 +208,10 @@ def test_other_models(runners: Runners, model: str) -> None:
     assert pair.scheduler.load().num_preemptions > 0
 
 
-@pytest.mark.parametrize("layers", [(2, 2), (3, 1), (1, 1, 2)], ids=str)
-def test_stages_of_a_pipeline(runners: Runners, layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "layers"), [(1, (2, 2)), (1, (3, 1)), (1, (1, 1, 2)), (2, (4,)), (2, (1, 3))], ids=str
+)
+def test_ranks_and_stages_of_a_pipeline(runners: Runners, num_ranks: int, layers: tuple[int, ...]) -> None:
     """With a stage that has all recurrent layers, and stages that have one kind of layers."""
     more = (("num_logprobs", 1),)
     expected = runners.expected(make_requests(more=more))
@@ -218,14 +220,15 @@ def test_stages_of_a_pipeline(runners: Runners, layers: tuple[int, ...]) -> None
             kv_cache_bytes=FEW,
             dtype="bfloat16",
             num_threads=1,
+            tensor_parallel=num_ranks,
             pipeline_parallel=len(layers),
-            pipeline_layers=layers,
+            pipeline_layers=layers if len(layers) > 1 else (),
         ),
         schedule=ScheduleSettings(
             max_num_seqs=16, max_num_batched_tokens=FEW_TOKENS, max_num_prefill_tokens=FEW_TOKENS
         ),
     )
-    ranks: Any = RankRunners(settings, runners.folder("qwen3_5"), 40 * SLOT)
+    ranks: Any = RankRunners(settings, runners.folder("qwen3_5"), 80 * SLOT)
     try:
         pair = Pair(ranks, len(layers), num_stages=len(layers), **SCARCE)
         assert pair.run(make_requests(more=more)) == expected
