@@ -27,7 +27,7 @@ def main(socket_fd: int, title: str, program: str, args: list[str]) -> None:
     import setproctitle
 
     # Only the owner ends this process, by closing its socket or by ending itself.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(os.getppid())
     setproctitle.setproctitle(title)

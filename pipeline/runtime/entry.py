@@ -28,8 +28,9 @@ def adopt_package() -> None:
 
 
 if __name__ == "__main__":
-    # A service manager sends SIGTERM to every process. Only the supervisor handles it; it sends `Stop`.
-    for _number in (signal.SIGINT, signal.SIGTERM):
+    # A service manager sends SIGTERM to every process, and a terminal the others. Only the supervisor handles them; it
+    # sends `Stop`.
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
     # Until the stage runs: what it imports lives as long as the process, so collections would find nothing.
     gc.disable()

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a readable descriptor, so that one poll waits for everything."""
+"""The signals that end a server as a readable descriptor, so that one poll waits for everything."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ SAME_SIGNAL_S = 0.5
 
 
 class TerminationSignals:
-    """Catches both signals until it is closed."""
+    """Catches them until it is closed. SIGHUP says that the terminal is gone; `nohup` has made it ignored."""
 
-    CAUGHT = (signal.SIGINT, signal.SIGTERM)
+    CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self._taken = -SAME_SIGNAL_S
@@ -18,7 +18,11 @@ class TerminationSignals:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in self.CAUGHT}
+        self._before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in self.CAUGHT
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
 
     def fileno(self) -> int:
         return self._read

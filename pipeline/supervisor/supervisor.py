@@ -2,7 +2,7 @@
 
     start prepare, then all ──► Prepared ──► begin all ──► Ready from each ──► Start to each ──► serving
                                                                                                     │
-      exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄─────────────────────────┤ SIGINT, SIGTERM
+      exit 0 ◄── Stop, in flow order ◄── Drained ◄── Drain to the gateway ◄─────────────────────────┤ a signal
       exit 3 ◄── Stop, in flow order ◄── Drained ◄── StageDied to the gateway ◄─────────────────────┘ a stage ends
                                                                                                       once too often
 

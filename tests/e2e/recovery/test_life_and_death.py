@@ -114,7 +114,7 @@ def test_a_server_leaves_nothing_on_disk(server: Server) -> None:
     assert f"@pipeline/{server.process.pid}-" in unix, "its sockets are abstract: no file remains"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_under_load_finishes_streams_and_leaves_no_process(number: signal.Signals) -> None:
     with Server("supervisor.drain_timeout_s=600") as server:
         streams = [Stream(server, max_tokens=60) for _ in range(4)]
@@ -170,7 +170,7 @@ def test_a_second_signal_ends_the_drain() -> None:
         assert stream.broken is not None or len(stream.events) < 6000, "and before the stream had ended"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_startup_ends_the_start(number: signal.Signals) -> None:
     with Server("log_level=debug", until_ready=False) as server:
         server.wait_for_line("started stage=execute", 60)
