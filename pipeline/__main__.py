@@ -5,6 +5,7 @@ they run, so that `--help` and usage errors are fast.
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -52,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone. Without this, Python would report the broken pipe again at exit.
+    except OSError as error:
+        # The reader of our output is gone, or the disk that it goes to is full.
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        if error.errno == errno.ENOSPC:
+            complain("pipeline", "no space is left for the output")
+        # Without this, Python would report the same again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 

@@ -448,18 +448,24 @@ def test_help_is_fast() -> None:
     assert help_s < 3 * least_s, "numpy alone would double it"
 
 
+@pytest.mark.parametrize("words", [("config", "show"), ("models", "--supported")])
+def test_a_full_disk_behind_the_output_is_one_line(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, b"pipeline: error: no space is left for the output\n")
+
+
 def test_a_closed_pipe_ends_it_quietly() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    try:
+    with os.fdopen(write_end, "wb") as closed:
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", "config", "show"],
             cwd=ROOT,
-            stdout=write_end,
+            stdout=closed,
             stderr=subprocess.PIPE,
             timeout=60,
-            check=False,
         )
-    finally:
-        os.close(write_end)
     assert (done.returncode, done.stderr) == (1, b"")
