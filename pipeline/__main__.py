@@ -73,7 +73,8 @@ class _Parser(argparse.ArgumentParser):
             args = dashed(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            advice = hint(unknown, args or ()) or advice_for_options(unknown) if self.takes_settings else ""
+            advice = hint(unknown, args or ()) if self.takes_settings else ""
+            advice = advice or (advice_for_options(unknown, self._option_string_actions) if self.takes_settings else "")
             advice = advice or self._closest_options(unknown)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         return found, unknown

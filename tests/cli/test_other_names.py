@@ -29,3 +29,23 @@ def test_the_advised_options_exist_and_the_others_do_not(capsys: pytest.CaptureF
     assert not set(LLAMA_CPP) & known
     settings = {word for advice in LLAMA_CPP.values() for word in re.findall(r"--set (\S+=\w+)", advice)}
     assert main(["config", "show", *(f"--set={one.replace('=N', '=1')}" for one in sorted(settings))]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("serve", "--ctx-size", "9"), "; use --max-model-len N"),
+        (("serve", "--cache-dir=x"), "; use --set cache_dir=VALUE"),
+        (("models", "--cache-dir=x"), "; use --set cache_dir=VALUE"),
+        (("models", "--port", "9"), ""),
+        (("check-model", "m", "--ctx-size", "9"), ""),
+        (("profile", "schedule", "--port", "9"), ""),
+    ],
+)
+def test_only_options_that_the_command_has_are_advised(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], advice: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    err = capsys.readouterr().err
+    assert f"{advice} (see pipeline " in err and ("; " in err) == bool(advice)

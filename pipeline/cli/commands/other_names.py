@@ -1,6 +1,7 @@
 """What a newcomer may type who knows Ollama, llama.cpp or only the settings, and what does it here."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 
 COMMANDS = {
     **dict.fromkeys(("run", "generate"), "use `pipeline serve MODEL`, then `pipeline chat` in another terminal"),
@@ -51,14 +52,21 @@ def advice_for_command(word: str) -> str:
     return f"; {COMMANDS[word]}" if word in COMMANDS else ""
 
 
-def advice_for_options(words: Iterable[str]) -> str:
-    """What to use instead of unknown options: llama.cpp's, or a setting's name written as an option. The rest of a
-    sentence; empty if there is none for any."""
+def advice_for_options(words: Iterable[str], known: Collection[str]) -> str:
+    """What to use instead of unknown options: llama.cpp's, or a setting's name written as an option, if the command
+    knows it. The rest of a sentence; empty if there is none for any."""
     names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-"))
     found = {name: advice for name in names if (advice := LLAMA_CPP.get(name) or _setting(name))}
+    found = {name: advice for name, advice in found.items() if _helps(advice, known)}
     if len(names) == 1:
         return "".join(f"; {advice}" for advice in found.values())
     return "".join(f"; {name}: {advice}" for name, advice in found.items())
+
+
+def _helps(advice: str, known: Collection[str]) -> bool:
+    """Whether a command has the options; one without --port neither listens nor connects."""
+    named = re.findall(r"(?<!\w)--[a-z-]+", advice)
+    return set(named) <= set(known) and ("--port" in known or "--set gateway." not in advice)
 
 
 def _setting(option: str) -> str:
