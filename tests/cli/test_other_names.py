@@ -48,4 +48,4 @@ def test_only_options_that_the_command_has_are_advised(
     with pytest.raises(SystemExit):
         main(words)
     err = capsys.readouterr().err
-    assert f"{advice} (see pipeline " in err and ("; " in err) == bool(advice)
+    assert f"{advice} (see pipeline " in err and ("; use " in err) == bool(advice)
