@@ -155,6 +155,7 @@ FEW = {
     "tests/kernels/cpu/sampling/test_logprobs.py": 3,
     "tests/kernels/cpu/attention/test_native_attention.py": 4,
     "tests/kernels/cpu/test_native_ops.py": 3,
+    "tests/kernels/cpu/sampling/test_late_masks.py": 4,
     "tests/kernels/cpu/sampling/test_native_sampler.py": 4,
     "tests/kernels/cpu/library/test_peaks.py::test_peaks_are_plausible": 2,
     "tests/kernels/cpu/library/test_peaks.py::test_the_source_compiles_without_a_warning": 4,

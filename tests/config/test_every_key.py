@@ -71,7 +71,7 @@ EFFECTS = {
         "tests/stages/gateway/admission/test_deadlines.py::TestDeadlineSource::test_the_servers_deadline_is_the_default"
     ),
     "gateway.max_body_bytes": (
-        "tests/stages/gateway/http/test_app.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
+        "tests/stages/gateway/http/test_app_errors.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
     ),
     "gateway.max_stored_responses": f"{RESPONSES}::test_max_stored_responses_bounds_the_store",
     "gateway.max_stored_response_bytes": f"{RESPONSES}::test_max_stored_response_bytes_bounds_the_store",

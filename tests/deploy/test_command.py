@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.__main__ import main
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
-from tests.deploy.proxy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.streams import BODY, tokens_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline.deploy import exposition
 from pipeline.http_server.request_turns import NUM_REQUESTS
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
-from tests.deploy.proxy.test_relay import BODY
+from tests.deploy.proxy.streams import BODY
 
 
 async def test_requests_that_wait_for_a_replica_go_on_in_turns_when_there_is_one(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from pipeline.http_server.sockets.connections import HttpConnections
 from pipeline.runtime.queues.fair_gate import FairGate
 from pipeline.runtime.security.api_keys import Keys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
-from tests.deploy.proxy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.streams import BODY, tokens_of
 
 KEY = "sk-the-key-of-the-ingress"
 RIGHT = {"Authorization": f"Bearer {KEY}"}

@@ -15,7 +15,7 @@ from pipeline.deploy.run import KeyReader
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.security.key_book import KeyBook
 from tests.deploy.fake_replica import FakeReplica, deployed
-from tests.deploy.proxy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.streams import BODY, tokens_of
 from tests.runtime.security.test_tls import CA, CERT, KEY
 
 ORIGIN = "https://chat.example.com"

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
-from tests.deploy.proxy.test_relay import BODY, stream, tokens_of
+from tests.deploy.proxy.streams import BODY, stream, tokens_of
 from tests.guardian import guard
 
 CONF = Path(__file__).resolve().parents[2] / "docs/deploy/nginx.conf"

@@ -14,7 +14,7 @@ from pipeline.http_server import time_left
 from pipeline.stages.gateway.apis.openai.invocations import InvocationBody
 from pipeline.stages.gateway.http.routes import ROUTES
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed
-from tests.deploy.proxy.test_relay import BODY, Once, stream, tokens_of
+from tests.deploy.proxy.streams import BODY, Once, stream, tokens_of
 
 SOON = {"timeout_s": 0.2}
 LONG = 10 * PATIENCE_S

@@ -12,7 +12,7 @@ from pipeline.deploy.proxy.resumable_stream import MAX_HELD_BYTES, ResumableStre
 from pipeline.deploy.proxy.upstream import MAX_HEAD_BYTES, MAX_TRAILER_BYTES
 from pipeline.runtime.resume_points import RESUMABLE, RESUME
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica, deployed, text_of
-from tests.deploy.proxy.test_relay import BODY, tokens_of
+from tests.deploy.proxy.streams import BODY, tokens_of
 from tests.deploy.proxy.test_upstream import answer
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.e2e.observed import pipeline
 from tests.e2e.recovery.test_recovery import MAX_TOKENS, MOMENTS, assert_same, kill, pids, run_and
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import pipeline
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from pipeline import LLM, SamplingParams
+from tests.e2e.observed import Metrics, pipeline
 from tests.e2e.recovery.test_recovery import MAX_TOKENS, MOMENTS, assert_same, kill, pids, run_and
 from tests.e2e.recovery_streams import STORY, Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import Metrics, pipeline
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from tests.e2e.hosts.test_hosts import until_back
+from tests.e2e.observed import pipeline
 from tests.e2e.recovery.test_recovery import MAX_TOKENS, MOMENTS, assert_same, kill, pids, run_and
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import pipeline
 from tests.guardian import guard
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")

@@ -14,10 +14,10 @@ import pytest
 from pipeline import LLM, SamplingParams
 from pipeline.metrics.stats import GatewayCounts
 from pipeline.supervisor.admin.admin_client import Admin, find_servers
-from tests.e2e.recovery.test_life_and_death import MODEL, Stream
+from tests.e2e.observed import Metrics
+from tests.e2e.recovery.streams import MODEL, Stream
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import Metrics
 
 pytestmark = pytest.mark.usefixtures("smollm2_dir")
 

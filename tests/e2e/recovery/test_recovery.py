@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from pipeline.supervisor.admin.admin_client import Admin, find_servers
+from tests.e2e.observed import until_traced
 from tests.e2e.recovery_streams import LONG, STORY, Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import until_traced
 from tests.e2e.zmq_streams import Once, connected
 from tests.runtime.test_tracing import check
 

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from pipeline import LLM, SamplingParams
-from tests.e2e.recovery.test_life_and_death import Stream
+from tests.e2e.observed import Metrics
+from tests.e2e.recovery.streams import Stream
 from tests.e2e.recovery_streams import Ledger, requests, run
 from tests.e2e.server import Server
-from tests.e2e.test_observability import Metrics
 
 ALL = bool(os.environ.get("PIPELINE_ALL_KILLS"))
 MAX_TOKENS = 24

@@ -13,7 +13,7 @@ from pipeline import own_files
 from pipeline.kernels.cpu import build as build_module
 from pipeline.kernels.cpu import compiler
 from pipeline.kernels.cpu.compiler import BuildError
-from tests.kernels.cpu.library.test_build import Bench, answer
+from tests.kernels.cpu.library.bench import Bench, answer
 
 Give = Callable[[Path], None]
 OWN = f"kernels-{os.geteuid()}"

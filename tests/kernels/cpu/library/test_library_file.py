@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import own_files
 from pipeline.kernels.cpu import library_file
-from tests.kernels.cpu.library.test_build import Bench, answer
+from tests.kernels.cpu.library.bench import Bench, answer
 
 MARKER = "RAN_BY_THE_TEST_OF_LIBRARIES"
 

@@ -1,8 +1,6 @@
 """The end of a program, from the last norm to ids: logits, masks, penalties, sampling, for every instruction set."""
 
 import ctypes
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.cpu.sample_reference import sample_reference
-from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.sampling.logits_processor_inputs import LOGITS_PROCESSORS, LogitsProcessors, bits_of, pack_runs
 from pipeline.kernels.sampling.logits_processors import apply_logits_processors, mask
 from pipeline.kernels.sampling.noise_keys import noise_keys, sequence_key
@@ -22,57 +19,14 @@ from tests.k_quants import quantize
 from tests.kernels.cpu.recording import (
     Recording,
     assert_near,
-    form_of,
     product,
     random,
     random_matrix,
     recording,
     whole,
 )
+from tests.kernels.cpu.sampling.head import DEPTH, Head
 from tests.kernels.sampling.test_sample import assert_follows
-
-DEPTH = 64
-MASKS_LATE = 1
-
-
-class Head:
-    """LM head, wait for masks and sampler, over activations that a test sets."""
-
-    def __init__(self, r: Recording, matrix: Matrix) -> None:
-        self.r, self.matrix = r, matrix
-        most = r.inputs.max_num_rows
-        self.rows = r.rows(most, matrix.num_columns)
-        self.logits = r.floats(np.zeros((most, matrix.num_rows)))
-        self.ticket = r.kept(native.MaskTicket(None, 0, 0))
-        r.library.program_sample(
-            r.program,
-            self.rows,
-            r.pack(matrix),
-            matrix.num_rows,
-            self.logits.ctypes.data,
-            most,
-            ctypes.byref(self.ticket),
-            ctypes.byref(native.NativeSamplingArrays.of(r.sampling_inputs)),
-        )
-
-    def put(self, activations: np.ndarray) -> None:
-        """The activations of the step's sampled tokens, one per row."""
-        self.kept = self.r.put(self.rows, activations, form_of(self.matrix.format))
-        self.r.tokens(len(activations))
-
-    def run(self, activations: np.ndarray) -> np.ndarray:
-        """Returns the ids."""
-        self.put(activations)
-        self.r.sampling_inputs.ids[:] = -1
-        assert self.r.run() == 0
-        return self.r.sampling_inputs.ids[: len(activations)].copy()
-
-    def all_logits(self, activations: np.ndarray) -> np.ndarray:
-        self.r.sampling_inputs.greedy[:] = 0
-        self.logits[:] = np.nan
-        self.run(activations)
-        self.r.sampling_inputs.greedy[:] = 1
-        return self.logits[: len(activations)].copy()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 37, 300, 1000])
@@ -360,75 +314,4 @@ def test_a_step_is_independent_of_earlier_steps(library: ctypes.CDLL) -> None:
         expected = head.all_logits(small).argmax(1)
         for _ in range(5):
             head.run(random(15, 30, DEPTH, scale=100))
-            np.testing.assert_array_equal(head.run(small), expected)
-
-
-def test_a_step_waits_for_its_masks(library: ctypes.CDLL) -> None:
-    word, bits = np.zeros(1, np.uint32), np.full(7, 2**32 - 1, np.uint32)
-    with recording(library, threads=2) as r:
-        head = Head(r, random_matrix(16, 200, DEPTH, "bf16"))
-        activations = random(17, 3, DEPTH)
-        best = head.all_logits(activations).argmax(1)
-        r.sampling_inputs.greedy[:] = 0
-        r.sampling_inputs.masks[:3] = bits.ctypes.data
-        head.ticket.word, head.ticket.expected, head.ticket.timeout_ms = word.ctypes.data, 7, 20_000
-        began = threading.Event()
-
-        def write() -> None:
-            began.set()
-            deadline = time.monotonic() + 10
-            while np.isnan(head.logits[:3]).any():
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-            bits[:] = 0
-            bits[3] = 1 << 5
-            word[0] = 7
-
-        head.logits[:] = np.nan
-        writer = threading.Thread(target=write)
-        writer.start()
-        assert began.wait(10)
-        ids = head.run(activations)
-        writer.join(10)
-        assert not writer.is_alive()
-        assert ids.tolist() == [101] * 3
-        # The word keeps its value, so later steps do not wait. A step without a word does not wait either.
-        assert head.run(activations).tolist() == [101] * 3
-        head.ticket.word, head.ticket.expected = None, 8
-        r.sampling_inputs.masks[:3] = 0
-        np.testing.assert_array_equal(head.run(activations), best)
-
-
-def test_a_step_with_late_masks_times_out_without_side_effects(library: ctypes.CDLL) -> None:
-    word = np.zeros(1, np.uint32)
-    with recording(library, threads=2) as r:
-        head = Head(r, random_matrix(18, 200, DEPTH, "bf16"))
-        small = random(19, 9, DEPTH)
-        expected = head.all_logits(small).argmax(1)
-        head.ticket.word, head.ticket.expected, head.ticket.timeout_ms = word.ctypes.data, 1, 30
-        head.put(random(20, 9, DEPTH, scale=100))
-        r.sampling_inputs.ids[:] = -1
-        began = time.monotonic()
-        assert r.run() == MASKS_LATE
-        assert time.monotonic() - began >= 0.03
-        assert (r.sampling_inputs.ids == -1).all()
-        word[0] = 1
-        np.testing.assert_array_equal(head.run(small), expected)
-        head.ticket.word = None
-        np.testing.assert_array_equal(head.run(small), expected)
-
-
-def test_steps_with_late_masks_alternate_with_good_steps(library: ctypes.CDLL) -> None:
-    """A thread that is slow to leave a timed-out step does not take part in the next step's sampling."""
-    word = np.zeros(1, np.uint32)
-    with recording(library, threads=4) as r:
-        head = Head(r, random_matrix(21, 200, DEPTH, "bf16"))
-        large, small = random(22, 12, DEPTH, scale=100), random(23, 5, DEPTH)
-        expected = head.all_logits(small).argmax(1)
-        head.ticket.expected = 1
-        for _ in range(100):
-            head.ticket.word = word.ctypes.data
-            head.put(large)
-            assert r.run() == MASKS_LATE
-            head.ticket.word = None
             np.testing.assert_array_equal(head.run(small), expected)

@@ -11,7 +11,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from tests.runtime.security.test_tls import CERT, KEY
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
-from tests.stages.gateway.replies.choices.test_logprobs import token_outputs
+from tests.stages.gateway.replies.choices.scored import token_outputs
 from tests.stages.replays import entries, order, replay_partial, replays_alike
 from tests.stages.test_replay import TEXT_FACTS
 

@@ -17,7 +17,7 @@ from tests.fakes import logprob, record
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import RawPeer, address_of, all_of, do
-from tests.stages.gateway.replies.choices.test_logprobs import flat
+from tests.stages.gateway.replies.choices.scored import flat
 from tests.zmq_requests import generate
 
 

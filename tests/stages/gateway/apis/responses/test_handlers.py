@@ -22,7 +22,7 @@ from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import END, MODEL, Gate, read_until
 from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.peers import until
-from tests.stages.gateway.replies.choices.test_logprobs import token_outputs
+from tests.stages.gateway.replies.choices.scored import token_outputs
 from tests.stages.replays import replays_alike
 
 PATH = "/v1/responses"

@@ -19,7 +19,7 @@ from tests.stages.gateway.gate import (
     read_until,
 )
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
-from tests.stages.gateway.replies.choices.test_logprobs import token_outputs
+from tests.stages.gateway.replies.choices.scored import token_outputs
 
 PATH = "/inference/v1/generate"
 BODY = {"token_ids": [1, 2, 3], "sampling_params": {}}
