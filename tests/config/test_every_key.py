@@ -23,7 +23,7 @@ REPLICAS = "tests/e2e/hosts/test_replicas.py::test_replicas_return_the_same_text
 JSON_LOGS = "tests/e2e/test_observability.py::test_json_logs_parse_and_have_the_request_id"
 STREAMS = "tests/stages/gateway/http/test_streams.py"
 CORS = "tests/stages/gateway/http/access/test_cors.py"
-RESPONSES = "tests/stages/gateway/apis/responses/test_handlers.py"
+STORED = "tests/stages/gateway/apis/responses/test_stored.py"
 RUNNER = "tests/stages/execute/test_runner.py"
 SPECULATION = "tests/stages/execute/drafts/test_speculation.py"
 LORA = "tests/e2e/models/test_lora.py"
@@ -73,8 +73,8 @@ EFFECTS = {
     "gateway.max_body_bytes": (
         "tests/stages/gateway/http/test_app_errors.py::TestTooLargeBody::test_a_too_large_body_is_413_before_it_is_read"
     ),
-    "gateway.max_stored_responses": f"{RESPONSES}::test_max_stored_responses_bounds_the_store",
-    "gateway.max_stored_response_bytes": f"{RESPONSES}::test_max_stored_response_bytes_bounds_the_store",
+    "gateway.max_stored_responses": f"{STORED}::test_max_stored_responses_bounds_the_store",
+    "gateway.max_stored_response_bytes": f"{STORED}::test_max_stored_response_bytes_bounds_the_store",
     "gateway.slow_client_timeout_s": f"{STREAMS}::TestSlowReader::test_a_client_that_reads_nothing_is_disconnected",
     "gateway.late_stage_timeout_s": (
         "tests/stages/gateway/recovery/test_late_stages.py::"
@@ -134,7 +134,7 @@ EFFECTS = {
     "schedule.max_num_prefill_tokens": f"{SCHEDULE}::test_max_num_prefill_tokens_limits_a_step_in_which_none_decodes",
     "schedule.prefix_caching": f"{SCHEDULE}::test_prefix_caching_can_be_turned_off",
     "schedule.max_steps_in_flight": (
-        "tests/stages/schedule/test_stage.py::test_at_greater_depths_later_steps_are_sent_before_the_first_result"
+        "tests/stages/schedule/test_depths.py::test_at_greater_depths_later_steps_are_sent_before_the_first_result"
     ),
     "schedule.policy": f"{SCHEDULE}::test_policy_sets_the_order",
     "schedule.kv_offload": f"{SCHEDULE}::test_kv_offload_copies_full_blocks_to_swap_space",
@@ -145,7 +145,7 @@ EFFECTS = {
         f"{SCHEDULE}::test_long_prompt_max_slowdown_limits_the_slowdown_by_a_long_prompt"
     ),
     "schedule.arena_bytes": f"{SCHEDULE}::test_arena_bytes_limits_prompts_in_shared_memory",
-    "execute.device": "tests/stages/schedule/test_stage.py::test_on_a_gpu_the_default_depth_is_2",
+    "execute.device": "tests/stages/schedule/test_depths.py::test_on_a_gpu_the_default_depth_is_2",
     "execute.activations": (
         "tests/stages/execute/cpu/test_activations.py::test_int12_is_nearer_to_the_weights_than_int8"
     ),

@@ -11,7 +11,7 @@ from pipeline.replay import format as f
 from pipeline.runtime import messages as m
 from tests.rig import Rig
 from tests.stages.detokenize.vocabularies import byte_level
-from tests.stages.test_replay import TEXT_FACTS, talk
+from tests.stages.replays import TEXT_FACTS, talk
 
 
 @pytest.fixture(autouse=True)

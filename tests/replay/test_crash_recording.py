@@ -22,8 +22,7 @@ from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import settled
 from tests.stages.detokenize.vocabularies import byte_level
-from tests.stages.replays import order
-from tests.stages.test_replay import TEXT_FACTS, end_record, talk
+from tests.stages.replays import TEXT_FACTS, end_record, order, talk
 
 FATAL = m.Settled(
     seqs=np.array([12345], "<u8").tobytes(),

@@ -11,7 +11,7 @@ from pipeline.cli.replay.replaying import replay
 from pipeline.errors import UserError
 from pipeline.replay import format as f
 from tests.rig import Rig
-from tests.stages.schedule.test_stage import FACTS, Neighbours
+from tests.stages.schedule.neighbours import FACTS, Neighbours
 
 
 @pytest.fixture(autouse=True)

@@ -137,7 +137,7 @@ def test_a_release_that_cannot_be_sent_goes_with_the_next(tmp_path):
 
     from pipeline.config.settings import Settings
     from pipeline.runtime.transport.inbox import address_of
-    from tests.runtime.transport.test_inbox import until
+    from tests.runtime.transport.channels import until
 
     server = f"stage-{os.getpid()}"
     address = {name: address_of(server, name, 1) for name in ("supervisor.0", "schedule.0", "detokenize.0")}

@@ -27,7 +27,7 @@ from pipeline.stages.prepare.gguf import ropes
 from pipeline.stages.prepare.sources.source import ModelError
 from tests.stages.execute.checkpoints import config_of
 from tests.stages.prepare import checkpoints, forms
-from tests.stages.prepare.gguf import test_gguf_architectures
+from tests.stages.prepare.gguf import architectures
 
 pytestmark = pytest.mark.usefixtures("check_model_state")
 
@@ -363,14 +363,14 @@ def test_the_parts_of_a_gguf_file_are_compared_as_one(tmp_path: Path, capsys: py
 
 CHECKED = ["mixtral", "gpt-oss", "phi3, longrope"]
 if os.environ.get("PIPELINE_ALL_CASES"):
-    CHECKED = [*test_gguf_architectures.CASES]
+    CHECKED = [*architectures.CASES]
 
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_gguf_file_of_each_architecture_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    path, _ = test_gguf_architectures.saved(tmp_path, name)
+    path, _ = architectures.saved(tmp_path, name)
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
     code, out, err = check(str(path), *where, capsys=capsys)
     assert (code, len(results(out))) == (0, 5), out + err
@@ -379,7 +379,7 @@ def test_a_gguf_file_of_each_architecture_is_compared(
 def test_experts_that_transformers_reads_otherwise_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, _ = test_gguf_architectures.saved(tmp_path, "qwen3moe")
+    path, _ = architectures.saved(tmp_path, "qwen3moe")
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
     code, out, err = check(str(path), *where, capsys=capsys)
     assert (code, len(results(out))) == (0, 5), out + err
@@ -410,7 +410,7 @@ def test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails(
 ) -> None:
     monkeypatch.setattr(gguf_model, "_row_order", lambda name, tensor, config: None)  # q and k stay as in the file
     where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch"]
-    mixtral, _ = test_gguf_architectures.saved(tmp_path, "mixtral")  # whose keys transformers does not read
+    mixtral, _ = architectures.saved(tmp_path, "mixtral")  # whose keys transformers does not read
     for path in (gguf_file(tmp_path), mixtral):
         code, out, _ = check(str(path), *where, capsys=capsys)
         assert code == 1 and "failed: 5 of 5" in out

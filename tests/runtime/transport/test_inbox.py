@@ -1,77 +1,19 @@
-"""Inboxes and outboxes: bounds, incarnations, foreign users, and wakes that are never lost."""
+"""Inboxes and outboxes: bounds, incarnations and foreign users."""
 
-import asyncio
-import itertools
 import os
 import resource
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.transport.async_inbox import AsyncInbox
-from pipeline.runtime.transport.inbox import INBOX_BOUND, Inbox, MessageDecoder, address_of
-from pipeline.runtime.transport.outbox import Outbox
-
-PATIENCE_S = 30.0
-_numbers = itertools.count()
-
-
-def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.001)
-
-
-class Channels:
-    """Inboxes and outboxes of one test, closed at its end."""
-
-    def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.address = address_of(f"test-{os.getpid()}-{next(_numbers)}", "stage.0", 1)
-        self._open: list[Inbox[Any] | Outbox[Any]] = []
-
-    def inbox(self, address: str = "") -> Inbox[Any]:
-        inbox: Inbox[Any] = Inbox(self.context, address or self.address, m.DetokenizeInbox)
-        self._open.append(inbox)
-        return inbox
-
-    def outbox(
-        self, sender: str = "peer.0", incarnation: int = 1, bound: int = 10_000, address: str = ""
-    ) -> Outbox[Any]:
-        outbox: Outbox[Any] = Outbox(self.context, address or self.address, m.Envelope(sender, incarnation), bound)
-        self._open.append(outbox)
-        return outbox
-
-    def close(self) -> None:
-        for end in self._open:
-            end.close()
-        self.context.term()
-
-
-@pytest.fixture
-def channels():
-    channels = Channels()
-    yield channels
-    channels.close()
-
-
-def receive(inbox: Inbox[Any], count: int) -> list[Any]:
-    messages: list[Any] = []
-    end = time.monotonic() + PATIENCE_S
-    while len(messages) < count:
-        assert time.monotonic() < end, f"{len(messages)} of {count} arrived"
-        messages += inbox.wait_all(0.1)
-    return messages
+from pipeline.runtime.transport.inbox import INBOX_BOUND, MessageDecoder
+from tests.runtime.transport.channels import PATIENCE_S, receive, until
 
 
 def test_messages_of_one_sender_arrive_in_order(channels):
@@ -266,162 +208,6 @@ def test_two_inboxes_cannot_have_one_address(channels):
     channels.inbox()
     with pytest.raises(zmq.ZMQError, match="Address already in use"):
         channels.inbox()
-
-
-def burst_sender(address: str, num_bursts: int, done: threading.Event) -> None:
-    """Bursts of varying size, with pauses of about the duration of a receiver's wake."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox: Outbox[Any] = Outbox(context, address, m.Envelope("peer.0", 1), 100_000)
-    nonce = 0
-    for burst in range(num_bursts):
-        for _ in range((burst * 7919) % 40 + 1):
-            while not outbox.send(m.Ping(nonce)):
-                time.sleep(0.0001)
-            nonce += 1
-        if burst % 3 == 0:
-            done.wait(0.0001 * (burst % 5))
-    done.wait(PATIENCE_S)
-    outbox.close()
-    context.term()
-
-
-@pytest.mark.parametrize("limit", [1, 7, 256])
-def test_an_async_inbox_never_misses_a_wake(channels, limit):
-    num_bursts = 600
-    expected = sum((burst * 7919) % 40 + 1 for burst in range(num_bursts))
-
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        # Sends on this thread between receives can make edge-triggered descriptors lose a wake.
-        echo = channels.inbox(channels.address + "-echo")
-        answers = channels.outbox(bound=100_000, address=channels.address + "-echo")
-        done = threading.Event()
-        thread = threading.Thread(target=burst_sender, args=(channels.address, num_bursts, done))
-        thread.start()
-        received = []
-        while len(received) < expected:
-            messages = await asyncio.wait_for(inbox.receive_all(limit), PATIENCE_S)
-            assert 1 <= len(messages) <= limit
-            received += [message.nonce for message in messages]
-            for message in messages:
-                answers.send(message)
-            echo.receive_all()
-        done.set()
-        thread.join(PATIENCE_S)
-        inbox.close()
-        return received
-
-    assert uvloop.run(main()) == list(range(expected))
-
-
-def test_an_async_inbox_that_handles_messages_in_the_callback_never_misses_a_wake(channels):
-    num_bursts = 600
-    expected = sum((burst * 7919) % 40 + 1 for burst in range(num_bursts))
-
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        done = threading.Event()
-        thread = threading.Thread(target=burst_sender, args=(channels.address, num_bursts, done))
-        thread.start()
-        received = []
-
-        def handle(messages):
-            received.extend(message.nonce for message in messages)
-            return len(received) < expected
-
-        await asyncio.wait_for(inbox.handle_all(handle), PATIENCE_S)
-        done.set()
-        thread.join(PATIENCE_S)
-        inbox.close()
-        return received
-
-    assert uvloop.run(main()) == list(range(expected))
-
-
-def test_an_error_of_a_handler_ends_the_wait_for_messages(channels):
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        assert channels.outbox().send(m.Ping(1))
-
-        def handle(messages):
-            raise ValueError(f"{len(messages)} messages")
-
-        try:
-            await asyncio.wait_for(inbox.handle_all(handle), PATIENCE_S)
-        finally:
-            inbox.close()
-
-    with pytest.raises(ValueError, match="1 messages"):
-        uvloop.run(main())
-
-
-def test_an_async_inbox_lets_other_tasks_run_under_load(channels):
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        outbox = channels.outbox()
-        for nonce in range(1000):
-            assert outbox.send(m.Ping(nonce))
-        turns = 0
-
-        async def other():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        received = 0
-        num_wakes = 0
-        async with asyncio.timeout(PATIENCE_S):
-            while received < 1000:
-                received += len(await inbox.receive_all(10))
-                num_wakes += 1
-                assert turns >= num_wakes
-        task.cancel()
-        inbox.close()
-
-    uvloop.run(main())
-
-
-def test_a_waiting_message_does_not_make_the_loop_spin(channels):
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        outbox = channels.outbox()
-        assert outbox.send(m.Ping(0))
-        assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(0)]
-        assert outbox.send(m.Ping(1))
-        assert outbox.send(m.Ping(2))
-        begin = time.thread_time()
-        await asyncio.sleep(0.5)  # the receiver is busy
-        assert time.thread_time() - begin < 0.05
-        assert await asyncio.wait_for(inbox.receive_all(), PATIENCE_S) == [m.Ping(1), m.Ping(2)]
-        inbox.close()
-
-    uvloop.run(main())
-
-
-def test_a_cancelled_receive_loses_nothing(channels):
-    async def main():
-        inbox: AsyncInbox[Any] = AsyncInbox(channels.inbox())
-        outbox = channels.outbox()
-        received: list[Any] = []
-        for nonce in range(200):
-            task = asyncio.create_task(inbox.receive_all())
-            for _ in range(nonce % 4):
-                await asyncio.sleep(0)
-            assert outbox.send(m.Ping(nonce))
-            await asyncio.sleep(0.0002 * (nonce % 3))
-            task.cancel()
-            try:
-                received += await task
-            except asyncio.CancelledError:
-                continue
-        while len(received) < 200:
-            received += await asyncio.wait_for(inbox.receive_all(), PATIENCE_S)
-        assert [message.nonce for message in received] == list(range(200))
-        inbox.close()
-
-    uvloop.run(main())
 
 
 @pytest.mark.parametrize("data", [b"", b"\xa1\xff", b"\x91" * 5000, b"\xc1", b"\x92\xa1\xff\x00"])

@@ -20,7 +20,7 @@ from pipeline.shm.arrays import Array, ShmRef
 from pipeline.stages.detokenize.stage import RETRY_S, DetokenizeStage
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
-from tests.runtime.transport.test_inbox import until
+from tests.runtime.transport.channels import until
 from tests.stages.detokenize.test_output_processor import FakeGateway, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_level
 

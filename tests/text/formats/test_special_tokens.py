@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pipeline.text.formats.chat_formats import ChatFormats
 from pipeline.text.special_spans import packed
 from tests.stages.detokenize.vocabularies import byte_ids
+from tests.text.formats.calls import DS, KIMI
 from tests.text.formats.replies import NAMES, REASONING, TOOLS, Reply, formats, joined, spans_of, specials_of
-from tests.text.formats.test_families import DS, KIMI
 from tests.text.formats.test_grammars import SPECIALS, WORDS, Vocabulary
 
 ALL_CASES = bool(os.environ.get("PIPELINE_ALL_CASES"))

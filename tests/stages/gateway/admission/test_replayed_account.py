@@ -15,8 +15,7 @@ from tests.stages.gateway.admission.test_preemption import (
 )
 from tests.stages.gateway.gate import COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
-from tests.stages.replays import entries, order, replay_partial, replays_alike
-from tests.stages.test_replay import TEXT_FACTS
+from tests.stages.replays import TEXT_FACTS, entries, order, replay_partial, replays_alike
 
 CONVERSATION = {"model": "tiny", "input": "x" * 30_000}
 """A response whose conversation is kept until it is stored: only the code behind HTTP knows its size."""

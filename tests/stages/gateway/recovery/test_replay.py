@@ -12,8 +12,7 @@ from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from tests.runtime.security.test_tls import CERT, KEY
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate
 from tests.stages.gateway.replies.choices.scored import token_outputs
-from tests.stages.replays import entries, order, replay_partial, replays_alike
-from tests.stages.test_replay import TEXT_FACTS
+from tests.stages.replays import TEXT_FACTS, entries, order, replay_partial, replays_alike
 
 
 def serve_clients(gate: Gate) -> None:

@@ -25,7 +25,7 @@ from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.text.formats.chat_formats import ChatFormats
-from tests.stages.gateway.apis.responses.test_parsing import Stored
+from tests.stages.gateway.apis.responses.parsed import Stored
 from tests.stages.gateway.gate import MODEL, events_of
 from tests.stages.gateway.replies import test_messages
 from tests.zmq_requests import generate

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.text.formats.chat_formats import ChatFormats
-from tests.stages.gateway.apis.responses import test_handlers
+from tests.stages.gateway.apis.responses import bodies
 from tests.stages.gateway.gate import CHAT, Gate
 from tests.stages.gateway.replies import test_chat, test_messages
 from tests.stages.gateway.replies.dialects import DIALECTS, kept, parsed, user
@@ -125,16 +125,16 @@ def test_messages_have_blocks_in_the_order_of_the_reply(gate: Gate, name: str) -
 
 def test_a_response_has_items_in_the_order_of_the_reply(gate: Gate, name: str) -> None:
     _, tail, text = REPLIES[name]
-    body = test_handlers.BODY | {"tools": [{"type": "function", "name": "find", "parameters": PARAMETERS}]}
+    body = bodies.BODY | {"tools": [{"type": "function", "name": "find", "parameters": PARAMETERS}]}
     for streams in (False, True):
-        future = gate.post(body | {"stream": streams}, test_handlers.PATH)
+        future = gate.post(body | {"stream": streams}, bodies.PATH)
         submit = gate.submit()
         gate.accept(submit, tail=tail)
         for piece in pieces(text):
             gate.delta(submit, piece)
         gate.finish(submit)
         if streams:
-            output = test_handlers.events_of(future.result().text)[-1]["response"]["output"]
+            output = bodies.events_of(future.result().text)[-1]["response"]["output"]
         else:
             output = future.result().json()["output"]
         assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]

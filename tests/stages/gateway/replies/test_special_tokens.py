@@ -21,7 +21,7 @@ from pipeline.text.special_spans import packed
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import raw
 from tests.stages.detokenize.vocabularies import byte_ids, id_of
-from tests.stages.gateway.apis.responses import test_handlers
+from tests.stages.gateway.apis.responses import bodies
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.http.test_resumption import points_of, send, without_points
 from tests.stages.gateway.replies import test_chat, test_messages
@@ -153,7 +153,7 @@ def of_messages(text: str, *, streams: bool) -> Found:
 
 
 def of_responses(text: str, *, streams: bool) -> Found:
-    response = test_handlers.events_of(text)[-1]["response"] if streams else json.loads(text)
+    response = bodies.events_of(text)[-1]["response"] if streams else json.loads(text)
     thought, said, call = response["output"]
     return thought["content"][0]["text"], said["content"][0]["text"], json.loads(call["arguments"])
 

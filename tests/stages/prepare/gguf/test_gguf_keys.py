@@ -17,16 +17,7 @@ from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
-from tests.stages.prepare.gguf.test_gguf_architectures import (
-    CASES,
-    EXPERTS,
-    GGUF_ONLY,
-    A,
-    Case,
-    norms_plus_one,
-    permuted,
-    save,
-)
+from tests.stages.prepare.gguf.architectures import CASES, EXPERTS, GGUF_ONLY, A, Case, norms_plus_one, permuted, save
 
 
 def prepared(path: Path) -> Path:

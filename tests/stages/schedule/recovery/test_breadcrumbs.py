@@ -14,7 +14,7 @@ from pipeline.stages.schedule.request import Sequence
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
-from tests.stages.schedule.test_stage import FACTS, Neighbours
+from tests.stages.schedule.neighbours import FACTS, Neighbours
 
 
 @pytest.fixture

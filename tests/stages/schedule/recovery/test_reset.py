@@ -11,8 +11,8 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import expected
 from tests.rig import Rig
 from tests.stages.schedule.bench import Bench
+from tests.stages.schedule.neighbours import FACTS, Neighbours
 from tests.stages.schedule.policies.test_preemption import crowd, short_of_memory
-from tests.stages.schedule.test_stage import FACTS, Neighbours
 
 LIMITS = SchedulerConfig(num_blocks=64, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256)
 

@@ -9,7 +9,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.schedule.stage import ScheduleStage
 from tests.fakes import expected
 from tests.rig import PATIENCE_S, Rig
-from tests.stages.schedule.test_stage import FACTS, Neighbours
+from tests.stages.schedule.neighbours import FACTS, Neighbours
 
 NUM_TOKENS = 20
 

@@ -3,63 +3,31 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
-from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.parsing import (
-    parse_chat,
     parse_embed,
     parse_embeddings,
-    parse_generate,
     read_show,
 )
 from pipeline.stages.gateway.apis.ollama.reply import loaded, reply_fields_of
 from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest, RequestLimits
-from pipeline.text.formats.chat_formats import ChatFormats
-from pipeline.text.formats.grammar.lark import AddedToken
-from tests.stages.gateway.parsing.bodies import chat, completion
-
-FORMATS = ChatFormats.of("{{ messages }}", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3"))
-LIMITS = RequestLimits(model="tiny", max_sequences=64, formats=FORMATS, max_prompt_tokens=512, hidden_size=8)
-PLAIN = msgspec.structs.replace(LIMITS, formats=ChatFormats())
-FILLS = msgspec.structs.replace(
+from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest
+from tests.stages.gateway.apis.ollama.bodies import (
+    CHAT,
+    DEFAULTS,
+    FILLS,
+    GENERATE,
     LIMITS,
-    formats=ChatFormats(
-        added={text: AddedToken(i, text) for i, text in enumerate(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))}
-    ),
+    PLAIN,
+    parse,
+    prompt_of,
+    refused,
 )
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
-GENERATE: dict[str, Any] = {"model": "tiny", "prompt": "Hi"}
-DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-CALL = {"function": {"name": "find", "arguments": {"x": 1.50}}}
-
-
-def parse(body: Any, limits: RequestLimits = LIMITS) -> ParsedRequest:
-    parser = parse_chat if "messages" in body else parse_generate
-    return parser(json.dumps(body).encode(), limits)
-
-
-def calls(arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-
-
-def prompt_of(*messages: Any, **fields: Any) -> m.ChatPrompt:
-    (prompt,) = parse(CHAT | {"messages": messages} | fields).prompts
-    assert isinstance(prompt, m.ChatPrompt)
-    return prompt
-
-
-def refused(body: Any, limits: RequestLimits = LIMITS) -> ApiError:
-    with pytest.raises(ApiError) as error:
-        parse(body, limits)
-    return error.value
-
+from tests.stages.gateway.parsing.bodies import chat, completion
 
 # --------------------------------------------------------------------------------------------------------- the request
 
@@ -215,83 +183,6 @@ def test_thinking_is_an_argument_of_the_template() -> None:
     assert refused(CHAT | {"think": "much"}).param == "think"
 
 
-# ------------------------------------------------------------------------------------------------------------ messages
-
-
-def test_messages_become_those_of_a_chat() -> None:
-    prompt = prompt_of(
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi", "images": []},
-        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [CALL | {"id": "mine"}, CALL]},
-        {"role": "tool", "content": "second", "tool_call_id": "call00001"},
-        {"role": "tool", "content": "first", "tool_name": "find"},
-        tools=[TOOL],
-    )
-    system, user, assistant, second, first = prompt.messages
-    assert (system.role, system.content, user.content) == ("system", "Be brief.", "Hi")
-    assert (assistant.content, assistant.reasoning) == (None, "Hm.")
-    assert assistant.tool_calls == [
-        m.ToolCall("mine", "find", '{"x": 1.5}'),
-        m.ToolCall("call00001", "find", '{"x": 1.5}'),
-    ]
-    assert [one.tool_call_id for one in (second, first)] == ["call00001", "mine"]
-    assert (first.name, second.name) == ("find", None)
-    assert (prompt.tools, prompt.tool_choice) == (json.dumps([TOOL]), "auto")
-
-
-def test_results_without_ids_answer_calls_by_name_in_their_order() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
-    results = [{"role": "tool", "content": "x", "tool_name": name} for name in ("b", "a", "a", "c")]
-    _, assistant, *found = prompt_of(*CHAT["messages"], {"role": "assistant", "tool_calls": calls}, *results).messages
-    ids = [call.id for call in assistant.tool_calls]
-    assert len(set(ids)) == 3 and all(len(one) == 9 and one.isalnum() for one in ids)
-    assert [one.tool_call_id for one in found][:3] == [ids[1], ids[0], ids[2]]
-    assert found[3].tool_call_id not in ids, "no call is left"
-
-
-def test_a_call_without_an_id_gets_none_that_another_call_has() -> None:
-    numbered, other, third = ({"function": {"name": name, "arguments": {}}} for name in ("find", "now", "add"))
-    said = {"role": "assistant", "content": "", "tool_calls": [other, numbered | {"id": "call00002"}, third]}
-    reported = [{"role": "tool", "content": name, "tool_name": name} for name in ("add", "find", "now")]
-    _, found, *results = prompt_of({"role": "user", "content": "Hi"}, said, *reported).messages
-    ids = {call.name: call.id for call in found.tool_calls}
-    assert len(set(ids.values())) == 3 and ids["find"] == "call00002"
-    assert [one.tool_call_id for one in results] == [ids["add"], ids["find"], ids["now"]]
-
-
-def test_the_reply_continues_a_last_message_of_the_assistant() -> None:
-    prompt = prompt_of(*CHAT["messages"], {"role": "assistant", "content": "It is"})
-    assert prompt.continue_final_message and not prompt.add_generation_prompt
-    assert not prompt_of({"role": "user", "content": "Hi"}).continue_final_message
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "developer", "content": "a"}, "messages[0].role"),
-        ({"role": "user", "content": "a", "images": ["aGk="]}, "messages[0].images[0]"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, "messages[0].content"),
-        ({"role": "user", "tool_calls": [CALL]}, "messages[0].tool_calls"),
-        (calls("{}"), "messages[0].tool_calls[0].function.arguments"),
-        (calls([1]), "messages[0].tool_calls[0].function.arguments"),
-    ],
-)
-def test_bad_messages_are_rejected_by_name(message: Any, param: str) -> None:
-    assert refused(CHAT | {"messages": [message]}).param == param
-
-
-def test_too_many_messages_are_rejected() -> None:
-    error = refused(CHAT | {"messages": CHAT["messages"] * 513})
-    assert (error.param, error.code) == ("messages", "context_length_exceeded")
-
-
-def test_tools_need_a_known_format() -> None:
-    error = refused(CHAT | {"tools": [TOOL]}, PLAIN)
-    assert error.param == "tools" and '"tiny" does not support tools' in error.message
-    assert parse(CHAT | {"tools": []}, PLAIN).reply is None
-    assert refused(CHAT | {"tools": [{"type": "function", "function": {"name": "?"}}]}).param is not None
-
-
 # ------------------------------------------------------------------------------------------------------------ generate
 
 
@@ -384,21 +275,3 @@ def test_durations_are_those_of_go(value: str) -> None:
 @pytest.mark.parametrize("value", ["5x", "1.", "5m5", "-", " 5m", "1.5", "5m ", "٣m", "1" * 300, "1" * 1_000_000 + "x"])
 def test_other_texts_are_no_durations(value: str) -> None:
     assert refused(CHAT | {"keep_alive": value}).param == "keep_alive"
-
-
-def test_each_result_answers_one_call_in_order() -> None:
-    ids = ["a", "b", "c", "b"]
-    names = ["f", "g", "f", "g"]
-    calls = [{"id": i, "function": {"name": name}} for i, name in zip(ids, names, strict=True)]
-    results = [
-        {"tool_call_id": "c"},
-        {"tool_name": "f"},
-        {"tool_name": "f"},
-        {},
-        {"tool_call_id": "b"},
-        {"tool_call_id": "z"},
-    ]
-    messages = [{"role": "tool", "content": "x", **one} for one in results]
-    prompt = prompt_of({"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}, *messages)
-    answered = [one.tool_call_id for one in prompt.messages if one.role == "tool"]
-    assert answered == ["c", "a", "call00004", "b", "b", "z"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime import messages as m
-from tests.stages.gateway.apis.responses.test_handlers import PATH, STREAMED, events_of, until_ended
+from tests.stages.gateway.apis.responses.bodies import PATH, STREAMED, events_of, until_ended
 from tests.stages.gateway.gate import END, Gate, read_until
 from tests.stages.gateway.peers import until
 

@@ -9,16 +9,7 @@ from openai.types.responses.tool_choice_allowed import ToolChoiceAllowed
 
 from pipeline.stages.gateway.apis.responses.items import LEFT_OUT_ITEMS
 from pipeline.stages.gateway.errors import ApiError
-from tests.stages.gateway.apis.responses.test_parsing import (
-    CALL,
-    FIND,
-    OUTPUT,
-    WEB,
-    parsed,
-    prompt,
-    reply_fields,
-    request,
-)
+from tests.stages.gateway.apis.responses.parsed import CALL, FIND, OUTPUT, WEB, parsed, prompt, reply_fields, request
 from tests.stages.gateway.apis.responses.test_tools import MCP, PATCH, functions
 
 TOOLS = [WEB, PATCH, MCP, FIND]

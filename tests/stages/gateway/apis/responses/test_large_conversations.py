@@ -29,7 +29,7 @@ from pipeline.stages.gateway.apis.responses.sizes import SizedItem, response_byt
 from pipeline.stages.gateway.apis.responses.types import MAX_PAGE_BYTES
 from tests.stages.gateway.admission.test_open_bytes import FEW_FACTORS, deep_bytes
 from tests.stages.gateway.admission.test_preemption import load, until
-from tests.stages.gateway.apis.responses.test_handlers import BODY, PATH, reply
+from tests.stages.gateway.apis.responses.bodies import BODY, PATH, reply
 from tests.stages.gateway.apis.responses.test_store import stored
 from tests.stages.gateway.gate import COMPLETION, Gate
 

@@ -1,125 +1,37 @@
-"""Bodies of POST /v1/responses: what each field becomes, and the field that each refusal names."""
+"""Bodies of POST /v1/responses: what each field becomes."""
 
 import json
 from typing import Any
 
 import pytest
 
-from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.responses.body import RESPONSES_UNSUPPORTED_FIELDS, ResponsesBody
-from pipeline.stages.gateway.apis.responses.fields import ResponseFields
 from pipeline.stages.gateway.apis.responses.items import (
-    FunctionCallItem,
-    InputText,
-    MessageItem,
-    OutputText,
     num_parts,
 )
 from pipeline.stages.gateway.apis.responses.parsing import (
-    ParsedResponse,
-    StoredSize,
     finish_response,
     parse_response,
     read_response,
 )
 from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
-from pipeline.stages.gateway.apis.responses.sizes import SizedItem, sized, sum_of
-from pipeline.stages.gateway.errors import ApiError, invalid
-from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.text.formats.chat_formats import ChatFormats
-
-LIMITS = RequestLimits(
-    model="tiny",
-    max_sequences=64,
-    max_prompt_tokens=512,
-    formats=ChatFormats.of("", ChatSettings(tool_call_parser="hermes", reasoning_parser="qwen3")),
+from pipeline.stages.gateway.apis.responses.sizes import sum_of
+from pipeline.stages.gateway.errors import ApiError
+from tests.stages.gateway.apis.responses.parsed import (
+    CALL,
+    FIND,
+    LIMITS,
+    NOW,
+    SCHEMA,
+    THERE,
+    LargeConversation,
+    Stored,
+    messages,
+    parsed,
+    prompt,
+    reply_fields,
+    request,
 )
-FIND = {"type": "function", "name": "find", "description": "It finds", "parameters": {"type": "object"}}
-NOW = {"type": "function", "name": "now"}
-WEB = {"type": "web_search", "external_web_access": False}
-CALL = {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"}
-OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "a"}
-SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
-WHY_OFF = "it is off"
-THERE = sized(MessageItem("msg_9", "assistant", "completed", [OutputText("There.")]))
-
-
-class Stored:
-    """One stored response of a question and a call."""
-
-    def __init__(self, *, is_on: bool = True) -> None:
-        self.is_on = is_on
-        self.why_off = WHY_OFF
-        self.checked: list[tuple[str, int]] = []
-
-    def size(self, response_id: str) -> StoredSize:
-        items = self.conversation(response_id)
-        return StoredSize(sum_of(items), num_parts(one.item for one in items))
-
-    def conversation(self, response_id: str) -> list[SizedItem]:
-        if response_id != "resp_1":
-            raise invalid("previous_response_id", "not found")
-        call = FunctionCallItem("fc_1", "c1", "find", "{}", "completed")
-        return [sized(MessageItem("msg_1", "user", "completed", [InputText("Where?")])), sized(call)]
-
-    def item(self, param: str, item_id: str) -> SizedItem:
-        if item_id != "msg_9":
-            raise invalid(param, "not found")
-        return THERE
-
-    def check_size(self, param: str, num_bytes: int) -> None:
-        self.checked.append((param, num_bytes))
-
-
-class LargeConversation:
-    """A stored conversation of one message with many parts."""
-
-    is_on = True
-    why_off = ""
-
-    def __init__(self, num: int) -> None:
-        self.message = sized(MessageItem("msg_1", "user", "completed", [InputText("x")] * num))
-        self.num_read = 0
-
-    def size(self, response_id: str) -> StoredSize:
-        return StoredSize(self.message.num_bytes, num_parts([self.message.item]))
-
-    def conversation(self, response_id: str) -> list[SizedItem]:
-        self.num_read += 1
-        return [self.message]
-
-    def item(self, param: str, item_id: str) -> SizedItem:
-        return self.message
-
-    def check_size(self, param: str, num_bytes: int) -> None:
-        pass
-
-
-def parsed(*, is_on: bool = True, **fields: Any) -> ParsedResponse:
-    body = json.dumps({"model": "tiny", "input": "Hi"} | fields).encode()
-    return parse_response(body, LIMITS, Stored(is_on=is_on), "seed")
-
-
-def request(**fields: Any) -> ParsedRequest:
-    return parsed(**fields).request
-
-
-def reply_fields(**fields: Any) -> ResponseFields:
-    return reply_fields_of(request(**fields))
-
-
-def messages(**fields: Any) -> list[m.ChatMessage]:
-    (prompt,) = request(**fields).prompts
-    assert isinstance(prompt, m.ChatPrompt)
-    return prompt.messages
-
-
-def prompt(**fields: Any) -> m.ChatPrompt:
-    (found,) = request(**fields).prompts
-    assert isinstance(found, m.ChatPrompt)
-    return found
-
 
 # ------------------------------------------------------------------------------------------------------------ input
 
@@ -330,145 +242,6 @@ def test_other_fields_that_change_how_it_runs() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
-
-PART = {"type": "input_image", "image_url": "x"}
-REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"model": "other"}, "model", "model_not_found"),
-    ({"input": None}, "input", None),
-    ({"input": []}, "input", "invalid_value"),
-    ({"input": 1}, "input", "invalid_type"),
-    ({"input": [{"content": "a"}]}, "input[0].role", None),
-    ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role", "invalid_value"),
-    ({"input": [{"role": "user"}]}, "input[0].content", None),
-    ({"input": [{"role": "user", "content": [PART]}]}, "input[0].content[0]", "unsupported"),
-    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", None),
-    ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].type", "unsupported"),
-    ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal", None),
-    ({"input": [{"type": "web_search_call"}]}, "input", "invalid_value"),
-    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type", "unsupported"),
-    ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments", "invalid_type"),
-    ({"input": [CALL, OUTPUT | {"output": {}}]}, "input[1].output", "invalid_type"),
-    ({"input": [CALL, OUTPUT | {"output": [{"text": "a"}]}]}, "input[1].output[0].type", None),
-    ({"input": [CALL, OUTPUT | {"output": [{"type": "input_image"}]}]}, "input[1].output[0]", "unsupported"),
-    ({"input": [{"type": "item_reference"}]}, "input[0].id", None),
-    ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id", None),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", None),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]}, "input[0].call_id", None),
-    ({"input": [{"type": "function_call", "call_id": "c", "arguments": ""}]}, "input[0].name", None),
-    ({"input": [{"type": "function_call_output", "output": ""}]}, "input[0].call_id", None),
-    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", None),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]}, "input[0].call_id", "invalid_value"),
-    (
-        {"input": [CALL, {"type": "function_call_output", "call_id": "c1", "output": [PART]}]},
-        "input[1].output[0]",
-        "unsupported",
-    ),
-    ({"input": [{"type": "reasoning", "summary": [PART]}]}, "input[0].summary[0]", "unsupported"),
-    ({"input": [{"type": "reasoning", "content": [PART]}]}, "input[0].content[0]", "unsupported"),
-    ({"input": [{"role": "user", "content": "a"}] * 600}, "input", "context_length_exceeded"),
-    ({"instructions": 1}, "instructions", "invalid_type"),
-    ({"tools": [{"type": "functoin", "name": "x"}]}, "tools[0].type", "unsupported"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].name", None),
-    ({"tools": [{"type": "namespace", "tools": [NOW]}]}, "tools[0].name", None),
-    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools", None),
-    (
-        {"tools": [{"type": "namespace", "name": "a", "tools": [NOW, {"type": "function"}]}]},
-        "tools[0].tools[1].name",
-        None,
-    ),
-    (
-        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
-        "tools[0].tools[0].type",
-        "unsupported",
-    ),
-    (
-        {"tools": [WEB, {"type": "namespace", "name": "a", "tools": [NOW, NOW]}]},
-        "tools[1].tools[1].name",
-        "invalid_value",
-    ),
-    (
-        {"tools": [WEB, {"type": "namespace", "name": "a", "tools": [NOW | {"parameters": 1}]}]},
-        "tools[1].tools[0].parameters",
-        "invalid_type",
-    ),
-    ({"tools": [{"type": "custom", "name": "now"}, NOW]}, "tools[1].name", "invalid_value"),
-    ({"tools": [WEB, NOW | {"parameters": {"type": "array"}}]}, "tools[1].parameters.type", "invalid_value"),
-    ({"tools": [WEB], "tool_choice": "required"}, "tool_choice", None),
-    ({"tools": [WEB], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported"),
-    ({"tools": [WEB], "tool_choice": {"type": "function", "name": "web_search"}}, "tool_choice", "invalid_value"),
-    ({"tools": [NOW], "tool_choice": {"type": "custom", "name": "now"}}, "tool_choice", "invalid_value"),
-    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input", None),
-    ({"input": [{"type": "custom_tool_call_output", "call_id": "c"}]}, "input[0].output", None),
-    ({"tools": [{"type": "function"}]}, "tools[0].name", None),
-    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
-    ({"tools": [NOW, NOW]}, "tools[1].name", "invalid_value"),
-    ({"tools": [NOW | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "invalid_value"),
-    ({"tools": [NOW | {"parameters": 1}]}, "tools[0].parameters", "invalid_type"),
-    ({"tools": [NOW] * 2000}, "tools", "invalid_value"),
-    ({"tool_choice": "any"}, "tool_choice", "invalid_value"),
-    ({"tool_choice": "required"}, "tool_choice", None),
-    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice.name", None),
-    ({"tool_choice": {"type": "function", "name": "x"}, "tools": [NOW]}, "tool_choice", "invalid_value"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", None),
-    ({"text": {"format": SCHEMA | {"schema": 1}}}, "text.format.schema", "invalid_type"),
-    ({"text": {"format": SCHEMA}, "tools": [NOW], "tool_choice": "required"}, "text.format.schema", "invalid_value"),
-    ({"text": {"format": SCHEMA}, "guided_regex": "a"}, "guided_regex", "invalid_value"),
-    ({"text": {"verbosity": "none"}}, "text.verbosity", "invalid_value"),
-    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_value"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported"),
-    ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary", "unsupported"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
-    ({"temperature": 3}, "temperature", "invalid_value"),
-    ({"top_p": 0}, "top_p", "invalid_value"),
-    ({"top_logprobs": 1}, "top_logprobs", None),
-    ({"top_logprobs": 10**6, "include": ["message.output_text.logprobs"]}, "top_logprobs", "invalid_value"),
-    ({"include": ["web_search_call.action.sources"]}, "include[0]", "unsupported"),
-    ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
-    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
-    ({"metadata": {"a": "b" * 513}}, "metadata[...]", "invalid_value"),
-    ({"truncation": "left"}, "truncation", "invalid_value"),
-    ({"user": 1}, "user", "invalid_type"),
-    ({"store": 1}, "store", "invalid_type"),
-    ({"previous_response_id": "resp_0"}, "previous_response_id", None),
-    ({"background": True, "store": False}, "background", "invalid_value"),
-    ({"stream_options": {}}, "stream_options", None),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation",
-        "unsupported",
-    ),
-    ({"n": 2}, "n", "unsupported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported"),
-    ({"priority": 1}, "priority", "invalid_value"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "code"), REFUSALS, ids=lambda one: str(one)[:60])
-def test_a_refusal_names_the_field(fields: dict[str, Any], param: str, code: str | None) -> None:
-    with pytest.raises(ApiError) as refused:
-        parsed(**fields)
-    assert (refused.value.param, refused.value.code) == (param, code)
-    assert refused.value.status in (400, 404)
-
-
-@pytest.mark.parametrize("name", RESPONSES_UNSUPPORTED_FIELDS)
-def test_unsupported_fields_are_refused_by_name(name: str) -> None:
-    assert name not in ResponsesBody.__struct_fields__
-    fields: dict[str, Any] = {name: ["x"]}
-    with pytest.raises(ApiError, match=f"'{name}' is not supported") as refused:
-        parsed(**fields)
-    assert refused.value.param == name
-
-
-@pytest.mark.parametrize("fields", [{"background": True}, {"previous_response_id": "resp_1"}])
-def test_without_a_store_what_needs_it_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match=WHY_OFF) as refused:
-        parsed(is_on=False, **fields)
-    assert refused.value.param == next(iter(fields))
-
 
 PARTS = [{"type": "input_text", "text": "x"}]
 AFTER = {"previous_response_id": "resp_1"}

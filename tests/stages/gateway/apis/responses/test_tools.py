@@ -20,9 +20,9 @@ from pipeline.stages.gateway.parsing.chat.custom_tools import arguments_of, inpu
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.logs import lines_of
-from tests.stages.gateway.apis.responses.test_handlers import events_of as stream_of
+from tests.stages.gateway.apis.responses.bodies import events_of as stream_of
+from tests.stages.gateway.apis.responses.parsed import FIND, NOW, WEB, Stored, prompt, reply_fields
 from tests.stages.gateway.apis.responses.test_output import OutputBuilder, arguments, call, events_of, names
-from tests.stages.gateway.apis.responses.test_parsing import FIND, NOW, WEB, Stored, prompt, reply_fields
 from tests.stages.gateway.gate import MODEL, Gate
 from tests.stages.gateway.replies.dialects import DIALECTS, kept
 from tools.scaling_meter.bodies import a_namespace

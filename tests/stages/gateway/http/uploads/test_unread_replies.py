@@ -15,7 +15,7 @@ from pipeline.stages.gateway.admin.handlers import ServerApi
 from tests.rig import PATIENCE_S
 from tests.runtime.security.test_tls import CA
 from tests.stages.gateway.admission.test_preemption import until
-from tests.stages.gateway.apis.responses.test_handlers import PATH
+from tests.stages.gateway.apis.responses.bodies import PATH
 from tests.stages.gateway.gate import CHAT, END, MODEL, Gate, read_until
 from tests.stages.gateway.http.access.test_guard import KEY, SECOND, locked
 from tests.stages.gateway.http.access.test_tls import FILES, client_of

@@ -1,0 +1,78 @@
+"""Reasoning is separated from the content and from calls."""
+
+import pytest
+
+from pipeline.text.formats.tool_parsers.harmony import MARKS as HARMONY
+from tests.text.formats.calls import KIMI, gemma, kimi
+from tests.text.formats.replies import NAMES, Reply, formats, read, specials_of
+
+HIDDEN_GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<turn|>")
+
+
+@pytest.mark.parametrize(
+    ("form", "tail", "text", "reply"),
+    [
+        ("glm45", "<|assistant|>", "\n<think>Hm.</think>\nYes.", Reply("Yes.", "Hm.")),
+        ("glm45", "<|assistant|>\n<think></think>", "\nYes.", Reply("\nYes.")),
+        ("glm45", "<|assistant|></think>", "Yes.", Reply("Yes.")),
+        ("glm45", "<|assistant|><think>", "Hm.</think>Yes.", Reply("Yes.", "Hm.")),
+        ("deepseek_v3", "<｜Assistant｜><think>", "Hm.</think>Yes.", Reply("Yes.", "Hm.")),
+        ("deepseek_v3", "<｜Assistant｜></think>", "Yes.", Reply("Yes.")),
+        ("deepseek_v3", "<｜Assistant｜><think></think>", "Yes.", Reply("Yes.")),
+        ("granite", "", "Here is my thought process: Hm.\nHere is my response: Yes.", Reply(" Yes.", " Hm.")),
+        ("granite", "", "Here's my thought process:\nHm. Here's my response:\nYes.", Reply("Yes.", "Hm. ")),
+        ("granite", "", "<think>Hm.</think>\n<response>Yes.</response>", Reply("Yes.", "Hm.")),
+        ("granite", "", "Here is my answer. <response>", Reply("Here is my answer. <response>")),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes.", Reply("Yes.", "Hm.")),
+        ("kimi_k2", "<|im_middle|>", "<think>Hm.</think>Yes.", Reply("Yes.", "Hm.")),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.\n<channel|>Yes.", Reply("Yes.", "Hm.")),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.", Reply("Yes.")),
+        ("openai_gptoss", "<|start|>assistant", "<|channel|>analysis<|message|>Hm.", Reply("", "Hm.")),
+        (
+            "openai_gptoss",
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+            Reply("Yes.", "Hm."),
+        ),
+        ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>Y", "es.", Reply("es.")),
+        ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>H", "m.<|end|>", Reply("", "m.")),
+    ],
+)
+def test_reasoning_is_separated_from_the_content(form: str, tail: str, text: str, reply: Reply) -> None:
+    specials = {"gemma4": HIDDEN_GEMMA, "openai_gptoss": HARMONY}.get(form, ())
+    for known in (formats(reasoning=form), formats(reasoning=form, specials=specials)):
+        assert read(known.parser(tail=tail), [text]) == reply
+        assert read(known.parser(tail=tail), text) == reply
+
+
+def test_a_call_ends_kimis_reasoning() -> None:
+    form = formats("kimi_k2", "kimi_k2", KIMI)
+    reply = read(form.parser("auto", NAMES, "<|im_middle|>"), f"<think>I look.{kimi(('now', '{}'))}")
+    assert reply == Reply("", "I look.", [("now", "{}")], 1)
+
+
+def test_gpt_oss_reasons_again_before_a_call() -> None:
+    text = (
+        "<|channel|>analysis<|message|>First.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Second.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.find <|constrain|>json<|message|>{"n": 1}<|call|>'
+    )
+    form = formats("openai", "openai_gptoss", HARMONY)
+    expected = Reply("I look.", "First.\nSecond.", [("find", '{"n": 1}')], 1)
+    assert read(form.parser("auto", NAMES, "<|start|>assistant"), [text]) == expected
+    assert read(form.parser("auto", NAMES, "<|start|>assistant"), text) == expected
+    # Without tools, a call is content. Without a reasoning parser, so is the reasoning.
+    assert read(form.parser("none", (), "<|start|>assistant"), text).content == 'I look.\n{"n": 1}'
+    plain = formats("openai", specials=HARMONY)
+    assert read(plain.parser("auto", NAMES), text) == Reply("First.\nI look.\nSecond.", "", [("find", '{"n": 1}')], 1)
+
+
+def test_special_tokens_of_gpt_oss_and_gemma_are_not_shown() -> None:
+    gpt_oss = formats("openai", "openai_gptoss", (*HARMONY, "<|endoftext|>"))
+    assert gpt_oss.needs_specials("none")
+    text = "<|channel|>final<|message|>Yes.<|endoftext|><|return|>"
+    assert read(gpt_oss.parser("none", tail="<|start|>assistant"), text, specials_of(gpt_oss)) == Reply("Yes.")
+    gemma4 = formats("gemma4", "gemma4", HIDDEN_GEMMA)
+    assert read(gemma4.parser("auto", NAMES, "model\n"), f"{gemma('n:1')}<|tool_response>") == Reply(
+        calls=[("find", '{"n": 1}')], num_ended=1
+    )
