@@ -13,6 +13,7 @@ from pipeline.stages.schedule.stage import ScheduleStage
 if TYPE_CHECKING:
     from tests.recovery.network import ModelStage
     from tests.recovery.protocol import Server
+    from tests.recovery.supervised import SupervisedProcesses
 
 MAX_DEATHS = 5
 """Of schedule, until a request is found. It is one more than it takes beside others
@@ -107,7 +108,7 @@ def note_killers(server: "Server", request_ids: list[int]) -> None:
             case.has_killed |= case.request_id in request_ids
 
 
-def let_end(server: "Server", poisons: dict[int, Poison]) -> None:
+def let_end(server: "SupervisedProcesses", poisons: dict[int, Poison]) -> None:
     """Schedule hands over: requests that kill it when it plans may get their last ids without a plan."""
     for ledger in server.ledgers:
         for case in ledger.cases:

@@ -8,13 +8,13 @@ from pipeline.supervisor.reconfigure.stage_processes import RECEIVERS
 from tests.recovery.stages import GatewayProcess, IngestProcess
 
 if TYPE_CHECKING:
-    from tests.recovery.protocol import Server
+    from tests.recovery.supervised import SupervisedProcesses
 
 
 class ModelProcesses:
     """Implements `scaling.Processes`."""
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: "SupervisedProcesses") -> None:
         self._server = server
         self.joining: set[str] = set()
         self.leaving: set[str] = set()
