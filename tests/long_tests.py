@@ -26,12 +26,12 @@ LONG = (
     "tests/e2e/client/test_llm.py::test_thousands_of_prompts_keep_their_order_and_memory_is_bounded",
     "tests/e2e/client/sdks/test_openai_client.py::test_a_long_prompt_goes_through_shared_memory",
     "tests/e2e/http/attacks/test_open_bytes.py",
-    "tests/cli/check/test_check_model.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
-    "tests/cli/check/test_check_model.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
+    "tests/cli/check/test_check_gguf.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
+    "tests/cli/check/test_check_gguf.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/cli/check/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
     "tests/cli/check/test_check_model.py::test_it_runs_as_a_command",
     "tests/cli/check/test_check_model.py::test_one_broken_program_fails_alone",
-    "tests/cli/check/test_check_model.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
+    "tests/cli/check/test_check_gguf.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
     "tests/cli/profile/test_profile_command.py::test_a_shape_is_profiled_on_this_machine",
     "tests/stages/execute/models/test_smollm2.py::test_twenty_prompts_at_once_continue_like_the_reference",
     # A server of its own: tests/e2e/http/access/test_auth.py has the same parts of one that runs already.
@@ -149,7 +149,7 @@ LONG = (
 
 FEW = {
     "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 8,
-    "tests/cli/check/test_check_model.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
+    "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
     "tests/e2e/http/attacks/test_hostile.py::test_hostile_bodies": 2,
     "tests/kernels/cpu/sampling/test_logits_processors.py": 3,
     "tests/kernels/cpu/sampling/test_logprobs.py": 3,
