@@ -19,11 +19,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.text.vocabulary import Vocabulary
 from tests.recovery import poison
 from tests.recovery.ledger import random_case
-from tests.recovery.stages import (
-    ExecuteProcess,
-    GatewayProcess,
-    ScheduleProcess,
-)
+from tests.recovery.stages import ExecuteProcess, GatewayProcess, ScheduleProcess
 from tests.recovery.supervised import BLOCK_SIZE, MAX_MODEL_LEN, SupervisedProcesses
 
 MAX_EVENTS = 50_000

@@ -8,7 +8,8 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE
-from tests.kernels.cpu.recording import PANEL, Recording, bf16_bits, upcast
+from tests.kernels.cpu.quantized import PANEL, bf16_bits, upcast
+from tests.kernels.cpu.recording import Recording
 
 
 class KVMemory:

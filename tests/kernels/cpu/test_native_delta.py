@@ -12,7 +12,8 @@ from pipeline.kernels.cpu.isa import available
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.delta import DeltaOptions, DeltaVectors, delta_reference
 from pipeline.kernels.delta_shape import DeltaShape
-from tests.kernels.cpu.recording import Recording, assert_groups, assert_kept, random, recording
+from tests.kernels.cpu.quantized import random
+from tests.kernels.cpu.recording import Recording, assert_groups, assert_kept, recording
 from tests.kernels.random_delta import (
     NUM_SLOTS,
     ROWS,

@@ -9,7 +9,8 @@ import torch
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.experts import RouteOptions, route_reference
-from tests.kernels.cpu.recording import EPS, assert_near, random, recording
+from tests.kernels.cpu.quantized import EPS, random
+from tests.kernels.cpu.recording import assert_near, recording
 
 NUM, CHOSEN, WIDTH = 21, 5, 530
 FORMS = [

@@ -11,7 +11,8 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.matrix import quantize
 from pipeline.kernels.rms_norm import layer_norm_reference, rms_norm_reference
-from tests.kernels.cpu.recording import EPS, assert_near, exact, random, random_matrix, read_floats, recording
+from tests.kernels.cpu.quantized import EPS, exact, random, random_matrix, read_floats
+from tests.kernels.cpu.recording import assert_near, recording
 
 GATES = [-3e38, -1e4, -200.0, -88.0, -20.0, -5.5, -2.0, -0.5, -1e-3, 0.0, 1e-3, 0.7, 3.0, 9.0, 88.0, 1e4]
 

@@ -12,19 +12,8 @@ from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE
 from tests.kernels.cpu.kv_memory import KVMemory, dequantized, hadamard, quantize_heads
-from tests.kernels.cpu.recording import (
-    EPS,
-    TINY,
-    Recording,
-    assert_kept,
-    assert_near,
-    bf16_bits,
-    random,
-    read_floats,
-    recording,
-    sampled_tables,
-    to_bf16,
-)
+from tests.kernels.cpu.quantized import EPS, TINY, bf16_bits, random, read_floats, to_bf16
+from tests.kernels.cpu.recording import Recording, assert_kept, assert_near, recording, sampled_tables
 
 STRETCH = 64
 """Keys between two updates of the running maximum."""

@@ -11,7 +11,8 @@ import pytest
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from tests.kernels.cpu.recording import Recording, bf16_bits, random, read_floats, recording
+from tests.kernels.cpu.quantized import bf16_bits, random, read_floats
+from tests.kernels.cpu.recording import Recording, recording
 
 STRETCH_BLOCKS = 4
 MOST_BLOCKS = 24

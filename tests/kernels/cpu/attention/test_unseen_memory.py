@@ -20,7 +20,8 @@ from tests.kernels.cpu.attention.test_native_attention import (
     Case,
     case_of,
 )
-from tests.kernels.cpu.recording import Recording, bf16_bits, random, recording
+from tests.kernels.cpu.quantized import bf16_bits, random
+from tests.kernels.cpu.recording import Recording, recording
 
 ANYTHING = (math.nan, math.inf, -math.inf, 3.3e38)
 SOME_SHAPES = [SHAPES[i] for i in (1, 2, 4, 6, 8, 9, 11)]

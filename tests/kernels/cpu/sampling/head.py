@@ -6,10 +6,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import native
 from pipeline.kernels.matrix import Matrix
-from tests.kernels.cpu.recording import (
-    Recording,
-    form_of,
-)
+from tests.kernels.cpu.recording import Recording, form_of
 
 DEPTH = 64
 MASKS_LATE = 1

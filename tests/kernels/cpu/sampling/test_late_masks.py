@@ -6,11 +6,8 @@ import time
 
 import numpy as np
 
-from tests.kernels.cpu.recording import (
-    random,
-    random_matrix,
-    recording,
-)
+from tests.kernels.cpu.quantized import random, random_matrix
+from tests.kernels.cpu.recording import recording
 from tests.kernels.cpu.sampling.head import DEPTH, MASKS_LATE, Head
 
 

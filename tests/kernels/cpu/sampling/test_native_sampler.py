@@ -16,15 +16,8 @@ from pipeline.kernels.sampling.penalties import penalize
 from pipeline.kernels.sampling.sample import probabilities_reference
 from pipeline.kernels.stored_matrix import Format
 from tests.k_quants import quantize
-from tests.kernels.cpu.recording import (
-    Recording,
-    assert_near,
-    product,
-    random,
-    random_matrix,
-    recording,
-    whole,
-)
+from tests.kernels.cpu.quantized import product, random, random_matrix, whole
+from tests.kernels.cpu.recording import Recording, assert_near, recording
 from tests.kernels.cpu.sampling.head import DEPTH, Head
 from tests.kernels.sampling.test_sample import assert_follows
 

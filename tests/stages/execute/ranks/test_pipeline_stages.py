@@ -21,7 +21,7 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.execute.ranks.context import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.layer_split import balanced, kv_layout_of, split
 from tests.stages.execute import checkpoints, tiny_architectures
-from tests.stages.execute.cpu.test_native import GROUPED_SHAPE
+from tests.stages.execute.cpu.native_models import GROUPED_SHAPE
 from tests.stages.execute.driver import make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, write
 from tests.stages.execute.rank_driver import RankDriver

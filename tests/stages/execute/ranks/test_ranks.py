@@ -18,7 +18,7 @@ from pipeline.stages.execute.cpu.native.memory import NativeMemory
 from pipeline.stages.execute.ranks.context import RankLateError, StepAbandonedError
 from pipeline.stages.execute.ranks.share import possible, share_of
 from tests.stages.execute import checkpoints, tiny_architectures
-from tests.stages.execute.cpu.test_native import GROUPED_SHAPE, SUPER_BLOCK_SHAPE
+from tests.stages.execute.cpu.native_models import GROUPED_SHAPE, SUPER_BLOCK_SHAPE
 from tests.stages.execute.driver import Driver, make_step, row_add, take
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 from tests.stages.execute.rank_driver import RankDriver

@@ -14,7 +14,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.token_outputs import logprob_dtype
 from tests.stages.execute import checkpoints
 from tests.stages.execute.checkpoints import VOCAB_SIZE
-from tests.stages.execute.cpu.test_native import MAX_ERROR, max_error
+from tests.stages.execute.cpu.native_models import MAX_ERROR, max_error
 from tests.stages.execute.driver import Driver, row_add, settings
 from tests.stages.execute.native_driver import ISAS, Native, random_ids, write
 

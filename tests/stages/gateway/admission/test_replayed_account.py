@@ -4,15 +4,7 @@ from pathlib import Path
 
 from pipeline.replay import format as f
 from pipeline.runtime import messages as m
-from tests.stages.gateway.admission.test_preemption import (
-    MAX_BYTES,
-    WHOLE,
-    end,
-    grow,
-    grow_beyond,
-    load,
-    until,
-)
+from tests.stages.gateway.admission.test_preemption import MAX_BYTES, WHOLE, end, grow, grow_beyond, load, until
 from tests.stages.gateway.gate import COMPLETION, Gate
 from tests.stages.gateway.peers import RawPeer
 from tests.stages.replays import TEXT_FACTS, entries, order, replay_partial, replays_alike

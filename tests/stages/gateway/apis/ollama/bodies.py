@@ -8,10 +8,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.ollama.parsing import (
-    parse_chat,
-    parse_generate,
-)
+from pipeline.stages.gateway.apis.ollama.parsing import parse_chat, parse_generate
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.text.formats.chat_formats import ChatFormats

@@ -8,11 +8,7 @@ import pytest
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
-from pipeline.stages.gateway.apis.ollama.parsing import (
-    parse_embed,
-    parse_embeddings,
-    read_show,
-)
+from pipeline.stages.gateway.apis.ollama.parsing import parse_embed, parse_embeddings, read_show
 from pipeline.stages.gateway.apis.ollama.reply import loaded, reply_fields_of
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions, ParsedRequest

@@ -6,18 +6,8 @@ from typing import Any
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.responses.fields import ResponseFields
-from pipeline.stages.gateway.apis.responses.items import (
-    FunctionCallItem,
-    InputText,
-    MessageItem,
-    OutputText,
-    num_parts,
-)
-from pipeline.stages.gateway.apis.responses.parsing import (
-    ParsedResponse,
-    StoredSize,
-    parse_response,
-)
+from pipeline.stages.gateway.apis.responses.items import FunctionCallItem, InputText, MessageItem, OutputText, num_parts
+from pipeline.stages.gateway.apis.responses.parsing import ParsedResponse, StoredSize, parse_response
 from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
 from pipeline.stages.gateway.apis.responses.sizes import SizedItem, sized, sum_of
 from pipeline.stages.gateway.errors import invalid

@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 
 from pipeline.runtime import messages as m
-from pipeline.stages.gateway.apis.responses.items import (
-    num_parts,
-)
-from pipeline.stages.gateway.apis.responses.parsing import (
-    finish_response,
-    parse_response,
-    read_response,
-)
+from pipeline.stages.gateway.apis.responses.items import num_parts
+from pipeline.stages.gateway.apis.responses.parsing import finish_response, parse_response, read_response
 from pipeline.stages.gateway.apis.responses.reply import reply_fields_of
 from pipeline.stages.gateway.apis.responses.sizes import sum_of
 from pipeline.stages.gateway.errors import ApiError
