@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import Finish
 from pipeline.runtime.process.black_box import NUM_BYTES, SuspectList, suspects_in
-from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.stages.schedule.kv_cache.block_index import HEADER_BYTES, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.kv_cache.prefix import KEY_BYTES
@@ -18,18 +16,19 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
 from pipeline.supervisor.crashes.crash_counts import CrashCounts
-from tests.fakes import FakeExecutor, expected, inline, record
+from tests.fakes import FakeExecutor, inline
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages
+from tests.stages.schedule.received import Received
 
 MAX_STEPS = 20_000
 
 
-class Bench:
+class Bench(Received):
     """A scheduler and a fake executor, and everything that detokenize would have received."""
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
-        self.num_detokenize = num_detokenize
+        super().__init__(num_detokenize, config.max_model_len)
         width = KEY_BYTES + (len(config.kv_groups) > 1)
         self.indices = [bytearray(HEADER_BYTES + width * num) for num in (config.num_blocks, config.num_swap_blocks)]
         """Of the KV cache, of swap space, and of the states in both; they outlive the scheduler."""
@@ -51,22 +50,11 @@ class Bench:
         """How many of these repeated a step of a decode run."""
         self.steps: deque[m.Step] = deque()
         self.tables: deque[set[int]] = deque()
-        self.opened: dict[int, m.Open] = {}
-        self.received: dict[int, list[int]] = {}
-        self.token_outputs: dict[int, bytes] = {}
-        self.prompts: dict[int, bytes] = {}
-        self.errors: dict[int, str] = {}
-        self.finished: dict[int, Finish] = {}
-        self.admitted: dict[int, tuple[m.Admit, m.GenerationOptions]] = {}
         self.refused: list[m.Reject] = []
         self.in_rows: dict[int, int] = {}
         """Row → sequence, in the executor's state."""
-        self.drafts: dict[int, tuple[int, int]] = {}
-        """Accepted and rejected ids of each sequence that has them counted."""
         self.last_use: m.UseAdapters | None = None
         """The last message to the executor about LoRA adapters."""
-        self.begun: set[int] = set()
-        """Sequences whose first sampled ids were reported with their times."""
         self._ids = count(1)
 
     def _executor(self, copy_s: float) -> FakeExecutor:
@@ -95,11 +83,6 @@ class Bench:
                 suspects=SuspectList(self.black_box),
             ),
         )
-
-    def given(self, seq: int) -> int:
-        """The number of output ids that a sequence was resumed with."""
-        admit, _ = self.admitted[seq]
-        return len(inline(admit.outputs[self.opened[seq].index])) // 4 if admit.outputs else 0
 
     def admit(
         self,
@@ -308,40 +291,7 @@ class Bench:
         if message is None or not sent:
             return
         self.scheduler.output_buffer.mark_sent(replica)
-        ids = np.frombuffer(inline(message.ids), np.int32).tolist()
-        seqs = np.frombuffer(inline(message.seqs), np.uint64).tolist()
-        for first in message.firsts:
-            assert seqs[first.index] not in self.begun, "a sequence has two first ids"
-            self.begun.add(seqs[first.index])
-        for counts in message.drafts:
-            self.drafts[seqs[counts.index]] = counts.num_accepted, counts.num_rejected
-        for seq, start, data in zip(message.prompt_seqs, message.prompt_starts, message.prompt_logprobs, strict=True):
-            assert seq not in self.finished, "prompt records came after the closing"
-            width = prompt_logprob_bytes(self.admitted[seq][1])
-            assert start * width == len(self.prompts[seq]) and len(data) % width == 0
-            self.prompts[seq] += data
-        token_outputs, errors = inline(message.token_outputs), iter(message.errors)
-        for seq, start, num, finish in zip(
-            np.frombuffer(inline(message.seqs), np.uint64).tolist(),
-            np.frombuffer(inline(message.starts), np.int32).tolist(),
-            np.frombuffer(inline(message.counts), np.int32).tolist(),
-            np.frombuffer(inline(message.finishes), np.uint8).tolist(),
-            strict=True,
-        ):
-            assert seq % self.num_detokenize == replica, "a sequence belongs to one replica"
-            assert seq not in self.finished, "an entry came after the closing"
-            assert start == len(self.received[seq]), "ids were lost or repeated"
-            self.received[seq] += ids[:num]
-            ids = ids[num:]
-            num_bytes = num * token_output_bytes(self.admitted[seq][1], hidden_size=0)
-            self.token_outputs[seq] += token_outputs[:num_bytes]
-            token_outputs = token_outputs[num_bytes:]
-            if finish != Finish.NONE:
-                self.finished[seq] = Finish(finish)
-            if finish == Finish.ERROR:
-                self.errors[seq] = next(errors)
-        assert not ids and not token_outputs and next(errors, None) is None
-        assert self.begun == {seq for seq in self.received if len(self.received[seq]) > self.given(seq)}
+        self.receive(message, replica)
 
     def run(self) -> int:
         """Run until idle, in the stage's order: settle, plan, report. Returns the number of steps."""
@@ -361,33 +311,6 @@ class Bench:
         if not self.steps:  # `fill` may have released sequences that were held back, whose adapter is not loaded
             self.load_adapters()
             self.fill()
-
-    def check_outputs(self) -> None:
-        """Every finished sequence has exactly its ids; an aborted one has a prefix of them."""
-        for seq, finish in self.finished.items():
-            message, options = self.admitted[seq]
-            prompt = np.frombuffer(inline(message.prompt_ids), np.int32).tolist()
-            assert options.max_tokens is not None
-            limit = min(options.max_tokens, self.scheduler.config.max_model_len - len(prompt))
-            index = self.opened[seq].index
-            ids, natural = expected(prompt, options, index, limit)
-            if any(fails := [token_id in options.bias_ids for token_id in ids]):
-                ids, natural = ids[: fails.index(True)], Finish.ERROR
-            if options.num_logprobs >= 0:
-                assert self.token_outputs[seq] == b"".join(
-                    record(one, options.num_logprobs) for one in self.received[seq]
-                )
-            prompt_logprobs = b""
-            if options.num_prompt_logprobs >= 0 and index == 0:
-                prompt_logprobs = b"".join(record(one, options.num_prompt_logprobs) for one in prompt[1:])
-            assert self.prompts[seq] == prompt_logprobs or (
-                not self.received[seq] and prompt_logprobs.startswith(self.prompts[seq])
-            )
-            assert (finish == Finish.ERROR) == (seq in self.errors)
-            if finish == Finish.ABORT:
-                assert self.received[seq] == ids[: len(self.received[seq])]
-            else:
-                assert (self.received[seq], finish) == (ids, natural)
 
     def abort(self, request_id: int, index: int = -1) -> None:
         self.scheduler.abort(m.Abort(request_id, 1, index))
