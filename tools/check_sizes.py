@@ -1,7 +1,7 @@
 """Keeps folders and files small enough to read: no folder has more than 15 files, and no file of code more than 400
 lines. EXCEPTIONS may be larger, for the reason beside them.
 
-Tests and documents are not counted: tests mirror the folders, and a page is as long as its subject.
+Documents and tests/data are not counted: a page is as long as its subject, and data is no code.
 """
 
 import sys
@@ -10,9 +10,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("config", "kernels", "pipeline", "shm", "stages", "tools")
+FOLDERS = ("config", "kernels", "pipeline", "shm", "stages", "tests", "tools")
 CODE = (".py", ".cpp", ".h", ".js", ".mjs", ".css", ".html")
-LEFT_OUT = ("__pycache__", "node_modules")
+LEFT_OUT = ("__pycache__", "node_modules", "tests/data")
 MAX_FILES = 15
 MAX_LINES = 400
 
@@ -39,7 +39,7 @@ def too_large(root: Path = ROOT) -> Iterator[str]:
 
 def _folders(folder: Path) -> Iterator[Path]:
     """A folder and all below it. Links are not followed."""
-    if folder.is_dir() and not folder.is_symlink() and folder.name not in LEFT_OUT:
+    if folder.is_dir() and not folder.is_symlink() and not any(map(folder.match, LEFT_OUT)):
         yield folder
         for below in sorted(folder.iterdir()):
             yield from _folders(below)

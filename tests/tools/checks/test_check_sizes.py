@@ -23,12 +23,19 @@ def test_every_exception_is_needed() -> None:
 
 
 def test_a_long_file_is_found_in_any_language_but_no_data(tmp_path: Path) -> None:
-    for file in ("stages/x/a.py", "kernels/cpu/a.cpp", "stages/x/page/static/a.js", "tools/a.json", "tests/a.py"):
+    for file in (
+        "stages/x/a.py",
+        "kernels/cpu/a.cpp",
+        "stages/x/page/static/a.js",
+        "tests/x/a.py",
+        "tools/a.json",
+        "docs/a.py",
+    ):
         write(tmp_path, file, MAX_LINES + 1)
     write(tmp_path, "stages/x/b.py", MAX_LINES)
     assert list(too_large(tmp_path)) == [
         f"{file}: 401 lines, more than 400: split it by subject"
-        for file in ("kernels/cpu/a.cpp", "stages/x/a.py", "stages/x/page/static/a.js")
+        for file in ("kernels/cpu/a.cpp", "stages/x/a.py", "stages/x/page/static/a.js", "tests/x/a.py")
     ]
 
 
@@ -37,9 +44,22 @@ def test_a_full_folder_is_found_by_the_files_that_are_in_it_itself(tmp_path: Pat
         write(tmp_path, f"stages/x/a{i}.py", 1)
         write(tmp_path, f"stages/x/y/a{i}.json", 1)
         write(tmp_path, f"stages/x/__pycache__/a{i}.pyc", 1)
+        write(tmp_path, f"tests/x/a{i}.py", 1)
     assert list(too_large(tmp_path)) == []
     write(tmp_path, "stages/x/y/b.json", 1)
-    assert list(too_large(tmp_path)) == ["stages/x/y: 16 files, more than 15: divide it by subject"]
+    write(tmp_path, "tests/x/b.py", 1)
+    assert list(too_large(tmp_path)) == [
+        f"{folder}: 16 files, more than 15: divide it by subject" for folder in ("stages/x/y", "tests/x")
+    ]
+
+
+def test_data_of_tests_is_not_counted(tmp_path: Path) -> None:
+    for i in range(MAX_FILES + 1):
+        write(tmp_path, f"tests/data/a{i}.json", 1)
+        write(tmp_path, f"tests/data/templates/a{i}.py", MAX_LINES + 1)
+    assert list(too_large(tmp_path)) == []
+    write(tmp_path, "stages/data/a.py", MAX_LINES + 1)
+    assert list(too_large(tmp_path)) == ["stages/data/a.py: 401 lines, more than 400: split it by subject"]
 
 
 def test_headers_of_the_library_are_not_counted_and_links_are_not_followed(tmp_path: Path) -> None:
