@@ -16,8 +16,8 @@ from tests.stages.execute import recurrent_models
 from tests.stages.execute.native_driver import ISAS
 from tests.stages.execute.ranks.test_ranks import compare
 from tests.stages.execute.recurrent_models import VARIANTS, Variant, config_of, make
-from tests.stages.prepare.gguf import test_gguf_recurrent
 from tests.stages.prepare.checkpoints import save_folder
+from tests.stages.prepare.gguf import test_gguf_recurrent
 
 UNEVEN = {
     "num_attention_heads": 6,
