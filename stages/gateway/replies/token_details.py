@@ -6,7 +6,7 @@ so the ids of an event may be ahead of its text. Each id is sent once, in order.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies import logprobs
-from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, PromptLogprob, TextLogprobs
+from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
 MAX_ENTRIES_AT_ONCE = 1024
@@ -94,8 +94,8 @@ class TokenDetailFormatter:
         return self._take(max(1, MAX_ENTRIES_AT_ONCE // self._num_each), is_packed=False)
 
     def take(self, text: str, *, is_packed: bool = False) -> TokenDetails:
-        """Details of the ids that have arrived since the last call, to send with this text. `is_packed`: as JSON, which
-        takes less memory than objects."""
+        """Details of the ids that have arrived since the last call, to send with this text. `is_packed`: for
+        `logprobs.encode_large`, which takes less memory than objects."""
         if self._options.num_top is not None and self._parsed.dialect.has_text_logprobs:
             self._feed(text)
         return self._take(self._num_prompt_left + self._sequence.num_ids, is_packed=is_packed)
@@ -156,6 +156,9 @@ class TokenDetailFormatter:
             token_outputs, num_logprobs, offsets, names_ids=names_ids, is_packed=is_packed, hidden_ids=self._hidden_ids
         )
         _append(details, output)
+        if is_packed:
+            entries = _popped(cast("list[bytes | None]", details.top_logprobs))
+            details.top_logprobs = cast("Any", logprobs.PackedList(one or b"null" for one in entries))
         return details if details.tokens else None
 
     def _decode_logprobs(self, ids: list[int]) -> Iterator[logprobs.DecodedLogprobs]:
@@ -167,8 +170,8 @@ class TokenDetailFormatter:
         return logprobs.decode_logprobs(ids, token_outputs, pieces, num_top)
 
 
-def prompt_logprobs(prompt_request: PromptRequest) -> list[dict[str, PromptLogprob] | None] | None:
-    """The prompt_logprobs of a prompt request, as JSON; None if they were not requested."""
+def prompt_logprobs(prompt_request: PromptRequest) -> Any:
+    """The prompt_logprobs of a prompt request, for `logprobs.encode_large`; None if they were not requested."""
     details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
         return None
@@ -198,6 +201,13 @@ def _append(details: TextLogprobs, more: TextLogprobs) -> None:
     details.token_logprobs += more.token_logprobs
     details.tokens += more.tokens
     details.top_logprobs += more.top_logprobs
+
+
+def _popped(entries: list[bytes | None]) -> Iterator[bytes | None]:
+    """These entries, which are not kept."""
+    entries.reverse()
+    while entries:
+        yield entries.pop()
 
 
 def _unpacked(ids: bytearray) -> list[int]:

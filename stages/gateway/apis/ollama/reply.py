@@ -34,7 +34,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.replies.logprobs import TokenLogprob
+from pipeline.stages.gateway.replies.logprobs import TokenLogprob, encode_large
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails
 from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -104,7 +104,7 @@ def whole(request: Request) -> bytes:
     reply = _object(request, pieces)
     _finish(reply, request)
     reply.logprobs = _content(_formatter(request).take(text, is_packed=True))
-    body = _encoder.encode(reply)
+    body = encode_large(reply)
     trace_write(request, begin_s, body)
     return body
 

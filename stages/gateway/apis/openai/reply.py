@@ -27,6 +27,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, 
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of, timings_of
 from pipeline.stages.gateway.replies.chat import ReplyReader
+from pipeline.stages.gateway.replies.logprobs import encode_large
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
 from pipeline.stages.gateway.replies.token_details import (
     MAX_ENTRIES_AT_ONCE,
@@ -68,7 +69,7 @@ def whole(request: Request, *, is_chat: bool) -> bytes:
     begin_s = time.monotonic()
     if request.parsed.timings:
         response.timings = timings_of(times_of(request))
-    body = _encoder.encode(response)
+    body = encode_large(response)
     trace_write(request, begin_s, body)
     return body
 

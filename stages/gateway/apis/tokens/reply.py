@@ -23,7 +23,7 @@ from pipeline.stages.gateway.apis.openai.types import FinishReason, PromptLogpro
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
+from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, encode_large
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE, TokenDetailFormatter, prompt_logprobs
 
 
@@ -62,7 +62,7 @@ def generated(request: Request) -> bytes:
     for i, sequence in enumerate(request.choices):
         details = TokenDetailFormatter(request, prompt_request, sequence).take("", is_packed=True)
         choices.append(GenerateChoice(i, details.chat_logprobs, finish_reason(sequence), details.token_ids or []))
-    return _encoder.encode(
+    return encode_large(
         GenerateReply(_name(request), choices, prompt_logprobs(prompt_request), None, usage_of(request))
     )
 

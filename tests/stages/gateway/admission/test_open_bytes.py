@@ -229,7 +229,7 @@ class TestOutput:
             assert open_bytes.output_bytes(cost, sequence) >= grown - 3000
             tracemalloc.reset_peak()
             each = logprobs.decode_logprobs(range(800), bytes(sequence.token_outputs), sequence.pieces, num_top)
-            body = msgspec.json.encode(logprobs.packed_of_chat(each, num_top, names_ids=False))
+            body = logprobs.encode_large(logprobs.packed_of_chat(each, num_top, names_ids=False))
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.config.settings import ChatSettings
@@ -34,6 +35,33 @@ class TestLargeReplies:
         self.give(gate, gate.begin())
         for choice in response.result().json()["choices"]:
             assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [20] * self.NUM_IDS
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 20}),
+            ("/v1/completions", COMPLETION | {"logprobs": 20}),
+            ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"logprobs": 20}}),
+            ("/api/chat", CHAT | {"logprobs": True, "top_logprobs": 20, "stream": False}),
+        ],
+    )
+    def test_log_probabilities_are_not_encoded_in_one_call(
+        self, gate: Gate, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The encoder holds Python's lock while it works, and the event loop waits for it."""
+        encoded: list[bytes] = []
+        encode = msgspec.json.encode
+
+        def noted(value: Any, **options: Any) -> bytes:
+            encoded.append(data := encode(value, **options))
+            return data
+
+        monkeypatch.setattr(msgspec.json, "encode", noted)
+        response = gate.post(body, path)
+        self.give(gate, gate.begin())
+        top = b'"token_id:0"' if "generate" in path else b'"b"'
+        assert response.result().content.count(top) >= self.NUM_IDS
+        assert encoded and not any(top in data for data in encoded)
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/inference/v1/generate"])
     def test_a_large_stream_is_complete(self, gate: Gate, path: str) -> None:
