@@ -18,10 +18,9 @@ import numpy as np
 from msgspec import Meta, Raw
 
 from pipeline.runtime.token_outputs import logprob_bytes, logprob_dtype
+from pipeline.stages.gateway.replies.large_json import PackedList
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
-_MARK = b"\0"
-"""In JSON, no text and no number has this byte."""
 IMPOSSIBLE = -9999.0
 AT_ONCE = 256
 """Token outputs that are decoded at once: as objects they take twenty times the memory."""
@@ -138,34 +137,6 @@ def packed_of_chat(each: Iterable[DecodedLogprobs], num_top: int, *, names_ids: 
         _encoder.encode(_token_logprob(decoded, num_top, names_ids=names_ids)) for decoded in each
     )
     return ChatLogprobs(content)
-
-
-class PackedList:
-    """The JSON of a list, in some pieces: each of AT_ONCE entries, without brackets."""
-
-    def __init__(self, entries: Iterable[bytes]) -> None:
-        entries = iter(entries)
-        self.pieces = list(iter(lambda: b",".join(itertools.islice(entries, AT_ONCE)), b""))
-
-
-def encode_large(value: object) -> bytes:
-    """The JSON of a value in which `PackedList`s may stand for lists. The encoder holds Python's lock during a call, 0.1
-    s for 150 MiB, so it encodes the rest alone. To join bytes, the interpreter lets the lock go."""
-    lists: list[PackedList] = []
-
-    def mark(one: object) -> Raw:
-        assert isinstance(one, PackedList)
-        lists.append(one)
-        return Raw(_MARK)
-
-    first, *others = msgspec.json.encode(value, enc_hook=mark).split(_MARK)
-    parts = [first]
-    for one, behind in zip(lists, others, strict=True):
-        parts.append(b"[")
-        for index, piece in enumerate(one.pieces):
-            parts += (b",", piece) if index else (piece,)
-        parts += (b"]", behind)
-    return b"".join(parts)
 
 
 def packed(value: object) -> Raw:

@@ -15,6 +15,7 @@ from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies import logprobs
+from pipeline.stages.gateway.replies.large_json import PackedList
 from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, TextLogprobs
 from pipeline.stages.gateway.replies.text_offsets import TextOffsets
 
@@ -95,7 +96,7 @@ class TokenDetailFormatter:
 
     def take(self, text: str, *, is_packed: bool = False) -> TokenDetails:
         """Details of the ids that have arrived since the last call, to send with this text. `is_packed`: for
-        `logprobs.encode_large`, which takes less memory than objects."""
+        `encode_large`, which takes less memory than objects."""
         if self._options.num_top is not None and self._parsed.dialect.has_text_logprobs:
             self._feed(text)
         return self._take(self._num_prompt_left + self._sequence.num_ids, is_packed=is_packed)
@@ -158,7 +159,7 @@ class TokenDetailFormatter:
         _append(details, output)
         if is_packed:
             entries = _popped(cast("list[bytes | None]", details.top_logprobs))
-            details.top_logprobs = cast("Any", logprobs.PackedList(one or b"null" for one in entries))
+            details.top_logprobs = cast("Any", PackedList(one or b"null" for one in entries))
         return details if details.tokens else None
 
     def _decode_logprobs(self, ids: list[int]) -> Iterator[logprobs.DecodedLogprobs]:
@@ -171,7 +172,7 @@ class TokenDetailFormatter:
 
 
 def prompt_logprobs(prompt_request: PromptRequest) -> Any:
-    """The prompt_logprobs of a prompt request, for `logprobs.encode_large`; None if they were not requested."""
+    """The prompt_logprobs of a prompt request, for `encode_large`; None if they were not requested."""
     details = prompt_request.request.parsed.details
     if details.prompt_num_top is None:
         return None

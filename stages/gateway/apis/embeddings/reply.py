@@ -6,7 +6,7 @@ is the vector; see pipeline/runtime/token_outputs.py."""
 
 import base64
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
+from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
@@ -46,13 +47,13 @@ def embedded(request: Request) -> bytes:
     """The response body of a finished request. Raises ApiError if an input has no embedding."""
     options = request.parsed.embedding
     assert options is not None
-    data = [
-        EmbeddingData(index=i, embedding=_encoded(vector_of(one, options), options))
+    data: Any = PackedList(
+        _encoder.encode(EmbeddingData(index=i, embedding=_encoded(vector_of(one, options), options)))
         for i, one in enumerate(request.sequences)
-    ]
+    )
     num = request.num_prompt_tokens
     reply = EmbeddingsReply("list", data, request.parsed.model, EmbeddingUsage(num, num))
-    return _encoder.encode(reply)
+    return encode_large(reply)
 
 
 def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

@@ -34,7 +34,8 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
-from pipeline.stages.gateway.replies.logprobs import TokenLogprob, encode_large
+from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
+from pipeline.stages.gateway.replies.logprobs import TokenLogprob
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails
 from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 
@@ -208,11 +209,12 @@ def _finish(reply: OllamaChatReply | OllamaGenerateReply, request: Request) -> N
 def _embedded(request: Request, reply_fields: OllamaFields) -> bytes:
     options = request.parsed.embedding
     assert options is not None
-    vectors = [vector_of(sequence, options).tolist() for sequence in request.sequences]
+    each = (vector_of(sequence, options).tolist() for sequence in request.sequences)
     if reply_fields.route == "embeddings":
-        return _encoder.encode(OllamaEmbeddingsReply(vectors[0]))
+        return _encoder.encode(OllamaEmbeddingsReply(next(each)))
+    vectors: Any = PackedList(map(_encoder.encode, each))
     total_s = max(one.stamps_s[-1] - one.stamps_s[0] for one in times_of(request).sequences)
-    return _encoder.encode(OllamaEmbedReply(reply_fields.model, vectors, _ns(total_s), 0, request.num_prompt_tokens))
+    return encode_large(OllamaEmbedReply(reply_fields.model, vectors, _ns(total_s), 0, request.num_prompt_tokens))
 
 
 def _formatter(request: Request) -> TokenDetailFormatter:

@@ -27,7 +27,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, 
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.timings import times_of, timings_of
 from pipeline.stages.gateway.replies.chat import ReplyReader
-from pipeline.stages.gateway.replies.logprobs import encode_large
+from pipeline.stages.gateway.replies.large_json import encode_large
 from pipeline.stages.gateway.replies.request_metrics import request_metrics
 from pipeline.stages.gateway.replies.token_details import (
     MAX_ENTRIES_AT_ONCE,

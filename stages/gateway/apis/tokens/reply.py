@@ -23,7 +23,8 @@ from pipeline.stages.gateway.apis.openai.types import FinishReason, PromptLogpro
 from pipeline.stages.gateway.dialect import Dialect, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.stages.gateway.replies.logprobs import ChatLogprobs, encode_large
+from pipeline.stages.gateway.replies.large_json import encode_large
+from pipeline.stages.gateway.replies.logprobs import ChatLogprobs
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE, TokenDetailFormatter, prompt_logprobs
 
 

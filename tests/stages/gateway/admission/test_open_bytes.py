@@ -27,7 +27,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.replies import logprobs
+from pipeline.stages.gateway.replies import large_json, logprobs
 from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.text.formats.chat_formats import ChatFormats
@@ -229,7 +229,7 @@ class TestOutput:
             assert open_bytes.output_bytes(cost, sequence) >= grown - 3000
             tracemalloc.reset_peak()
             each = logprobs.decode_logprobs(range(800), bytes(sequence.token_outputs), sequence.pieces, num_top)
-            body = logprobs.encode_large(logprobs.packed_of_chat(each, num_top, names_ids=False))
+            body = large_json.encode_large(logprobs.packed_of_chat(each, num_top, names_ids=False))
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
