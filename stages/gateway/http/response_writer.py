@@ -34,6 +34,7 @@ from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.keep_alive import KeepAlive
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
+from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 
 HEADERS_AFTER_S = 1.0
 """A stream's headers are sent this long after its prompts were accepted, even if there is no output. Before that an
@@ -94,9 +95,11 @@ def _is_large(request: Request) -> bool:
 
 
 async def last_events(request: Request, events: ReplyEvents) -> bytes:
-    """The end of a stream that has not failed. Built in a thread if it has the whole output, and stores a large
+    """The end of a stream that has not failed. Built in a thread if it repeats a large output, or stores a large
     conversation."""
-    if request.parsed.dialect.ends_with_output and request.num_bytes > LARGE_BYTES:
+    num_entries = (1 + max(0, request.parsed.options.num_logprobs)) * request.num_output_tokens
+    is_large = num_entries > MAX_ENTRIES_AT_ONCE or request.num_bytes > LARGE_BYTES
+    if request.parsed.dialect.ends_with_output and is_large:
         return request.log_output("last", await _replies.run(events.ended))
     return events.last()
 

@@ -4,6 +4,7 @@ stream   created · in_progress · events of the output … · completed, incomp
          In the background: created · queued · in_progress when the output begins · …
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def whole(request: Request) -> bytes:
     reader = _Reader(request)
     while reader.hold_part():
         pass
-    for _ in reader.read():
+    for _ in itertools.chain(reader.read(), reader.finish()):
         pass
     response = _finished(request, reader.builder.items)
     _keep(request, response)
@@ -187,10 +188,12 @@ class _Reader:
             deltas += self._reader.rest() if is_over else []
         details = self._formatter.take(text)
         yield from self.builder.feed(deltas, details.chat_logprobs.content if details.chat_logprobs else ())
-        if is_over:
-            status: Status = "completed" if self._sequence.finish == m.Finish.STOP else "incomplete"
-            yield from self.builder.finish(status)
-            self.is_over = True
+        self.is_over = is_over
+
+    def finish(self) -> Iterator[ResponseEvent]:
+        """End the output, all of which was read. Its events repeat it."""
+        status: Status = "completed" if self._sequence.finish == m.Finish.STOP else "incomplete"
+        yield from self.builder.finish(status)
 
 
 class ResponseEvents(ReplyEvents):
@@ -225,11 +228,12 @@ class ResponseEvents(ReplyEvents):
 
     def ended(self) -> bytes:
         """Stores the response."""
+        data = b"".join(map(self._framed, self._reader.finish()))
         response = _finished(self._request, self._reader.builder.items)
         _keep(self._request, response)
         name = "completed" if response.status == "completed" else "incomplete"
         event = ResponseEvent(type=f"response.{name}", response=response)
-        return self._framed(event)
+        return data + self._framed(event)
 
     def failed(self, error: ApiError) -> bytes:
         error = renamed(error)

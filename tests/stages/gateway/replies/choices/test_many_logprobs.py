@@ -1,6 +1,7 @@
 """Replies with many log probabilities are complete, and are made in a thread or in parts."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline.config.settings import ChatSettings
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.apis.responses.reply import ResponseEvents
 from pipeline.stages.gateway.replies import logprobs as logprobs_module
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 from tests.stages.gateway.gate import CHAT, COMPLETION, MODEL, Gate, events_of
@@ -183,3 +185,24 @@ class TestManyOfOneSequence:
         found = response["output"][0]["content"][0]["logprobs"]
         assert [one["logprob"] for one in found] == [-0.5 - i / 1024 for i in range(self.NUM_IDS)]
         assert max(nums) * self.NUM_ENTRIES <= MAX_ENTRIES_AT_ONCE
+
+    def test_events_that_repeat_them_are_made_in_a_thread(self, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads: dict[str, set[int]] = {}
+        framed = ResponseEvents._framed
+
+        def noted(events: ResponseEvents, event: Any) -> bytes:
+            threads.setdefault(event.type, set()).add(threading.get_ident())
+            return framed(events, event)
+
+        monkeypatch.setattr(ResponseEvents, "_framed", noted)
+        body = {"model": MODEL, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+        reply = gate.post(body | {"stream": True}, "/v1/responses")
+        self.give(gate)
+        types = [line.removeprefix("event: ") for line in reply.result().text.splitlines() if line.startswith("event")]
+        assert types[-4:] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+        assert not any(threads["response.created"] & threads[kind] for kind in types[-4:])
