@@ -61,11 +61,13 @@ def test_the_file_has_the_matrices_with_the_scaling_in_b(tmp_path: Path, model_d
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_start_says_which_adapters_it_reads(tmp_path: Path, model_dir: Path, is_terminal: bool) -> None:
+def test_the_start_says_which_adapters_it_reads(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
     """In a line: a bar would know no size, and say 0."""
     folder = write_adapter(tmp_path / "peft", CONFIG, rank=4)
     said = io.StringIO()
-    said.isatty = lambda: is_terminal
+    monkeypatch.setattr(said, "isatty", lambda: is_terminal)
     settings = Settings(lora=LoraSettings(adapters={"sql": str(folder)}))
     assert [one.name for one in prepare(settings, model_dir, "model", for_stream(said))] == ["sql"]
     assert said.getvalue() == f"reading adapter sql from {folder}\n"
