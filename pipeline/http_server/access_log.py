@@ -89,7 +89,10 @@ class AccessLog:
                 else RotatingFile(Path(settings.file), settings.max_bytes, settings.max_files)
             )
         except OSError as error:
-            raise UserError(f"access_log.file: {settings.file} can't be written: {error.strerror or error}") from error
+            why = error.strerror or error
+            if isinstance(error, FileNotFoundError):
+                why = f"make the folder {Path(settings.file).parent} first"
+            raise UserError(f"access_log.file: {settings.file} can't be written: {why}") from error
         return cls(LogWriter(file), settings.format, name_of)
 
     def wrap(self, handle: Handle) -> Handle:

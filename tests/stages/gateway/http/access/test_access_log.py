@@ -241,8 +241,8 @@ def test_the_settings_choose_form_and_rotation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_file_that_can_t_be_opened_is_an_error_at_the_start(tmp_path: Path) -> None:
-    for name in ("none/log", "."):
-        with pytest.raises(UserError, match=r"access_log\.file: .* can't be written"):
+    for name, why in (("none/log", f"make the folder {tmp_path}/none first"), (".", "Is a directory")):
+        with pytest.raises(UserError, match=rf"access_log\.file: .* can't be written: {why}"):
             AccessLog.of(AccessLogSettings(file=str(tmp_path / name)), lambda _: "")
 
 
