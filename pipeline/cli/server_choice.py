@@ -71,6 +71,12 @@ def pid_of(server: str) -> int:
     return int(server.partition("-")[0])
 
 
+def owner_of(port: int) -> str:
+    """Which server of this user has a port, as the rest of a sentence; empty if none has."""
+    found = [one for one in look(find_servers())[0] if one.address and host_and_port(one.address)[1] == port]
+    return "".join(f"; `pipeline stop --port {port}` ends your server there, pid {one.pid}" for one in found[:1])
+
+
 def listed(servers: Sequence[ServerStats], silent: Sequence[str] = ()) -> str:
     """The servers as lines below a message: pid, address and model."""
     width = max((len(stats.address) for stats in servers), default=0)

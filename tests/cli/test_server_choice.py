@@ -1,6 +1,7 @@
 """Which running server `ps`, `top`, `trace` and `record` choose."""
 
 import argparse
+import socket
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -65,6 +66,17 @@ def choose(*options: str) -> str:
 def test_a_server_is_chosen_by_port_address_or_pid(running: Run, options: tuple[str, ...], name: str) -> None:
     running([SMALL, LARGE, STARTING])
     assert choose(*options) == name
+
+
+@pytest.mark.parametrize(("port", "advice"), [(0, "--port)"), (1, "pid 11")])
+def test_a_port_that_is_taken_says_by_which_server_of_ours(
+    running: Run, capsys: pytest.CaptureFixture[str], port: int, advice: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        running([msgspec.structs.replace(SMALL, address=f"http://127.0.0.1:{number + 1 - port}"), STARTING])
+        assert main(["serve", "--port", str(number)]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(advice)
 
 
 def test_the_only_server_needs_no_option(running: Run) -> None:

@@ -1,6 +1,7 @@
 """`pipeline serve`."""
 
 import argparse
+import errno
 import os
 
 from pipeline.cli.commands import vllm_flags
@@ -93,7 +94,10 @@ def _serve(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # the address is not available; the message is for the user
-        raise ConfigError([str(error)]) from error
+        from pipeline.cli.server_choice import owner_of
+
+        is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+        raise ConfigError([f"{error}{owner_of(settings.gateway.port) if is_taken else ''}"]) from error
 
 
 def _take_keys(keys: list[str]) -> None:
