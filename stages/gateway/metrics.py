@@ -43,15 +43,18 @@ class GatewayMetrics:
         """A sequence ended other than by stop or length. Its times and lengths are not observed."""
         self._num_finished[finish] += 1
 
-    def finished(self, finish: int, e2e_s: float, decode_s: float, num_prompt: int, num_output: int) -> None:
+    def finished(self, finish: int, e2e_s: float, decode_s: float, num_output: int) -> None:
         """A sequence ended by stop or length. `num_output` ids were generated; `decode_s` is from the first delta to
         the last."""
         self._num_finished[finish] += 1
         self._e2e_s.observe(e2e_s)
-        self._prompt_tokens.observe(num_prompt)
         self._output_tokens.observe(num_output)
         if num_output > 1:
             self._per_token_s.observe(decode_s / (num_output - 1))
+
+    def prompt(self, num_tokens: int) -> None:
+        """The length of the prompt of a sequence that has ended by stop or length."""
+        self._prompt_tokens.observe(num_tokens)
 
     def longest(self, num_output: int) -> None:
         """All sequences of a prompt have ended; the longest has `num_output` ids."""

@@ -78,6 +78,9 @@ class ResultHandler:
             prompt_request.echo()
         self._drop_prompt(prompt_request, message, packed)
         if prompt_request.generates:
+            for sequence in prompt_request.sequences:
+                if sequence.finish in (m.Finish.STOP, m.Finish.LENGTH) and not prompt_request.is_released:
+                    self._metrics.prompt(len(ids))  # its results have overtaken this message
             self._table.close_if_finished(prompt_request)
         else:
             for sequence in prompt_request.sequences:
@@ -284,10 +287,9 @@ class ResultHandler:
             self._metrics.ended(finish)
         else:
             now_s = self._stage.replay_context.monotonic()
-            num_prompt = 0 if prompt_request.prompt_ids is None else len(prompt_request.prompt_ids)
             decode_s = sequence.last_s - sequence.first_s
-            self._metrics.finished(
-                finish, now_s - prompt_request.request.received_s, decode_s, num_prompt, sequence.num_generated
-            )
+            self._metrics.finished(finish, now_s - prompt_request.request.received_s, decode_s, sequence.num_generated)
+            if prompt_request.prompt_ids is not None:  # otherwise `accepted` counts it
+                self._metrics.prompt(len(prompt_request.prompt_ids))
             if prompt_request.is_finished:
                 self._metrics.longest(max(one.num_generated for one in prompt_request.sequences))

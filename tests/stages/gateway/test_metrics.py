@@ -70,6 +70,22 @@ def test_requests_are_counted_by_sequence_with_their_sizes(gate: Gate) -> None:
     assert (number(counts.max_tokens), counts.max_tokens.total) == (1, 7.0), "only requests with the field count"
 
 
+def test_the_prompt_of_a_reply_that_overtakes_its_acceptance_is_counted_with_its_length(gate: Gate) -> None:
+    """Ingest and detokenize send to the gateway over connections of their own."""
+    reply = gate.post(CHAT | {"n": 2})
+    submit = gate.submit()
+    gate.delta(submit, "a", 2, finish=Finish.STOP)
+    assert number(counts_of(gate).prompt_tokens) == 0
+    gate.accept(submit, num_ids=5)
+    gate.rig.load()
+    gate.delta(submit, "a", 2, index=1, finish=Finish.LENGTH)
+    assert reply.result().status_code == 200
+    counts = counts_of(gate)
+    assert (number(counts.prompt_tokens), counts.prompt_tokens.total) == (2, 10.0)
+    assert (number(counts.output_tokens), counts.output_tokens.total) == (2, 4.0)
+    assert balanced(counts)
+
+
 def test_ids_received_before_a_resume_are_not_counted_again(gate: Gate) -> None:
     with RawPeer(gate) as peer:
         received = [np.arange(num, dtype="<i4").tobytes() for num in (5, 9)]
