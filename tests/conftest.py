@@ -66,17 +66,24 @@ SERVERS = (
     "tests/e2e/",
     "tests/house/test_pythons.py::test_a_wheel_serves_from_a_folder_of_shadowing_modules",
 )
-"""The same for tests that need so much that at most four of them run at once, and nothing beside them. Tests in ALONE
+"""The same for tests that need so much that at most five of them run at once, and nothing beside them. Tests in ALONE
 are excluded. All other tests run beside each other."""
 
 LONGEST = (
+    "tests/cli/check/test_check_model.py",
+    "tests/e2e/client/sdks/test_other_clients.py",
     "tests/e2e/hosts/test_deploy.py",
-    "tests/stages/execute/models/test_smollm2.py",
-    "tests/tools/compare/test_compare_peers.py",
-    "tests/e2e/http/attacks/test_fuzz.py",
+    "tests/e2e/hosts/test_ranks.py",
+    "tests/e2e/hosts/test_replicas.py",
     "tests/e2e/recovery/test_life_and_death.py",
     "tests/e2e/recovery/test_recovery.py",
     "tests/e2e/recovery/test_scaling.py",
+    "tests/e2e/start/test_how_to.py",
+    "tests/e2e/start/test_start.py",
+    "tests/e2e/test_alone.py",
+    "tests/stages/execute/models/test_smollm2.py",
+    "tests/tools/compare/test_compare_peers.py",
+    "tests/tools/test_scaling_meter.py",
 )
 """These run first: at the end, one process would run each of them while the others are idle."""
 

@@ -29,6 +29,7 @@ LONG = (
     "tests/cli/check/test_check_gguf.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/check/test_check_gguf.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/cli/check/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
+    "tests/cli/check/test_check_model.py::test_a_gguf_file_of_each_architecture_is_compared[mixtral]",
     "tests/cli/check/test_check_model.py::test_it_runs_as_a_command",
     "tests/cli/check/test_check_model.py::test_one_broken_program_fails_alone",
     "tests/cli/check/test_check_gguf.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
@@ -133,6 +134,9 @@ LONG = (
     "tests/stages/execute/drafts/test_eagle3.py::test_a_random_head_changes_no_text[torch",
     "tests/stages/execute/drafts/test_speculation.py::test_texts_and_logprobs_are_the_same[torch-3",
     "tests/stages/execute/drafts/test_speculation.py::test_ngrams_of_a_repeating_text_are_accepted[torch",
+    "tests/stages/execute/exactness/test_nan_architectures.py::"
+    "test_a_row_that_is_not_finite_changes_no_other[qwen2_moe-torch",
+    "tests/stages/execute/cuda/graphs/test_captures.py::test_a_capture_disturbs_no_step[top_k-top_p]",
     "tests/stages/execute/cuda/models/test_alike.py::test_random_plans[1]",
     "tests/stages/execute/cuda/drafts/test_eagle.py::"
     "test_a_step_with_many_changes_of_rows_may_let_the_head_read_a_prompt",
@@ -148,6 +152,7 @@ LONG = (
 """Prefixes of ids."""
 
 FEW = {
+    "tests/e2e/test_alone.py::test_the_replay_of_a_real_server_s_stage_is_bit_identical": 2,
     "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 8,
     "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
     "tests/e2e/http/attacks/test_hostile.py::test_hostile_bodies": 2,

@@ -15,6 +15,7 @@ from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.checkpoints import reference_logits
 from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.pair import NUM_THREADS
 from tests.stages.execute.tiny_architectures import VARIANTS
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.checkpoints import formats_of
@@ -55,7 +56,7 @@ def test_tables_keep_their_bits_and_the_model_loads(tmp_path: Path, name: str, q
     assert not unknown and set(missing) <= {"lm_head.weight"}
     compare_logits(folder, model)
     ids = np.random.default_rng(1).integers(3, 600, 40).tolist()
-    driver = Driver(folder, settings(dtype="bfloat16", kv_mib=2, threads=2))
+    driver = Driver(folder, settings(dtype="bfloat16", kv_mib=2, threads=NUM_THREADS))
     assert isinstance(driver.runner.program, NativeProgram)
     driver.step([(0, 0, 40, True)], adds=[row_add(0, ids, driver.take_blocks(40))])
     reference = reference_logits(model, ids)[-1].numpy()

@@ -20,7 +20,7 @@ PROMPTS = st.one_of(
 )
 
 
-EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "30"))
+EXAMPLES = int(os.environ.get("PIPELINE_HISTORIES", "20"))
 """Random histories of each kind. 100 take about 20 seconds."""
 
 

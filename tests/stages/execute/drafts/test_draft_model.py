@@ -21,7 +21,7 @@ from pipeline.stages.execute.drafts.draft_model import DraftModel, draft_block_b
 from pipeline.stages.execute.kv import kv_block_bytes, layout_of
 from tests.stages.execute import checkpoints, recurrent_models
 from tests.stages.execute.native_driver import random_ids, write
-from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
+from tests.stages.execute.pair import GREEDY, NUM_THREADS, Pair, Request, make_runner
 
 BLOCK_BYTES = block_bytes(3, 2, 16, 2)
 FEW = 16
@@ -45,7 +45,7 @@ def plain(folder: Path) -> Iterator[CpuRunner]:
 def speculating(folder: Path, draft: Path, root: Path, num_blocks: int = FEW, **how: Any) -> CpuRunner:
     """With memory for exactly this many blocks of both caches."""
     config, of_draft = ModelConfig.load(folder), ModelConfig.load(draft)
-    execute = ExecuteSettings(num_threads=2, **how)
+    execute = ExecuteSettings(num_threads=NUM_THREADS, **how)
     layout = layout_of(Settings(execute=execute), config)
     num_bytes = kv_block_bytes(execute, config, layout) + kv_block_bytes(execute, of_draft)
     settings = Settings(

@@ -26,7 +26,7 @@ from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import SILENT
 from tests.stages.execute import checkpoints
 from tests.stages.execute.native_driver import random_ids, write
-from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
+from tests.stages.execute.pair import GREEDY, NUM_THREADS, Pair, Request, make_runner
 
 CONFIG = checkpoints.config_of()
 HEAD: dict[str, Any] = {
@@ -91,7 +91,7 @@ def runners(
     settings = Settings(
         model=str(folder),
         cache_dir=str(root),
-        execute=ExecuteSettings(kv_cache_bytes=20 * (num_bytes + head_bytes), num_threads=2, **how),
+        execute=ExecuteSettings(kv_cache_bytes=20 * (num_bytes + head_bytes), num_threads=NUM_THREADS, **how),
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
         speculative=SpeculativeSettings(method="eagle", draft=str(head), num_speculative_tokens=4),
     )

@@ -26,7 +26,7 @@ from tests.stages.execute import checkpoints
 from tests.stages.execute.drafts.test_eagle import CONFIG
 from tests.stages.execute.drafts.test_eagle import HEAD as EAGLE_HEAD
 from tests.stages.execute.native_driver import random_ids, write
-from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
+from tests.stages.execute.pair import GREEDY, NUM_THREADS, Pair, Request, make_runner
 
 HEADS, DIM, INNER, EPS = 3, 16, 64, 1e-5
 LAYERS = [0, 1, 2]
@@ -151,7 +151,9 @@ def made(
     settings = Settings(
         model=str(folder),
         cache_dir=str(root),
-        execute=ExecuteSettings(kv_cache_bytes=20 * (num_bytes + block_bytes(1, 1, 16, size)), num_threads=2, **how),
+        execute=ExecuteSettings(
+            kv_cache_bytes=20 * (num_bytes + block_bytes(1, 1, 16, size)), num_threads=NUM_THREADS, **how
+        ),
         schedule=ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=256),
         speculative=SpeculativeSettings(method="eagle", draft=str(head), num_speculative_tokens=4),
     )

@@ -15,7 +15,7 @@ from pipeline.stages.execute.cpu.runner import CpuRunner
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.exactness.test_nan_rows import outcome
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids
-from tests.stages.execute.pair import Pair, Request
+from tests.stages.execute.pair import NUM_THREADS, Pair, Request
 from tests.stages.execute.tiny_architectures import VARIANTS, make
 from tests.stages.prepare import checkpoints
 
@@ -62,7 +62,7 @@ def test_a_row_that_is_not_finite_changes_no_other(tmp_path: Path, name: str, ke
     folder = folder_of(tmp_path, name)
     how: Any
     with emulation(kernels) as how:
-        execute = ExecuteSettings(dtype="bfloat16", kernels=how, kv_cache_bytes=2 * 1024**2, num_threads=2)
+        execute = ExecuteSettings(dtype="bfloat16", kernels=how, kv_cache_bytes=2 * 1024**2, num_threads=NUM_THREADS)
         schedule = ScheduleSettings(max_num_seqs=16, max_num_batched_tokens=96)
         settings = Settings(max_model_len=VARIANTS[name].max_model_len, execute=execute, schedule=schedule)
         runner = CpuRunner(settings, folder)

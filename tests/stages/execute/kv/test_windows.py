@@ -19,6 +19,7 @@ from tests.rig import raw
 from tests.stages.execute import checkpoints
 from tests.stages.execute.driver import GREEDY, settings, take
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
+from tests.stages.execute.pair import NUM_THREADS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "every layer": {"architecture": "mistral", "sliding_window": 21},
@@ -142,7 +143,7 @@ def test_texts_of_the_library_do_not_depend_on_scheduling(
 ) -> None:
     write(tmp_path, checkpoints.config_of(**changes))
     with emulation(isa) as kernels:
-        config = settings(dtype="bfloat16", kernels=kernels, threads=2, hybrid_kv_cache_manager=has_groups)
+        config = settings(dtype="bfloat16", kernels=kernels, threads=NUM_THREADS, hybrid_kv_cache_manager=has_groups)
         runners = [CpuRunner(config, tmp_path) for _ in range(2)]
     plenty, _, num_cached = serve(runners[0], enough)
     scarce, num_again, _ = serve(runners[1], few)

@@ -15,6 +15,7 @@ from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute import tiny_architectures
 from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.pair import NUM_THREADS
 from tests.stages.execute.tiny_architectures import SIZES, VARIANTS, VOCAB_SIZE, Variant
 from tests.stages.prepare import checkpoints
 
@@ -138,7 +139,7 @@ def test_the_torch_program_has_the_same_bits_for_any_chunks_and_neighbours(
     variant = VARIANTS[name]
     folder, _ = tiny_architectures.write(tmp_path, variant)
     how = settings(
-        dtype=dtype, kernels="torch", max_model_len=variant.max_model_len, kv_mib=2, threads=2, max_num_seqs=8
+        dtype=dtype, kernels="torch", max_model_len=variant.max_model_len, kv_mib=2, threads=NUM_THREADS, max_num_seqs=8
     )
     driver = Driver(folder, how)
     assert isinstance(driver.runner.program, TorchProgram)

@@ -15,6 +15,7 @@ from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add, settings
+from tests.stages.execute.pair import NUM_THREADS
 
 REFERENCE = json.loads((Path(__file__).parents[3] / "data" / "smollm2_reference.json").read_text())
 PROMPTS: list[list[int]] = [prompt["ids"] for prompt in REFERENCE["prompts"]]
@@ -35,7 +36,9 @@ ALONE = range(0, len(PROMPTS), 5) if ALL else (0, 5)
 
 
 def make_driver(folder: Path, dtype: str, kernels: str = "auto") -> Driver:
-    return Driver(folder, settings(dtype=dtype, kernels=kernels, kv_mib=256, max_num_seqs=129, tokens=1024, threads=2))
+    return Driver(
+        folder, settings(dtype=dtype, kernels=kernels, kv_mib=256, max_num_seqs=129, tokens=1024, threads=NUM_THREADS)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -203,7 +203,7 @@ FOUND = [1044, 1127, 5085]
 blocks that no step named."""
 
 
-@pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", "40"))), *FOUND])
+@pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", "25"))), *FOUND])
 def test_histories_with_restarts(seed: int) -> None:
     check_history(seed)
 
