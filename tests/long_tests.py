@@ -29,7 +29,7 @@ LONG = (
     "tests/cli/check/test_check_gguf.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/check/test_check_gguf.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/cli/check/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
-    "tests/cli/check/test_check_model.py::test_a_gguf_file_of_each_architecture_is_compared[mixtral]",
+    "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared[mixtral]",
     "tests/cli/check/test_check_model.py::test_it_runs_as_a_command",
     "tests/cli/check/test_check_model.py::test_one_broken_program_fails_alone",
     "tests/cli/check/test_check_gguf.py::test_the_parts_of_a_gguf_file_are_compared_as_one",
