@@ -10,7 +10,15 @@ from rich.console import Console
 
 from pipeline.cli.watch import draw, top
 from pipeline.cli.watch.view import View, note_of, view_of
-from pipeline.metrics.stats import ExecuteCounts, GapCounts, HistogramCounts, ScheduleCounts, ServerStats, StageCounts
+from pipeline.metrics.stats import (
+    ExecuteCounts,
+    GapCounts,
+    HistogramCounts,
+    ScheduleCounts,
+    ServerStats,
+    StageCounts,
+    StateSlotCounts,
+)
 from tests.metrics.test_exposition import gateway, schedule, server, stage
 
 
@@ -210,6 +218,18 @@ def test_the_bar_shows_used_cached_and_free_blocks() -> None:
     assert held + cached + free == 60
     assert held == 30
     assert cached == 18
+
+
+def test_slots_are_shown_if_the_model_has_states() -> None:
+    assert view_of([at(0.0)]).states is None and not any("slots" in line for line in rendered(view_of([at(0.0)]), 80))
+    now = at(0.0)
+    running = next(one for one in now.stages if one.name == "schedule.0")
+    assert running.counts is not None and isinstance(running.counts.own, ScheduleCounts)
+    states = StateSlotCounts(*range(10, 23))
+    counts = msgspec.structs.replace(running.counts, own=msgspec.structs.replace(running.counts.own, states=states))
+    running = msgspec.structs.replace(running, counts=counts)
+    lines = rendered(view_of([msgspec.structs.replace(now, stages=[running])]), 80)
+    assert "states 12 slots held, 11 cached of 13; 16 hits, 18 evicted" in lines
 
 
 def test_swap_space_is_shown_if_there_is_any() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pipeline.cli.safe_console import SafeConsole
 from pipeline.cli.watch.view import View
+from pipeline.metrics.stats import StateSlotCounts
 
 NONE = "–"
 _LINE_END = re.compile(r" +$", re.MULTILINE)
@@ -91,6 +92,7 @@ plan wait    share of the time in which the executor waits for a plan
 prefix hits  share of prompt tokens that the prefix cache has
 preempted    sequences that had to give up their KV blocks for others
 drafts right share of the proposed tokens that speculative decoding has accepted
+states       slots for recurrent states: of running sequences, and snapshots
 forks        sequences that share the KV blocks of their request's prompt
 TTFT, ITL    time to first token and between tokens: medians of the last 30 s
 busy %       share of the time in which a stage does not wait for messages
@@ -104,6 +106,7 @@ def top(view: View, width: int, message: str = "", footer: str = "") -> Renderab
         Text(),
         _counts(view, width),
         _kv(view, width),
+        *([_states(view.states)] if view.states is not None else []),
         *([_swap(view)] if view.swap_blocks_total else []),
         Text(),
         _stages(view, width),
@@ -181,6 +184,14 @@ def _kv(view: View, width: int) -> Text:
         ("▒" * cached, "blue"),
         ("░" * (room - held - cached), "dim"),
         words,
+    )
+
+
+def _states(states: StateSlotCounts) -> Text:
+    return Text.assemble(
+        ("states ", "dim"),
+        f"{states.num_held} slots held, {states.num_cached} cached of {states.num_total}; {states.num_hits:,} hits, "
+        f"{states.num_evictions:,} evicted",
     )
 
 

@@ -15,6 +15,7 @@ from pipeline.metrics.stats import (
     ScheduleCounts,
     ServerStats,
     StageStats,
+    StateSlotCounts,
 )
 
 C = TypeVar("C")
@@ -50,6 +51,8 @@ class View(msgspec.Struct):
     kv_blocks_held: int
     kv_blocks_cached: int
     kv_blocks_total: int
+    states: StateSlotCounts | None
+    """Slots for recurrent states; None for models without them."""
     prompt_tokens_per_s: float | None
     output_tokens_per_s: float | None
     steps_per_s: float | None
@@ -117,6 +120,7 @@ def view_of(history: Sequence[ServerStats]) -> View:
         kv_blocks_held=sum(c.num_blocks_held for c in schedule),
         kv_blocks_cached=sum(c.num_blocks_cached for c in schedule),
         kv_blocks_total=sum(c.num_blocks_total for c in schedule),
+        states=next((c.states for c in schedule if c.states is not None), None),
         prompt_tokens_per_s=rate(lambda c: c.num_prompt_tokens),
         output_tokens_per_s=rate(lambda c: c.num_output_tokens),
         steps_per_s=steps_per_s,
