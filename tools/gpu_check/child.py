@@ -17,6 +17,8 @@ from tools.gpu_check.readings import Ended, FailedItem, Reading, Started, write
 
 GPU_BROKEN = 3
 """Exit code of a process whose GPU context is broken. Another process runs the remaining items."""
+MIN_WAIT_S, INTERPRETED_WAIT_S = 10.0, 300.0
+"""How long items wait for their processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,12 @@ class Context:
     def left_s(self) -> float:
         """Seconds left for the section."""
         return self._end_s - time.monotonic()
+
+    @property
+    def wait_s(self) -> float:
+        """How long an item may wait for the processes that it has started. A section that is interpreted has no time
+        limit: its processes may take much longer, beside others."""
+        return INTERPRETED_WAIT_S if self.interpreted else max(MIN_WAIT_S, self.left_s)
 
     def say(self, text: str) -> None:
         print(f"    {self.task.section}, {time.monotonic() - self._began_s:.1f} s: {text}", flush=True)

@@ -47,6 +47,12 @@ class TestSections:
         assert _cases(lines) == ["before the kill", "fine"]
         assert _failures(lines) == ["the process ended with signal 9 in 'killed'"]
 
+    def test_an_interpreted_item_waits_for_its_processes_though_the_section_has_no_time_left(self) -> None:
+        """It runs without a time limit, and a process may take long to start on a busy machine."""
+        assert Context(Task("ranks", "", left_s=-100.0, interpreted=True)).wait_s > ranks.LIMIT_S
+        assert Context(Task("ranks", "", left_s=-100.0)).wait_s == child.MIN_WAIT_S
+        assert Context(Task("ranks", "", left_s=50.0)).wait_s == pytest.approx(50.0, abs=5)
+
     def test_a_hanging_item_is_killed(self, tmp_path: Path) -> None:
         lines = _run(tmp_path, "hangs")
         assert _cases(lines) == ["before the hang", "fine"]

@@ -100,7 +100,7 @@ def _bench(url: str, streams: int, num: int, context: Context, folder: Path) -> 
             stack.callback(process.kill)
             processes.append(process)
         for process in processes:
-            code = process.wait(max(10.0, context.left_s))
+            code = process.wait(context.wait_s)
             assert code == 0, f"pipeline bench ended with exit code {code}"
     levels: list[dict[str, Any]] = [json.loads(file.read_text())["levels"][0] for file in files]
     errors = sum(level["num_errors"] for level in levels)

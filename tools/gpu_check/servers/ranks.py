@@ -97,7 +97,7 @@ def _run(
             task |= {"all_reduce": all_reduce, "dtype": dtype, "is_timed": dtype == "bfloat16"}
             command = [sys.executable, "-m", "tools.gpu_check.servers.ranks", json.dumps(task)]
             processes.append(subprocess.Popen(command, pass_fds=(fd,)))
-        end_s = time.monotonic() + min(LIMIT_S, max(10.0, context.left_s))
+        end_s = time.monotonic() + min(LIMIT_S, context.wait_s)
         for rank, process in enumerate(processes):
             if code := process.wait(max(0.1, end_s - time.monotonic())):
                 raise RuntimeError(f"rank {rank} ended with exit code {code}")
