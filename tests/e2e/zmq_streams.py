@@ -19,7 +19,7 @@ from tests.slices import part_of
 from tests.zmq_requests import chat
 
 PATIENCE_S = 120.0
-SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=part_of(32, 20), ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, seed=7, max_tokens=part_of(32, 14), ignore_eos=True)
 CALL = chat([p.MessageParam("user", "How is the weather in Oslo?")], tools=json.dumps([TOOL]), tool_choice="required")
 REQUESTS: dict[str, tuple[Any, SamplingParams]] = {
     "greedy": (STORY, replace(SAMPLED, temperature=0)),
