@@ -217,6 +217,9 @@ class Server(SupervisedProcesses):
     def poisoned(self, name: str, request_ids: list[int]) -> None:
         """A process dies of these requests."""
         poison.note_killers(self, request_ids)
+        if name.startswith("detokenize."):
+            for request_id in request_ids:
+                self.killed_by[request_id].add(name)
         if name == SCHEDULE:
             poison.deliver_output(self, name)
         self.kill(name, is_poisoned=True)

@@ -1,6 +1,6 @@
 """All processes of the modelled server, and what the supervisor does about them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -117,6 +117,8 @@ class SupervisedProcesses:
         """Whether a process was at work when it died, and not replaced on purpose."""
         self._poisoned_names: list[str] = []
         """Processes that a request has killed, and whose death was not noticed."""
+        self.killed_by: defaultdict[int, set[str]] = defaultdict(set)
+        """By request: the processes of detokenize that it has killed."""
         self.num_poison_deaths: Counter[str] = Counter()
         """By stage."""
         self.num_handed_over = 0
@@ -219,7 +221,9 @@ class SupervisedProcesses:
                 # A request may go to a process that ran already when it killed another one, and does not know of it.
                 return poison.MAX_DEATHS_OF[stage] * num_of[stage] + self._num_asked[stage]
             case _:
-                return poison.MAX_DEATHS_OF[stage] * num_of[stage]
+                # Another process may have had some of its sequences, or those of an earlier attempt.
+                num_others = sum(len(names) - 1 for names in self.killed_by.values())
+                return poison.MAX_DEATHS_OF[stage] * num_of[stage] + num_others
 
     def _notice(self, name: str) -> None:
         self._unnoticed.remove(name)
