@@ -75,7 +75,8 @@ def gateway(num_stopped: int, first_s: float) -> Any:
     for _ in range(num_stopped):
         counting.opened(1, 1, 16)
         counting.first_s.observe(first_s)
-        counting.finished(Finish.STOP, 1.0, 0.5, 10, 6)
+        counting.finished(Finish.STOP, 1.0, 0.5, 6)
+        counting.prompt(10)
     admission = Admission(16, 1000, 5000)
     admission.take(2, 300, 0.0, 70)
     admission.num_preempted = counting.num_preemptions = 2
