@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from pipeline.cli.check.cases import NUM_GREEDY, PREFIX, CheckPlan, ComputedCase, ProgramResults
-from pipeline.config.settings import Settings
+from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.kv import kv_block_bytes
+from pipeline.stages.execute.kv import kv_block_bytes, state_slot_bytes
 from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
 from pipeline.stages.execute.stage import SPIN_COUNT
 
@@ -64,13 +64,20 @@ def _settings(settings: Settings, folder: Path, plan: CheckPlan, dtype: str, ker
     return replace(
         settings,
         max_model_len=max(lengths),
-        execute=replace(execute, kv_cache_bytes=num_blocks * kv_block_bytes(execute, config)),
+        execute=replace(execute, kv_cache_bytes=_kv_bytes(execute, config, num_blocks, len(lengths))),
         schedule=replace(
             settings.schedule,
             max_num_seqs=len(lengths),
             max_num_batched_tokens=max(*lengths, BATCH_TOKENS),
         ),
     )
+
+
+def _kv_bytes(execute: ExecuteSettings, config: ModelConfig, num_blocks: int, num_rows: int) -> int:
+    """Memory for blocks, and for the state of each row and one of a prefix: half of it is for states."""
+    num_bytes = num_blocks * kv_block_bytes(execute, config)
+    slot_bytes = state_slot_bytes(config)
+    return 2 * max(num_bytes, (num_rows + 1) * slot_bytes) if slot_bytes else num_bytes
 
 
 def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> ProgramResults:
@@ -109,6 +116,9 @@ class _PlanComparison:
         self._ours = ours
         self._prompts = plan.prompts
         self._way = ""
+        self._has_states = runner.facts.num_state_slots > 0
+        self._slots: dict[int, int] = {}
+        """By row: the slot with the state behind what is computed. Each row writes the slot with its own number."""
 
     def all(self) -> None:
         self._begin("whole")
@@ -148,10 +158,12 @@ class _PlanComparison:
         computed = list(shared or [0] * len(prompts))
         common = list(range(max(computed) // BLOCK_SIZE))
         next_block = len(common)
+        self._slots = {}
         if common:
             add = row_add(0, prompts[0][: max(computed)], common)
-            self._step([add], [(0, 0, max(computed), False)])
+            self._step([add], [(0, 0, max(computed), False)], writes=[len(prompts)])
             self._drop([0])
+            self._slots = {row: len(prompts) for row, start in enumerate(computed) if start}
         adds = []
         for row, prompt in enumerate(prompts):
             own = math.ceil((len(prompt) + NUM_GREEDY) / BLOCK_SIZE) - computed[row] // BLOCK_SIZE
@@ -176,9 +188,16 @@ class _PlanComparison:
         self._drop(list(range(len(prompts))))
         return [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)]
 
-    def _step(self, adds: list[m.RowAdd], entries: Sequence[Entry]) -> list[tuple[int, int, Any]]:
-        """Compute entries. Returns row, id and logits of the sampled ones."""
-        sampled = self._runner.step(step(entries, adds), take)
+    def _step(
+        self, adds: list[m.RowAdd], entries: Sequence[Entry], writes: Sequence[int] | None = None
+    ) -> list[tuple[int, int, Any]]:
+        """Compute entries. Returns row, id and logits of the sampled ones. `writes` are slots for their states, if not
+        those of their rows."""
+        rows = [row for row, *_ in entries]
+        reads = [self._slots.get(row, -1) for row in rows]
+        states = list(zip(reads, writes or rows, strict=True)) if self._has_states else []
+        self._slots.update(zip(rows, writes or rows, strict=True))
+        sampled = self._runner.step(step(entries, adds, states=states), take)
         logits = self._runner.logits().copy() if len(sampled.rows) else []
         return list(zip(sampled.rows.tolist(), sampled.ids.tolist(), logits[: len(sampled.rows)], strict=True))
 

@@ -36,8 +36,10 @@ def step(
     adds: Sequence[m.RowAdd] = (),
     drops: Sequence[int] = (),
     drafts: Sequence[int] = (),
+    states: Sequence[tuple[int, int]] = (),
 ) -> m.Step:
-    """One step's message. `drafts`: for each entry, how many ids may be proposed for it; none without."""
+    """One step's message. `drafts`: for each entry, how many ids may be proposed for it; none without. `states`: the
+    slots that it reads and writes, of a model with recurrent layers."""
     return m.Step(
         incarnation=1,
         step_id=0,
@@ -50,6 +52,8 @@ def step(
         counts=i32([entry[2] for entry in entries]),
         samples=np.array([entry[3] for entry in entries], np.uint8).tobytes(),
         drafts=i32(drafts),
+        state_reads=i32([read for read, _ in states]),
+        state_writes=i32([write for _, write in states]),
     )
 
 

@@ -11,6 +11,8 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.families.architecture import text_part
+from pipeline.stages.prepare.families.keys import ConfigFault
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, read, shown
 from pipeline.stages.prepare.sources.config_json import ConfigReader
 from pipeline.stages.prepare.sources.source import ModelError
@@ -26,6 +28,10 @@ MAX_WINDOW = 24
 ORIGINAL_POSITION = 64
 """`original_max_position_embeddings` of rope scaling."""
 MAX_EXPERTS = 8
+MAX_STATE_HEADS = 2
+"""Heads of keys in a layer with a recurrent state."""
+MAX_STATE_GROUP = 3
+"""Heads of values for each of them."""
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts")
 NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -50,6 +56,10 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{config_path} is not a JSON object: {error}") from error
     config.pop("quantization_config", None)  # the random weights are floats
+    try:
+        config = text_part(config) or config
+    except ConfigFault as error:
+        raise ModelError(f"{config_path}: {error}") from error
     kind = config.pop("model_type", None)
     if not isinstance(kind, str):
         raise ModelError(f"{config_path}: model_type is {kind!r}; it must name an architecture")
@@ -113,6 +123,12 @@ def shrink(config: Any) -> dict[str, Any]:
         name = "ffn_dim" if hasattr(config, "ffn_dim") else "intermediate_size"
         changes[name] = min(int(inner), 2 * hidden_size + 32)
     changes |= _fewer_experts(config, num_layers, hidden_size)
+    if (key_heads := getattr(config, "linear_num_key_heads", None)) is not None:
+        group = max(1, min(int(config.linear_num_value_heads) // int(key_heads), MAX_STATE_GROUP))
+        changes["linear_num_key_heads"] = min(int(key_heads), MAX_STATE_HEADS)
+        changes["linear_num_value_heads"] = group * changes["linear_num_key_heads"]
+        for name in ("linear_key_head_dim", "linear_value_head_dim"):
+            changes[name] = min(int(getattr(config, name)), MAX_HEAD_DIM)
     for name in NUMBERS_OF_KV_HEADS:
         if getattr(config, name, None) is not None:
             changes[name] = num_kv_heads
