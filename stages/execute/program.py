@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from pipeline.kernels.stored_matrix import StoredMatrix
-from pipeline.runtime.model.model_config import Rope
+from pipeline.runtime.model.rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,16 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.model.model_config import (
-    Experts,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    YarnRope,
-)
+from pipeline.runtime.model.model_config import Experts, ModelConfig
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
 

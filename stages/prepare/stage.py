@@ -23,8 +23,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_config import LongRope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, notes_of
+from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Llama3Rope
 from pipeline.stages.prepare.stage import gguf_file, prepare
 
 NAME = "model"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from pipeline.cli.profile.shape import shape
 from pipeline.cli.profile.shapes import SHAPES
-from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Llama3Rope
 
 LLAMA_8B = shape(
     "llama-8b",

@@ -10,6 +10,7 @@ from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
+from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_token_indices
 from pipeline.stages.execute.publishing import Sampled
@@ -138,6 +139,27 @@ class Results:
         has_grammar = bool(table.features[row] & SamplingFeature.GRAMMAR_MASK)
         why = no_token_error(table.logits_processors[row], num_output, has_grammar, row in self.nan_rows)
         return self._failed.pop(row, why)
+
+
+def pool_tokens(
+    pool: Pool,
+    table: RowTable,
+    rows: IntArray,
+    samples: BoolArray,
+    pooled: BoolArray,
+    inputs: StepInputs,
+    residual: FloatArray,
+) -> list[FloatArray]:
+    """Add the tokens of a step's `pooled` entries to their rows' sums. `residual` is [tokens, hidden_size], before the
+    last norm. Returns the embeddings of those entries that sample, in order, [hidden_size] each."""
+    embeddings = []
+    for i in np.flatnonzero(pooled).tolist():
+        row, start, count = int(rows[i]), int(inputs.starts[i]), int(inputs.counts[i])
+        tokens = residual[inputs.offsets[i] : inputs.offsets[i] + count]
+        pool.add(row, start, tokens)
+        if samples[i]:
+            embeddings.append(pool.take(row, table.pooling[row], start + count, tokens[-1]))
+    return embeddings
 
 
 def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[FloatArray], hidden_size: int) -> Computed:

@@ -33,7 +33,7 @@ from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
-from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, score_prompts, with_embeddings
+from pipeline.stages.execute.cpu.results import NOTHING, Computed, Results, pool_tokens, score_prompts, with_embeddings
 from pipeline.stages.execute.cpu.states import StateSlots
 from pipeline.stages.execute.drafts.draft_model import captured_layers, draft_block_bytes
 from pipeline.stages.execute.drafts.speculation import Proposer
@@ -302,7 +302,8 @@ class CpuRunner(Runner):
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = computed._replace(prompt_logprobs=prompt_logprobs)
         if pooled is not None:
-            computed = self._embed(rows, samples, pooled, computed)
+            embeddings = pool_tokens(self._pool, self.rows, rows, samples, pooled, self.inputs, self.program.residual())
+            computed = with_embeddings(computed, pooled[samples], embeddings, self.facts.hidden_size)
         return computed
 
     def _run_and_verify(self, rows: IntArray, num_drafts: LongArray) -> Computed:
@@ -396,15 +397,3 @@ class CpuRunner(Runner):
                 if group is not None:
                     stack.enter_context(group.busy())
             yield
-
-    def _embed(self, rows: IntArray, samples: BoolArray, pooled: BoolArray, computed: Computed) -> Computed:
-        """Pool the step's hidden states, and merge the embeddings with the logprobs of sampled ids."""
-        inputs, residual = self.inputs, self.program.residual()
-        embeddings = []
-        for i in np.flatnonzero(pooled).tolist():
-            row, start, count = int(rows[i]), int(inputs.starts[i]), int(inputs.counts[i])
-            tokens = residual[inputs.offsets[i] : inputs.offsets[i] + count]
-            self._pool.add(row, start, tokens)
-            if samples[i]:
-                embeddings.append(self._pool.take(row, self.rows.pooling[row], start + count, tokens[-1]))
-        return with_embeddings(computed, pooled[samples], embeddings, self.facts.hidden_size)

@@ -12,15 +12,8 @@ import numpy as np
 
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
-from pipeline.runtime.model.model_config import (
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    YarnRope,
-)
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from pipeline.runtime.model.model_config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES

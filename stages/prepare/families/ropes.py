@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.runtime.model.model_config import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.shape import MAX_COUNT, as_float

@@ -7,7 +7,8 @@ Names of keys and tensors, and what llama.cpp's converter does to tensors, are t
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.runtime.model.model_config import ModelConfig, Rope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Rope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
 from pipeline.stages.prepare.gguf import delta_net

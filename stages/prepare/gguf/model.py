@@ -19,8 +19,9 @@ import numpy as np
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.runtime.model import generation_config
-from pipeline.runtime.model.model_config import Layout, LongRope, ModelConfig
+from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
+from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown

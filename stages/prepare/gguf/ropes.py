@@ -13,7 +13,8 @@ import gguf
 import msgspec
 import numpy as np
 
-from pipeline.runtime.model.model_config import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.file import GgufTensor
 from pipeline.stages.prepare.gguf.metadata import Metadata, shortest

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from pipeline.runtime.model.model_config import ModelConfig, YarnRope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import YarnRope
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.metadata import Metadata
 from pipeline.stages.prepare.sources.source import ModelError

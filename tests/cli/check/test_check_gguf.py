@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.runtime.model.model_config import Llama3Rope
+from pipeline.runtime.model.rope import Llama3Rope
 from pipeline.stages.prepare.check_model import gguf_reference
 from pipeline.stages.prepare.gguf import model as gguf_model
 from pipeline.stages.prepare.gguf import ropes

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Llama3Rope
 
 VOCAB_SIZE = 300
 EOS_ID = 2

@@ -15,7 +15,8 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm, KVType
 from pipeline.kernels.step_inputs import StepInputs, block_bytes
-from pipeline.runtime.model.model_config import ModelConfig, Rope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Rope
 from pipeline.stages.execute.adapters.slots import OUT, QKV
 from pipeline.stages.execute.cpu.native.key_calibration import CalibratedLayer, KeyFactors, calibrate_keys
 from pipeline.stages.execute.cpu.native.layers import NativeLayers

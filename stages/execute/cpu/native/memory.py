@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.kernels.cpu import native, native_library
 from pipeline.kernels.cpu.native import ActivationForm, Activations
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import IntArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.stages.execute.cpu.native.panel_file import PanelStore, key_of
@@ -156,3 +157,9 @@ def swiglu_order(inner: int, part: range | None = None) -> IntArray:
     gate = np.where(padded < part.stop, padded, -1).reshape(-1, 1, PAIR)
     up = np.where(gate >= 0, gate + inner, -1)
     return np.concatenate([gate, up], axis=1).reshape(-1).astype(np.int32)
+
+
+def floats_at(address: int, rows: int, width: int) -> FloatArray:
+    """float32 [rows, width] in the memory of a program."""
+    array: FloatArray = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (rows, width))
+    return array

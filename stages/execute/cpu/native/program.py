@@ -23,7 +23,7 @@ from pipeline.stages.execute.cpu.native.delta import NativeDelta
 from pipeline.stages.execute.cpu.native.experts import NativeExperts, inputs_of
 from pipeline.stages.execute.cpu.native.layers import NativeLayers
 from pipeline.stages.execute.cpu.native.lora import NativeLora, PackedAdapter
-from pipeline.stages.execute.cpu.native.memory import NativeMemory, have_one_format, rows_of, swiglu_order
+from pipeline.stages.execute.cpu.native.memory import NativeMemory, floats_at, have_one_format, rows_of, swiglu_order
 from pipeline.stages.execute.cpu.native.norms import NativeNorms
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation, PanelStore
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
@@ -398,9 +398,3 @@ class NativeProgram(Program):
             adapters=inputs.adapters.ctypes.data,
             num_adapted=inputs.num_adapted.ctypes.data,
         )
-
-
-def floats_at(address: int, rows: int, width: int) -> FloatArray:
-    """float32 [rows, width] in the memory of a program."""
-    array: FloatArray = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (rows, width))
-    return array

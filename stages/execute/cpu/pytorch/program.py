@@ -22,7 +22,8 @@ from pipeline.kernels.sampling.sampling_inputs import SamplingInputs
 from pipeline.kernels.select import select
 from pipeline.kernels.step_inputs import IntArray, StepInputs
 from pipeline.lora.adapter_file import AdapterFile, Target
-from pipeline.runtime.model.model_config import ModelConfig, Rope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Rope
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.adapters.slots import DOWN, OUT, QKV, LoraPlan, gate_up
 from pipeline.stages.execute.cpu.program import MasksLate, Program
@@ -389,8 +390,7 @@ class TorchProgram(Program):
 
     def _plan(self, window: int | None, group: int) -> AttentionPlan:
         """The attention plan of all layers with this window in a KV group. It is prepared before the first of them."""
-        key = window, group
-        if key not in self._plans:
+        if (key := (window, group)) not in self._plans:
             self._plans[key] = self._ops.attention_plan(window, self._score_form, group)
             self._calls.add(self._plans[key].prepare, self._inputs)
         return self._plans[key]

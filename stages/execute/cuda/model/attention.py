@@ -18,7 +18,8 @@ from pipeline.kernels.triton.attention.qk_norm import QkNormWeights, qk_norm
 from pipeline.kernels.triton.attention.tasks import AttentionTasks, Scratch
 from pipeline.kernels.triton.rotary import HeadNorms, rotary_write
 from pipeline.kernels.triton.rows import StepArrays
-from pipeline.runtime.model.model_config import ModelConfig, Rope
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Rope
 from pipeline.stages.execute.layers.key_center import key_center
 from pipeline.stages.execute.layers.rope import rope_table, rotations
 from pipeline.stages.execute.program import AnyVector, AttentionWeights

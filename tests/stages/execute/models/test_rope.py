@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipeline.runtime.model.model_config import Llama3Rope
+from pipeline.runtime.model.rope import Llama3Rope
 from pipeline.stages.execute.layers.rope import rope_frequencies, rope_table
 
 SCALING = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)

@@ -17,7 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline.config.settings import Settings
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
-from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Llama3Rope
 from pipeline.stages.prepare.gguf.tokenizers import tokenizer
 from pipeline.stages.prepare.gguf.tokenizers.vocabulary import GgufVocabulary
 from pipeline.stages.prepare.sources.source import ModelError

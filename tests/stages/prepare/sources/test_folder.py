@@ -14,7 +14,8 @@ from transformers import AutoConfig
 from pipeline.config.settings import Settings, SupervisorSettings
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.generation_config import GenerationDefaults
-from pipeline.runtime.model.model_config import Llama3Rope, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.rope import Llama3Rope
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
