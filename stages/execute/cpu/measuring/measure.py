@@ -304,7 +304,7 @@ class CountedWeights:
     def vector(self, name: str, size: int) -> AnyVector:
         return self._weights.vector(name, size)
 
-    def floats(self, name: str, shape: Sequence[int]) -> AnyVector:
+    def floats(self, name: str, shape: tuple[int, ...]) -> AnyVector:
         return self._weights.floats(name, shape)
 
     def join_vectors(self, names: Sequence[str], sizes: Sequence[int]) -> AnyVector:
