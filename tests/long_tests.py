@@ -53,8 +53,7 @@ LONG = (
     "tests/e2e/recovery/test_life_and_death.py::"
     "test_without_restarts_a_killed_stage_is_named_in_the_log_and_to_clients_and_the"
     "_server_ends[gateway]",
-    "tests/e2e/recovery/test_poison.py::test_requests_that_kill_a_stage_fail_alone[detokenize]",
-    "tests/e2e/recovery/test_poison.py::test_requests_that_kill_a_stage_fail_alone[execute]",
+    "tests/e2e/recovery/test_poison.py",
     "tests/e2e/hosts/test_ranks.py::test_a_rank_is_restarted_on_purpose_with_the_others",
     "tests/e2e/hosts/test_ranks.py::test_a_rank_that_stands_still_is_named_and_all_ranks_are_replaced",
     "tests/e2e/hosts/test_ranks.py::test_no_client_notices_the_death_of_a_rank[execute.1",
