@@ -315,11 +315,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """The attention window of a layer; None if it has none."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
-    @property
-    def has_states(self) -> bool:
-        """Whether any layer has a recurrent state."""
-        return self.delta is not None
-
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent state in place of attention."""
         return self.delta is not None and layer in self.delta.layers

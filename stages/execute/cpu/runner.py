@@ -222,21 +222,15 @@ class CpuRunner(Runner):
     ) -> Sampled:
         """Compute the entries whose rows have not ended."""
         ended = self.rows.ended[rows]
+        sampled, running = rows[samples], None
         if np.count_nonzero(ended):
-            running = ~ended
-            drafts = drafts[running] if len(drafts) else drafts
-            rows_left, counts_left, samples_left = rows[running], counts[running], samples[running]
-            computed = (
-                self._compute(rows_left, starts[running], counts_left, samples_left, drafts)
-                if len(rows_left)
-                else NOTHING
-            )
-            totals = len(rows_left), int(np.add.reduce(counts_left)), num_copies, copy_s
-            return self._results.make(rows[samples], running[samples], computed, *totals)
+            kept = ~ended
+            running = kept[samples]
+            drafts = drafts[kept] if len(drafts) else drafts
+            rows, starts, counts, samples = rows[kept], starts[kept], counts[kept], samples[kept]
         totals = len(rows), int(np.add.reduce(counts)), num_copies, copy_s
-        sampled = rows[samples]
         computed = self._compute(rows, starts, counts, samples, drafts) if len(rows) else NOTHING
-        return self._results.make(sampled, None, computed, *totals)
+        return self._results.make(sampled, running, computed, *totals)
 
     def _copy(self, step: Step, take: Take, clock: Clock) -> tuple[int, float]:
         """Make the step's copies. Returns the number and the seconds of those of blocks. Without, the clock is not
@@ -279,17 +273,15 @@ class CpuRunner(Runner):
         is_sampled = samples if pooled is None else samples & ~pooled
         table, *others = (blocks[rows, :num_blocks] for blocks in self.rows.group_blocks)
         logprobs = self.sampling_inputs.logprobs
+        num_samples = is_sampled if num_drafts is None else is_sampled * (1 + num_drafts)
+        self.inputs.fill(ids, starts, counts, table, num_samples, others)
+        if self.adapters is not None:
+            self.inputs.fill_adapters(self.rows.adapters[rows])
         if num_drafts is None:
-            self.inputs.fill(ids, starts, counts, table, is_sampled, others)
-            if self.adapters is not None:
-                self.inputs.fill_adapters(self.rows.adapters[rows])
             self.rows.fill_sampling_inputs(self.sampling_inputs, rows[is_sampled])
             ids = self._run(rows[is_sampled])
             computed = Computed(ids, logprobs.memory, logprobs.widths)
         else:
-            self.inputs.fill(ids, starts, counts, table, is_sampled * (1 + num_drafts), others)
-            if self.adapters is not None:
-                self.inputs.fill_adapters(self.rows.adapters[rows])
             computed = self._run_and_verify(rows[is_sampled], num_drafts[is_sampled])
         if self._proposer is not None and self._proposer.reads_hidden_states:
             kept = counts.copy()
@@ -329,18 +321,15 @@ class CpuRunner(Runner):
             assert self._pipeline is not None
             self._pipeline.send(self.program.residual())
             return NOTHING.ids
-        if ranks is None:
+        if ranks is None or ranks.rank == 0:
             ids = self._sample(rows, num_drafts)
             self._find_nan(rows, num_drafts, ids)
-            return ids
-        if ranks.rank == 0:
-            ids = self._sample(rows, num_drafts)
-            self._find_nan(rows, num_drafts, ids)
-            if self.failed:
-                assert ranks.ids is not None
-                ids[np.isin(rows, list(self.failed))] = NO_ID
-                ranks.ids[: len(ids)] = ids
-            ranks.publish(Outcome.DONE)
+            if ranks is not None:
+                if self.failed:
+                    assert ranks.ids is not None
+                    ids[np.isin(rows, list(self.failed))] = NO_ID
+                    ranks.ids[: len(ids)] = ids
+                ranks.publish(Outcome.DONE)
             return ids
         self._run_program()
         while ranks.await_outcome() is Outcome.AGAIN:

@@ -303,19 +303,17 @@ class NativeProgram(Program):
         return floats_at(address, self._inputs.num_tokens, width)
 
     def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
-        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
-        self._library.copy_blocks(
-            self._thread_pool.handle, ctypes.byref(self._blocks), sources.ctypes.data, targets.ctypes.data, len(sources)
-        )
+        self._copy(self._blocks, sources, targets)
 
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
         assert self._delta is not None
-        sources, targets = np.ascontiguousarray(sources, np.int32), np.ascontiguousarray(targets, np.int32)
-        slots = self._delta.blocks(swapped)
-        self._library.copy_blocks(
-            self._thread_pool.handle, ctypes.byref(slots), sources.ctypes.data, targets.ctypes.data, len(sources)
-        )
+        self._copy(self._delta.blocks(swapped), sources, targets)
+
+    def _copy(self, blocks: native.NativeBlocks, sources: IntArray, targets: IntArray) -> None:
+        assert sources.dtype == targets.dtype == np.int32 and sources.shape == targets.shape
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+        arrays = sources.ctypes.data, targets.ctypes.data
+        self._library.copy_blocks(self._thread_pool.handle, ctypes.byref(blocks), *arrays, len(sources))
 
     def wait_for(self, word: int, expected: int, timeout_ms: int) -> None:
         self._ticket.expected, self._ticket.timeout_ms = expected, timeout_ms
@@ -332,9 +330,8 @@ class NativeProgram(Program):
         """Compute the step in the inputs. Returns each op's name and seconds."""
         inputs, library = self._inputs, self._library
         seconds = np.zeros(library.program_size(self._handle), np.float64)
-        library.program_profile(
-            self._handle, inputs.num_tokens, inputs.num_rows, inputs.num_samples, seconds.ctypes.data
-        )
+        sizes = inputs.num_tokens, inputs.num_rows, inputs.num_samples
+        library.program_profile(self._handle, *sizes, seconds.ctypes.data)
         names = [library.program_name(self._handle, i).decode() for i in range(len(seconds))]
         return list(zip(names, seconds.tolist(), strict=True))
 

@@ -115,8 +115,9 @@ def test_texts_and_logprobs_are_the_same(runners: list[CpuRunner], depth: int, s
         assert pair.token_outputs == before.token_outputs
         assert pair.prompt_logprobs == before.prompt_logprobs
     counts = pair.scheduler.speculation.counts()
-    assert oracle.num_proposed >= counts.num_draft_tokens > counts.num_accepted_tokens
-    assert counts.num_accepted_tokens > 200 or adaptive  # which depends on times
+    assert oracle.num_proposed >= counts.num_draft_tokens >= counts.num_accepted_tokens
+    # How much an adaptive one proposes depends on times: on a busy machine maybe nothing.
+    assert adaptive or counts.num_draft_tokens > counts.num_accepted_tokens > 200
     assert counts.num_accepted_tokens == sum(counts.num_accepted_per_pos)
     assert pair.scheduler.load().num_preemptions > 0
 
