@@ -116,10 +116,10 @@ def test_texts_and_logprobs_are_the_same(runners: list[CpuRunner], depth: int, s
         assert pair.prompt_logprobs == before.prompt_logprobs
     counts = pair.scheduler.speculation.counts()
     assert oracle.num_proposed >= counts.num_draft_tokens >= counts.num_accepted_tokens
-    # How much an adaptive one proposes depends on times: on a busy machine maybe nothing.
-    assert adaptive or counts.num_draft_tokens > counts.num_accepted_tokens > 200
     assert counts.num_accepted_tokens == sum(counts.num_accepted_per_pos)
-    assert pair.scheduler.load().num_preemptions > 0
+    if not adaptive:  # how much an adaptive one proposes depends on times: on a busy machine maybe nothing
+        assert counts.num_draft_tokens > counts.num_accepted_tokens > 200
+        assert pair.scheduler.load().num_preemptions > 0
 
 
 def test_ngrams_of_a_repeating_text_are_accepted(runners: list[CpuRunner]) -> None:
