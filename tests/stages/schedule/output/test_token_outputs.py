@@ -14,6 +14,7 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import FakeExecutor, expected, inline, record
 from tests.rig import raw
+from tests.stages.schedule.bench import Bench, config
 
 LIMITS: dict[str, Any] = {
     "num_blocks": 200,
@@ -270,3 +271,19 @@ def test_resumed_sequences_have_records_only_of_new_ids() -> None:
     seq = bench.seqs[1, 0]
     assert bench.ids[seq] == whole[13:]
     assert bench.token_outputs[seq] == token_outputs_of(whole[13:], 0)
+
+
+def test_a_successor_of_detokenize_gets_prompt_logprobs_from_the_first_on_and_once() -> None:
+    """Those that waited for the process before would come too early: what is before them died with it."""
+    bench = Bench(config(max_num_batched_tokens=16), 1)
+    bench.admit(range(60), max_tokens=4, num_prompt_logprobs=0)
+    for is_sent in (True, False):
+        bench.fill()
+        bench.answer()
+        bench.report(is_sent)
+    output_buffer = bench.scheduler.output_buffer
+    waiting = output_buffer.pending()
+    assert waiting is not None and waiting.prompt_starts[0] > 0
+    bench.scheduler.resend(0, is_removed=False)
+    again = output_buffer.pending()
+    assert again is not None and again.prompt_starts == [0]
