@@ -194,7 +194,7 @@ ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     ),
     "qwen3_next": HfArchitecture(
         class_name="Qwen3NextForCausalLM",
-        models="Qwen3-Next, Qwen3-Coder-Next",
+        models="Qwen3-Next and Coder-Next",
         aliases=NUM_EXPERTS,
         defaults={**MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10},
         always=QWEN,

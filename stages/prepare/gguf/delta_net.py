@@ -150,7 +150,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         names=POST,
     ),
     "qwen3next": GgufArchitecture(
-        models="Qwen3-Next, Qwen3-Coder-Next",
+        models="Qwen3-Next and Coder-Next",
         model_type="qwen3_next",
         always=QWEN,
         read=_read(tiled=False, has_experts=True),

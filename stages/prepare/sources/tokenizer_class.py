@@ -6,6 +6,7 @@ does this module, as transformers 5 does it (`TokenizersBackend.convert_to_nativ
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,12 +74,18 @@ _QWEN2 = (
 )
 
 
-def _qwen2(options: Options) -> Tokenizer:
+_QWEN3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def _qwen(pattern: str, options: Options) -> Tokenizer:
     tokenizer = _byte_level_bpe()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=options.add_prefix_space is True, use_regex=False),
         ]
     )
@@ -115,7 +122,10 @@ CLASSES = {
         adds_nothing_to_texts=True,
     ),
     "Qwen2Tokenizer": TokenizerClass(
-        {"eos_token": _END, "unk_token": _END, "pad_token": _END}, _qwen2, adds_plainly=True
+        {"eos_token": _END, "unk_token": _END, "pad_token": _END}, partial(_qwen, _QWEN2), adds_plainly=True
+    ),
+    "Qwen3_5Tokenizer": TokenizerClass(
+        {"eos_token": _END, "unk_token": _END, "pad_token": _END}, partial(_qwen, _QWEN3_5)
     ),
     "CohereTokenizer": TokenizerClass(
         {
@@ -145,18 +155,19 @@ CLASSES = {
 GENERAL = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
 """Names of the general class, without `Fast` at their end."""
 OF_MODELS = {
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("gpt2", "phi", "opt", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "olmo", "olmoe", "mpt"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("mistral", "mistral3", "mixtral", "ministral", "ministral3"), None),
-    **dict.fromkeys(("granite", "ernie4_5", "phi3", "glm", "glm4", "olmo2", "olmo3"), None),
+    **dict.fromkeys(("granite", "ernie4_5", "phi3", "glm", "glm4", "olmo2", "olmo3", "olmo_hybrid"), None),
     **dict.fromkeys(("stablelm", "nemotron", "gpt_bigcode"), None),
 }
 """The classes of models; None is the general one, whatever class their files name. Models that are missing have none:
 their files say it."""
-ALWAYS = ("qwen2",)
+ALWAYS = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 """Models whose class counts, too, whatever their files name."""
 
 

@@ -95,7 +95,14 @@ def named(name: str | None, **others: Any) -> dict[str, Any]:
 
 
 DECODER = {str(i): token(text, special=True) for i, text in enumerate(SPECIAL)}
-CLASS_NAMES = ["LlamaTokenizerFast", "GemmaTokenizer", "GPT2TokenizerFast", "GPTNeoXTokenizer", "Qwen2TokenizerFast"]
+CLASS_NAMES = [
+    "LlamaTokenizerFast",
+    "GemmaTokenizer",
+    "GPT2TokenizerFast",
+    "GPTNeoXTokenizer",
+    "Qwen2TokenizerFast",
+    "Qwen3_5Tokenizer",
+]
 CLASS_NAMES += ["CohereTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend", "BloomTokenizerFast"]
 CASES = {
     **{f"{name}, {kind}": Case(kind=kind, config=named(name)) for name in CLASS_NAMES for kind in ("sp", "bytes")},
