@@ -42,6 +42,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return server
 
     monkeypatch.setattr(command, "find_servers", find)
+    monkeypatch.setattr(command, "is_running", lambda name: name in find())
     monkeypatch.setattr(command, "choose_server", lambda args: find()[0])
     monkeypatch.setattr(command, "_is_draining", lambda name: False)
     yield begin
@@ -115,6 +116,6 @@ def test_wrong_options_are_refused(start: Start, words: list[str]) -> None:
 
 def test_a_pid_that_is_no_server_any_more_gets_no_signal(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(1)
-    monkeypatch.setattr(command, "find_servers", list)
+    monkeypatch.setattr(command, "is_running", lambda name: False)
     assert main(["stop"]) == 0
     assert server.poll() is None

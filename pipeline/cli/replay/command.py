@@ -22,7 +22,7 @@ from pipeline.replay.compare import ReplayComparison, compare
 from pipeline.replay.recorder import RecordState
 from pipeline.runtime import messages as m
 from pipeline.runtime.log.logs import open_log
-from pipeline.supervisor.admin.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, is_running
 
 FAILED = 1
 DIFFERENT = 3
@@ -99,7 +99,7 @@ def _keep(server: Admin, path: str, stage: str) -> RecordState | None:
     try:
         answer = server.send_command(m.KeepRecord(0, path), [stage])[stage]
     except UserError as error:
-        if server.server not in find_servers():
+        if not is_running(server.server):
             raise UserError(f"the server has ended; {path} has everything before that") from error
         return None
     return None if answer.error else msgspec.msgpack.decode(answer.body, type=RecordState)

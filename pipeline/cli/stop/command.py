@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pipeline.cli.complain import complain
 from pipeline.cli.server_choice import choose_server, pid_of
 from pipeline.errors import UserError
-from pipeline.supervisor.admin.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers, is_running
 from pipeline.supervisor.signals import SAME_SIGNAL_S
 
 STAGES_S = 0.1
@@ -43,7 +43,7 @@ def _open(server: str, opened: ExitStack) -> int | None:
         return None
     opened.callback(os.close, fd)
     # If it ended before the descriptor was opened, the pid may be another process's.
-    return fd if server in find_servers() else None
+    return fd if is_running(server) else None
 
 
 def _stop(servers: dict[int, str], now: bool, timeout_s: float) -> int:

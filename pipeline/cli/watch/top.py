@@ -21,7 +21,7 @@ from pipeline.cli.watch import draw
 from pipeline.cli.watch.view import View, view_of
 from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats
-from pipeline.supervisor.admin.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, is_running
 
 WINDOW_S = 30.0
 """Window of the medians, in seconds."""
@@ -69,7 +69,7 @@ def _live(server: Admin, interval_s: float) -> int:
                 history.append(server.stats())
                 view = view_of(history)
             except UserError as error:
-                if server.server not in find_servers():
+                if not is_running(server.server):
                     break
                 message = str(error)
             if view is not None:

@@ -36,9 +36,19 @@ def find_servers() -> list[str]:
 
     Any user can listen at any name, also one with the pid of another process of ours, which `stop` would end. So a
     server is what listens itself."""
-    named = set(_ADMIN_SOCKET.findall(Path("/proc/net/unix").read_text()))
+    # Reading the list takes several calls. If a socket is closed between two of them, the next one may be left out.
+    named = {one for _ in range(2) for one in _ADMIN_SOCKET.findall(_sockets())}
     found = {name: int(pid) for address, name, pid in named if is_listening(address, int(pid))}
     return sorted(found, key=lambda name: found[name])
+
+
+def is_running(server: str) -> bool:
+    """Whether a server of this user still runs, by its name."""
+    return is_listening(admin_server.address_of(server).removeprefix("ipc://@"), int(server.partition("-")[0]))
+
+
+def _sockets() -> str:
+    return Path("/proc/net/unix").read_text()
 
 
 class Admin:

@@ -96,7 +96,7 @@ def test_settings_and_processes_change_and_the_server_stops_while_a_request_runs
         def run(command: str, *more: str, code: int = 0) -> str:
             words = [sys.executable, "-m", *command.split(), "--port", port, *more]
             done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-            assert done.returncode == code, done.stderr
+            assert done.returncode == code, "\n".join([done.stderr, *server.lines])
             return done.stderr
 
         for command in [one for one in COMMANDS if one.startswith(CHANGES)]:

@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.metrics.stats import ServerStats, StageCounts
 from pipeline.runtime import messages as m
 from pipeline.supervisor.admin import admin_client, admin_server
-from pipeline.supervisor.admin.admin_client import Admin, find_servers
+from pipeline.supervisor.admin.admin_client import Admin, find_servers, is_running
 from pipeline.supervisor.admin.admin_server import AdminServer, Questions
 from pipeline.supervisor.reconfigure.changed_settings import changes
 from pipeline.supervisor.restart.restart_log import RestartLog
@@ -259,6 +259,18 @@ def test_every_stage_answers_a_count_outside_of_its_own_loop(tmp_path: Any) -> N
 
 def test_a_server_is_found_by_its_admin_socket(bench: Bench) -> None:
     assert bench.name in find_servers()
+    assert is_running(bench.name) and not is_running("1-ab")
+
+
+def test_a_server_that_one_reading_of_the_kernel_s_list_left_out_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pipeline stop` did nothing then, and said so neither by words nor by its exit status."""
+    for read in (["", admin_client._sockets()], [admin_client._sockets(), ""]):
+        left = iter(read)
+        monkeypatch.setattr(admin_client, "_sockets", lambda left=left: next(left))
+        assert bench.name in find_servers()
+        monkeypatch.undo()
 
 
 def test_a_name_with_the_pid_of_another_process_is_no_server() -> None:
