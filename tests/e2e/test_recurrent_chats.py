@@ -27,9 +27,9 @@ SYSTEM = {"role": "system", "content": "Answer as a captain would who has seen a
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variant = VARIANTS["qwen3_5"]
     made = make(replace(variant, changes=variant.changes | {"max_position_embeddings": 4096}))
-    folder = save_folder(
-        tmp_path_factory.mktemp("models") / "recurrent", made, tokenizer_config={"chat_template": SOURCE}
-    )
+    # tokenizer.json as it is: Qwen3.5's class would read it with a pattern of its own.
+    files = {"chat_template": SOURCE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = save_folder(tmp_path_factory.mktemp("models") / "recurrent", made, tokenizer_config=files)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
