@@ -3,6 +3,7 @@ cached, prompts are chunked, sequences fork, are preempted and swapped. Uses the
 program. (test_invariance.py does the same for a model without windows.)"""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from pipeline.runtime.model.kv_groups import KVGroup
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import tiny_architectures
+from tests.stages.execute.exactness.prompts import requests_with
 from tests.stages.execute.native_driver import random_ids
-from tests.stages.execute.pair import GREEDY, Pair, Request, make_runner
+from tests.stages.execute.pair import Pair, Request, make_runner
 
 WINDOW = 21
 GROUPS = (KVGroup(0, 1), KVGroup(WINDOW, 1), KVGroup(WINDOW, 1))
@@ -25,13 +27,7 @@ FEW_TOKENS = 24
 PREFIX = random_ids(53, 99)
 
 
-def make_requests(n: int = 1, more: tuple[tuple[str, Any], ...] = ()) -> list[Request]:
-    prompts = [random_ids(num, num) for num in (1, 16, 17, 40, 97, 120)]
-    prompts += [PREFIX + random_ids(num, num) for num in (3, 30, 11)] + [PREFIX + random_ids(3, 3)]
-    return [
-        Request(tuple(prompt), 20 + 7 * (i % 5), seed=GREEDY if i % 4 else i, n=n, at_step=3 * i, fields=more)
-        for i, prompt in enumerate(prompts)
-    ]
+make_requests = partial(requests_with, PREFIX)
 
 
 class Runners:

@@ -3,6 +3,7 @@ does: prompts are chunked, prefixes are found, sequences are preempted, swapped 
 and this machine's CPU program."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from pipeline.config.settings import ExecuteSettings, ScheduleSettings, Settings
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from tests.stages.execute.exactness.prompts import requests_with
 from tests.stages.execute.native_driver import random_ids
-from tests.stages.execute.pair import GREEDY, NUM_THREADS, Pair, Request
+from tests.stages.execute.pair import NUM_THREADS, Pair, Request
 from tests.stages.execute.rank_driver import RankRunners
 from tests.stages.execute.recurrent_models import VARIANTS, write
 from tests.stages.execute.structured import lark
@@ -26,13 +28,7 @@ PREFIX = random_ids(150, 99)
 OTHERS = ["qwen3_5_moe", "qwen3_next", "olmo_hybrid"]
 
 
-def make_requests(n: int = 1, more: tuple[tuple[str, Any], ...] = ()) -> list[Request]:
-    prompts = [random_ids(num, num) for num in (1, 16, 17, 40, 97, 120)]
-    prompts += [PREFIX + random_ids(num, num) for num in (3, 30, 11)] + [PREFIX + random_ids(3, 3)]
-    return [
-        Request(tuple(prompt), 20 + 7 * (i % 5), seed=GREEDY if i % 4 else i, n=n, at_step=3 * i, fields=more)
-        for i, prompt in enumerate(prompts)
-    ]
+make_requests = partial(requests_with, PREFIX)
 
 
 class Runners:
