@@ -39,8 +39,10 @@ class StepInputs:
         max_num_blocks: int,
         num_groups: int = 1,
         max_num_samples: int | None = None,
+        *,
+        is_causal: bool = True,
     ) -> None:
-        """By default there is one sample for each row at most."""
+        """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`."""
         self.max_num_tokens = max_num_tokens
         self.max_num_rows = max_num_rows
         self.max_num_samples = max_num_rows if max_num_samples is None else max_num_samples
@@ -64,6 +66,9 @@ class StepInputs:
         """[T]; the first group's"""
         self.sampled: LongArray = np.zeros(self.max_num_samples, np.int64)
         """[max_num_samples]; the tokens whose logits are wanted"""
+        self.key_ends: IntArray | None = None if is_causal else np.zeros(max_num_tokens, np.int32)
+        """[T]; the first key that each token does not see, at least 1 and after the first key of its window. None: its
+        position + 1. Keys before it must be in the cache when attention is computed, also those of later tokens."""
         self.adapters: IntArray = np.full(max_num_tokens, -1, np.int32)
         """[T]; the slot of each token's adapter, or -1. Only valid if `num_adapted` is not 0."""
         self.num_adapted: IntArray = np.zeros(1, np.int32)
@@ -89,12 +94,14 @@ class StepInputs:
         block_tables: IntArray,
         samples: "np.ndarray[Any, Any]",
         other_tables: "tuple[IntArray, ...] | list[IntArray]" = (),
+        key_ends: IntArray | None = None,
     ) -> None:
         """Set the next step.
 
         `ids` are those of all entries, one after the other; `starts`, `counts` and `samples` (of how many of the
         entry's last tokens logits are wanted) have one value an entry, and `block_tables` [entries, blocks] holds at
         least the blocks that each entry writes or reads, `other_tables` those of the KV groups after the first.
+        `key_ends` are those of all tokens; by default a token sees its whole entry, if there are any.
         """
         num_rows, num_tokens = len(starts), len(ids)
         assert num_rows <= self.max_num_rows, f"{num_rows} entries in a step, {self.max_num_rows} at most"
@@ -116,6 +123,8 @@ class StepInputs:
         self.block_tables[:num_rows, : block_tables.shape[1]] = block_tables
         self.ids[:num_tokens] = ids
         self.positions[:num_tokens] = positions
+        if self.key_ends is not None:
+            self.key_ends[:num_tokens] = (starts + counts)[entry] if key_ends is None else key_ends
         block_indices, offset = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         blocks = block_tables[entry, block_indices]
         self.slots[:num_tokens] = blocks.astype(np.int64) * BLOCK_SIZE + offset

@@ -78,6 +78,9 @@ class AttentionWeights:
     head_norms: HeadNorms | None = None
     window: int | None = None
     """Number of positions that a token attends to, including its own; None for no limit."""
+    window_after: int | None = None
+    """How many positions after its own it attends to, besides the limit in `StepInputs.key_ends`; None: only that
+    limits it."""
     rope: Rope | None = None
     sinks: "AnyVector | None" = None
     """[num_heads], the scores of the heads' sinks."""

@@ -184,7 +184,7 @@ class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A decoder's configuration. The defaults are Llama's."""
+    """The configuration of a decoder or an encoder. The defaults are Llama's."""
 
     format: Literal[3] = 3
     name: str
@@ -200,6 +200,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vocab_size: int
     """Number of rows of the embedding."""
     max_position: int
+    causal: bool = True
+    """Whether a token sees only the tokens up to itself. If not, the model is an encoder: each text is computed whole
+    in one step, and nothing is sampled."""
     norm: NormKind = "rms"
     """The kind of all norms of hidden states, and of norms of queries and keys."""
     rms_norm_eps: float
@@ -262,7 +265,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The rotary embedding of layers with a sliding window, if they have another one."""
     layers_without_rope: list[int] = []
     sliding_window: int | None = None
-    """Number of positions that attention sees, including its own; None: all up to its own."""
+    """Number of positions that attention sees, including its own; None: all up to its own. If attention is not causal,
+    as many positions after it are seen as before it."""
     sliding_layers: list[int] | None = None
     """The layers with the window; None: all layers."""
     tie_embeddings: bool
@@ -314,6 +318,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None if it has none."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
+
+    def window_after_of(self, layer: int) -> int | None:
+        """How many positions after its own a token sees in a layer with a window; None if the window does not say."""
+        window = self.window_of(layer)
+        return None if self.causal or window is None else window - 1
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent state in place of attention."""

@@ -101,7 +101,8 @@ class CpuRunner(Runner):
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         num_groups = len(kv.layout.groups)
-        self.inputs = StepInputs(max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples)
+        sizes = max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples
+        self.inputs = StepInputs(*sizes, is_causal=config.causal)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)

@@ -50,6 +50,7 @@ def attention_weights(
         out=Linear((out,), out_bias),
         head_norms=head_norms,
         window=config.window_of(index),
+        window_after=config.window_after_of(index),
         rope=config.rope_of(index),
         sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
         gate=gate,
