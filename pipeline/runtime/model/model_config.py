@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from pipeline.runtime.model.model_folder import read_file
+from pipeline.runtime.model.pooler import Pooler, Task
 from pipeline.runtime.model.rope import LongRope, Rope, RopeScaling
 
 Architecture = Literal[
@@ -216,6 +217,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether hidden states are normalized before attention and before the feed-forward layer."""
     post_norms: bool = False
     """Whether the results of attention and of the feed-forward layer are normalized."""
+    residual_norms: bool = False
+    """Whether the residual itself is normalized after each sum (BERT). Such models have no norm before the head."""
     parallel: bool = False
     """Whether the feed-forward layer has the same input as attention, not its result."""
     shared_norm: bool = False
@@ -237,6 +240,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Rows of the table of learned positions; 0 if the model has none."""
     position_offset: int = 0
     """The row of position 0."""
+    token_types: int = 0
+    """Rows of the table of token types; 0 if the model has none. Without types in a request, all tokens have type 0."""
     residual_multiplier: float = 1.0
     """Factor of the results of attention and of the feed-forward layer."""
     query_scale: float | None = None
@@ -293,6 +298,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     of `eos_ids`."""
     split_special_tokens: bool = False
     """Whether special tokens in texts are encoded as plain text, those that the chat template writes too."""
+    pooler: Pooler | None = None
+    """How the model makes embeddings, scores or labels; None for models that generate text."""
     modules: Layout | None = None
     """The names that the modules have in transformers, and so in adapters; None: those of `layout`."""
 
@@ -306,6 +313,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if isinstance(self.rope_scaling, LongRope):
             own = min(own, self.rope_scaling.original_max_position)
         return min(max_model_len or own, self.max_position)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates text; else it has no LM head."""
+        return self.pooler is None
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model can be asked for."""
+        return ("generate", "embed") if self.pooler is None else self.pooler.tasks
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer; None if it has none."""
