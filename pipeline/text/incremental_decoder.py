@@ -17,19 +17,23 @@ from pipeline.text.vocabulary import Vocabulary
 class IncrementalDecoder:
     """Decodes one id at a time."""
 
-    __slots__ = ("_errors", "_num_strip", "_partial", "_pieces", "_strip")
+    __slots__ = ("_at_start", "_errors", "_num_strip", "_partial", "_pieces", "_strip")
 
     def __init__(self, vocabulary: Vocabulary, prompt_tail: Iterable[int], *, skip_special_tokens: bool) -> None:
         self._pieces = vocabulary.pieces(skip_special_tokens=skip_special_tokens)
         self._errors = vocabulary.errors
         self._strip = vocabulary.strip
         self._num_strip = vocabulary.num_strip
+        self._at_start = vocabulary.has_words
+        """No text yet, and its first token has another piece."""
         self._partial = b""
         for token_id in prompt_tail:
             self.add(token_id)
 
     def add(self, token_id: int) -> str:
         """Return the text that this id completes."""
+        if self._at_start:
+            return self._begin(token_id)
         piece = self._pieces[token_id]
         if isinstance(piece, bytes):
             data = self._partial + piece
@@ -53,6 +57,14 @@ class IncrementalDecoder:
         text, _ = utf_8_decode(self._partial, self._errors, True)
         self._partial = b""
         return text
+
+    def _begin(self, token_id: int) -> str:
+        piece = self._pieces.first(token_id)
+        if piece is None:
+            return ""
+        self._at_start = False
+        assert isinstance(piece, str), "words have no bytes"
+        return piece
 
     def _stripped(self, text: str) -> str:
         while self._num_strip and text.startswith(self._strip):

@@ -1,12 +1,14 @@
 """The text or bytes of each token id, from the tokenizer's own tables.
 
-The decoder of a `tokenizer.json` joins tokens and decodes their bytes. The kinds that decoder-only models use work
-token by token, so text can grow by one id without looking back:
+The decoder of a `tokenizer.json` joins tokens and decodes their bytes. These kinds work token by token, so text can
+grow by one id without looking back:
 
     ByteLevel                                   each letter of a token stands for a byte (GPT-2, Llama 3, SmolLM2 …)
     Replace, ByteFallback, Fuse, maybe Strip    tokens are text, and `<0xE2>` is a byte (Llama 2, Mistral, Gemma …)
     Replace                                     tokens are text (SentencePiece without bytes)
-    Metaspace                                   the same, without the first space (T5's class)
+    Metaspace                                   the same, without the first space (T5, XLM-RoBERTa)
+    WordPiece                                   tokens are words, with a space before all but the first; `##` continues
+                                                a word (BERT)
 
 An id's piece is `str` if it consists of whole characters, and `bytes` if it may be part of one. The table is filled on
 first use of each id, so a large vocabulary costs nothing at start.
@@ -76,15 +78,50 @@ class _Metaspace(msgspec.Struct, tag_field="type", tag="Metaspace"):
     prepend_scheme: str = "always"
 
 
+class _WordPiece(msgspec.Struct, tag_field="type", tag="WordPiece"):
+    prefix: str
+    cleanup: bool
+
+    def first(self, token: str) -> str:
+        """The text of a token before which there is none."""
+        if self.cleanup:
+            for written, content in _CLEANUPS:
+                token = token.replace(written, content)
+        return token
+
+    def later(self, token: str) -> str:
+        """The text of another token."""
+        if token.startswith(self.prefix):
+            return self.first(token.removeprefix(self.prefix))
+        return self.first(f" {token}")
+
+
+_CLEANUPS = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+"""What WordPiece's `cleanup` replaces in the text of each token, in this order."""
+
+
 class _Sequence(msgspec.Struct, tag_field="type", tag="Sequence"):
-    decoders: list[_ByteLevel | _Replace | _ByteFallback | _Fuse | _Strip]
+    decoders: list[_ByteLevel | _Metaspace | _Replace | _ByteFallback | _Fuse | _Strip | _WordPiece]
 
 
-_Decoder = _ByteLevel | _Metaspace | _Replace | _Sequence
+_Decoder = _ByteLevel | _Metaspace | _Replace | _WordPiece | _Sequence
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int]
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """Unigram's has the tokens in the order of their ids, with their scores."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -104,6 +141,10 @@ class _TokenizerFile(msgspec.Struct):
         """The token of each id; None unless ids are those that `Tokenizer.from_file` gives."""
         # It ignores the ids of added tokens that the vocabulary lacks, and numbers them from its end on.
         vocab = self.model.vocab
+        if isinstance(vocab, list):
+            vocab = {content: token_id for token_id, (content, _) in enumerate(vocab)}
+            if len(vocab) < len(self.model.vocab):
+                return None
         tokens: list[str | None] = [None] * len(vocab)
         for content, token_id in vocab.items():
             if not 0 <= token_id < len(vocab) or tokens[token_id] is not None:
@@ -153,6 +194,11 @@ class Pieces(dict[int, Piece]):
         self[token_id] = piece
         return piece
 
+    def first(self, token_id: int) -> Piece | None:
+        """The piece of an id before which there is no text; None if it is unknown or hidden."""
+        token = self._vocabulary.token(token_id)
+        return None if token is None or token_id in self._hidden else self._vocabulary.first_piece(token)
+
 
 class Vocabulary:
     """The decoding half of a tokenizer. Raises UserError if its decoder is of another kind than those above."""
@@ -170,6 +216,7 @@ class Vocabulary:
         self.strip = ""
         """Removed from the start of a text, at most `num_strip` times."""
         self.num_strip = 0
+        self._words: _WordPiece | None = None
         self._read_decoder(decoder)
         self._shown = {True: Pieces(self, special_ids), False: Pieces(self, frozenset())}
 
@@ -208,7 +255,18 @@ class Vocabulary:
     def token(self, token_id: int) -> str | None:
         return self._token_of(token_id) if token_id >= 0 else None
 
+    @property
+    def has_words(self) -> bool:
+        """Whether tokens are words, and the first one of a text has a piece of its own."""
+        return self._words is not None
+
+    def first_piece(self, token: str) -> Piece:
+        """The piece of a token that begins a text."""
+        return self.piece(token) if self._words is None else self._words.first(token)
+
     def piece(self, token: str) -> Piece:
+        if self._words is not None:
+            return self._words.later(token)
         if self._is_byte_level:
             try:
                 return _whole_or_part(bytes(map(_BYTE_LETTERS.__getitem__, token)))
@@ -235,6 +293,8 @@ class Vocabulary:
                 # Of a first token of several spaces, it would leave out all.
                 self._has_bytes, self.strip, self.num_strip = False, " ", int(scheme != "never")
                 self._replacements.append((replacement, " "))
+            case [_WordPiece() as words]:
+                self._has_bytes, self._words = False, words
             case [*replaces, _ByteFallback(), _Fuse()]:
                 pass
             case [*replaces, _ByteFallback(), _Fuse(), _Strip(stop=0) as strip]:
@@ -250,5 +310,5 @@ class Vocabulary:
 def _unsupported(state: bytes) -> UserError:
     return UserError(
         "the decoder in the model's tokenizer.json is not supported; supported are ByteLevel, "
-        f"Metaspace, Replace, and Replace, ByteFallback, Fuse, Strip; it is {state.decode()}"
+        f"Metaspace, WordPiece, Replace, and Replace, ByteFallback, Fuse, Strip; it is {state.decode()}"
     )

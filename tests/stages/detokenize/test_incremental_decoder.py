@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
@@ -178,6 +178,60 @@ def test_tokens_without_bytes_are_text(decoder, strips):
     assert grown(Vocabulary(tokenizer), ids[:3], ids[3:], True) == " the<0x41>  é"
 
 
+@cache
+def words(cleanup: bool = True, prefix: str = "##") -> Tokenizer:
+    """As BERT's: words, and parts of words behind a prefix; also words that `cleanup` changes."""
+    contents = ["[UNK]", "[CLS]", "[SEP]", "the", "fox", "##es", "##", "do", "not", "'", "##'", "##s", "n't", "n", "t"]
+    contents += ["##n't", ".", ",", "?", "!", "'s", "'m", "'ve", "'re", "a . b", " ' ", " do not"]
+    contents += ["@@x", "é", "##é", " "]
+    tokenizer = Tokenizer(models.WordPiece({one: index for index, one in enumerate(contents)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(prefix=prefix, cleanup=cleanup)
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    tokenizer.add_tokens([AddedToken("##added", special=False)])
+    return tokenizer
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 31), st.sampled_from([32, 10**6, -1])), max_size=12),
+    num_tail=st.integers(0, 4),
+    skip=st.booleans(),
+    cleanup=st.booleans(),
+    prefix=st.sampled_from(["##", "@@", ""]),
+)
+def test_text_of_words_equals_a_full_decode(ids, num_tail, skip, cleanup, prefix):
+    tokenizer = words(cleanup, prefix)
+    tail, ids = ids[:num_tail], ids[num_tail:]
+    text = grown(Vocabulary(tokenizer), tail, ids, skip)
+    assert decoded(tokenizer, tail, skip) + text == decoded(tokenizer, tail + ids, skip)
+
+
+@pytest.mark.parametrize("model", ["words", "unigram"])
+def test_a_file_of_words_or_scores_is_read_without_the_library(tmp_path, model):
+    path = tmp_path / "tokenizer.json"
+    tokenizer = words()
+    if model == "unigram":
+        tokenizer = Tokenizer(models.Unigram([("<s>", 0.0), ("▁the", -1.0), ("fox", -2.0), ("▁", -3.5)], 0))
+        tokenizer.decoder = decoders.Metaspace()
+        tokenizer.add_special_tokens(["<s>", "<mask>"])
+    tokenizer.save(str(path))
+    vocabulary = Vocabulary.load(path)
+    assert not hasattr(vocabulary._token_of, "__self__"), "the tokenizer was loaded"
+    ids = list(range(tokenizer.get_vocab_size() + 2))
+    assert [vocabulary.token(id) for id in ids] == [tokenizer.id_to_token(id) for id in ids]
+    for skip in (True, False):
+        assert grown(vocabulary, [], ids, skip) == decoded(tokenizer, ids, skip)
+
+
+def test_scores_of_one_token_twice_leave_the_ids_to_the_library(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.Unigram([("<s>", 0.0), ("a", -1.0), ("a", -2.0), ("b", -3.5)], 0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(path))
+    vocabulary = Vocabulary.load(path)
+    assert [vocabulary.token(id) for id in range(5)] == [tokenizer.id_to_token(id) for id in range(5)]
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_ids_outside_of_the_vocabulary_have_no_text(skip):
     a = LEVEL_BYTES[ord("a")]
@@ -188,7 +242,7 @@ def test_ids_outside_of_the_vocabulary_have_no_text(skip):
     "decoder",
     [
         None,
-        decoders.WordPiece(),
+        decoders.Sequence([decoders.WordPiece(), decoders.Fuse()]),
         decoders.Sequence([decoders.Metaspace(), decoders.Fuse()]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
         decoders.Sequence([decoders.Fuse(), decoders.ByteFallback(), decoders.Fuse()]),
