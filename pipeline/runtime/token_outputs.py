@@ -2,7 +2,7 @@
 width.
 
     log probabilities   float32 logprob · num_top × int32 ids · num_top × float32 logprobs
-    embedding           hidden_size × float32
+    embedding, logits   hidden_size × float32; with `Pooling.ALL`, as many for each id of the prompt
 
 All values are little-endian. `logprob` is the natural logarithm of the id's probability: the softmax of the model's
 logits before temperature, filters, penalties and masks. The `num_top` likeliest ids are sorted by probability, then by
@@ -18,10 +18,11 @@ from pipeline.runtime.messages import GenerationOptions, Pooling
 RecordArray = np.ndarray[Any, np.dtype[np.void]]
 
 
-def token_output_bytes(options: GenerationOptions, hidden_size: int) -> int:
-    """Bytes of the token output of each output id; 0: no token outputs."""
+def token_output_bytes(options: GenerationOptions, hidden_size: int, num_prompt: int = 1) -> int:
+    """Bytes of the token output of each output id; 0: no token outputs. `hidden_size` is that of `ExecuteFacts`,
+    `num_prompt` the number of prompt ids."""
     if options.pooling != Pooling.NONE:
-        return embedding_bytes(hidden_size)
+        return embedding_bytes(hidden_size) * (num_prompt if options.pooling == Pooling.ALL else 1)
     return logprob_bytes(options.num_logprobs) if options.num_logprobs >= 0 else 0
 
 
@@ -42,5 +43,5 @@ def logprob_dtype(num_top: int) -> "np.dtype[np.void]":
 
 
 def embedding_bytes(hidden_size: int) -> int:
-    """Bytes of an embedding."""
+    """Bytes of an embedding, or of a prompt's logits."""
     return 4 * hidden_size

@@ -85,7 +85,7 @@ class RequestStates:
             message.options,
             queued_s=self._state.now_s,
             root=prefix.root(options.cache_salt, options.adapter_id),
-            token_output_bytes=token_output_bytes(options, self._config.hidden_size),
+            token_output_bytes=token_output_bytes(options, self._config.hidden_size, len(prompt)),
             prompt_logprob_bytes=prompt_logprob_bytes(options),
             cut_positions=message.cut_positions,
             row_options=message.options,

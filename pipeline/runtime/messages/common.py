@@ -164,7 +164,7 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     num_swap_blocks: int = 0
     """Capacity of its swap segment in blocks."""
     hidden_size: int = 0
-    """Dimensions of an embedding."""
+    """Numbers of an embedding, or of the logits of a prompt: the width of the model's pooler."""
     max_num_prefill_tokens: int = 0
     """The most tokens of a step in which no row decodes; 0 leaves it to the setting."""
     weight_formats: str = ""

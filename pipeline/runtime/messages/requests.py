@@ -9,11 +9,18 @@ from pipeline.shm.arrays import Array
 
 
 class Pooling(IntEnum):
-    """How a prompt's hidden states, after the last norm, become its embedding."""
+    """How a prompt's hidden states, after the last norm, become a vector. The names are those of `PoolingKind`
+    (pipeline/runtime/model/pooler.py), in capitals."""
 
     NONE = 0
     MEAN = 1
     LAST = 2
+    CLS = 3
+    MAX = 4
+    MEAN_SQRT_LEN = 5
+    WEIGHTED_MEAN = 6
+    ALL = 7
+    """A vector for each token."""
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
@@ -87,7 +94,8 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     with_pieces: bool = False
     """The gateway gets the bytes of each id in a token output."""
     pooling: int = Pooling.NONE
-    """If it is set, one id is sampled, which has no meaning, and its token output is the prompt's embedding."""
+    """If it is set, one id is sampled, which has no meaning, and its token output is what the model's pooler makes of
+    the prompt: an embedding, or logits of labels; with `Pooling.ALL`, those of each token of the prompt."""
     grammar: Grammar | None = None
     """The client's constraint on the output; ingest replaces it by `compiled_grammar`."""
     compiled_grammar: str = ""
@@ -121,6 +129,9 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
 
     with_special_spans: bool = False
     """detokenize says where special tokens are in the text, which has them: see pipeline/text/special_spans.py."""
+
+    segment_start: int = 0
+    """The first position of the prompt whose token has type 1: the second text of a pair. 0: all have type 0."""
 
     @property
     def needs_full_prefill(self) -> bool:

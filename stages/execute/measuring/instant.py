@@ -119,4 +119,4 @@ class Instant:
         self._generations[row] = add.generation
         self._num_prompt[row] = add.num_prompt
         self._prompt_widths[row] = prompt_logprob_bytes(options) if add.index == 0 else 0
-        self._widths[row] = token_output_bytes(options, self._hidden_size)
+        self._widths[row] = token_output_bytes(options, self._hidden_size, add.num_prompt)
