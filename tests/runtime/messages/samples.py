@@ -60,6 +60,7 @@ GIVEN_OPTIONS = m.GenerationOptions(
     early_stopping="never",
     repeats_received=True,
     with_special_spans=True,
+    segment_start=3,
 )
 """As the gateway sends them."""
 COMPLETED_OPTIONS = msgspec.structs.replace(

@@ -91,6 +91,7 @@ OPTIONS = {
     "early_stopping": Feature(True, RowFlag.BEAM | RowFlag.LOGPROBS, options=BEAMS),
     "repeats_received": Feature(True),
     "with_special_spans": Feature(True),
+    "segment_start": Feature(3),
 }
 
 SWAP = {"num_swap_blocks": 64}
