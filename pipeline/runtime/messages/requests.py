@@ -161,6 +161,8 @@ class ChatMessage(msgspec.Struct, array_like=True, frozen=True):
     """The call that a tool's message answers."""
     reasoning: str | None = None
     """The reasoning before an assistant's `content`."""
+    is_cache_mark: bool = False
+    """The client says that other prompts go on in another way behind this message (Anthropic's `cache_control`)."""
 
 
 class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):

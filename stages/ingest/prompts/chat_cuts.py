@@ -6,10 +6,11 @@
                          message
 
 These are found among the ids, by the special tokens with which the template begins a message: prompts that a client
-gives as ids have them too. Of the messages between, none is kept: each snapshot has a size of some thousand tokens' KV.
+gives as ids have them too. Of the messages between, none is kept but those that the client marks: each snapshot has a
+size of some thousand tokens' KV.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,6 +24,8 @@ from pipeline.stages.ingest.templates.template import TemplateFailure, TextTooLo
 
 NUM_LAST = 2
 """Of the last messages, so many starts are cuts."""
+MAX_MARKS = 4
+"""Of the client's marks, so many of the last are cuts; Anthropic's API takes four."""
 FIRST, ANSWER, SECOND = "First words", "Answered words", "Second words"
 PROBE = [ChatMessage("user", FIRST), ChatMessage("assistant", ANSWER), ChatMessage("user", SECOND)]
 
@@ -33,14 +36,35 @@ class ChatCuts:
         self._starts = np.array(sorted(starts), np.int32)
         self._reply = reply
 
-    def of(self, ids: Ids) -> list[int]:
-        """Positions of a prompt behind which others may go on in another way: first the next turn, then the others."""
+    def of(self, ids: Ids, messages: Sequence[ChatMessage] = ()) -> list[int]:
+        """Positions of a prompt behind which others may go on in another way: first the next turn, then the others.
+        `messages` are those of a chat."""
         starts = np.flatnonzero(np.isin(ids, self._starts)).tolist()
         end = len(ids)
         if starts and ids[starts[-1] : (behind := starts[-1] + len(self._reply))].tolist() == self._reply:
             end = behind
             starts.pop()
-        return [position for position in dict.fromkeys([end, *starts[1:2], *starts[-NUM_LAST:][::-1]]) if position]
+        wanted = [end, *starts[1:2], *_behind_marks(starts, messages), *starts[-NUM_LAST:][::-1]]
+        return [position for position in dict.fromkeys(wanted) if position]
+
+
+def _behind_marks(starts: list[int], messages: Sequence[ChatMessage]) -> list[int]:
+    """The starts of the messages behind the client's marks. None if the template makes of the messages others than one
+    each, or than one of the results of tools that follow each other."""
+    if not any(message.is_cache_mark for message in messages):
+        return []
+    begins = [0, *(i for i, message in enumerate(messages) if i and _begins(message, messages[i - 1]))]
+    for own in (range(len(messages)), begins):
+        num_others = len(starts) - len(own)  # a system message that the template adds
+        if 0 <= num_others <= 1:
+            at = {message: starts[num_others + number] for number, message in enumerate(own)}
+            marks = [i + 1 for i, message in enumerate(messages) if message.is_cache_mark]
+            return [at[i] for i in marks[-MAX_MARKS:] if i in at]
+    return []
+
+
+def _begins(message: ChatMessage, before: ChatMessage) -> bool:
+    return not message.role == before.role == "tool"
 
 
 def of_template(templates: ChatTemplates, tokenizer: Tokenizer) -> ChatCuts | None:

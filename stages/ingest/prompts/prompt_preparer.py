@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.messages import GenerationOptions, IdsPrompt, Submit
+from pipeline.runtime.messages import ChatPrompt, GenerationOptions, IdsPrompt, Submit
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.black_box import Breadcrumb
 from pipeline.stages.ingest import reply_grammar
@@ -73,7 +73,8 @@ class PromptPreparer:
             token_strs = self._prompt_echo.token_strs(ids.tolist())
         if prompt_options.with_pieces:
             pieces = self._prompt_echo.pieces(ids.tolist())
-        cut_positions = self._cuts.of(ids) if self._cuts is not None else []
+        messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
+        cut_positions = self._cuts.of(ids, messages) if self._cuts is not None else []
         return PreparedPrompt(ids, max_tokens, options, text, token_strs, pieces, tail, cut_positions)
 
     def prepare_in_thread(

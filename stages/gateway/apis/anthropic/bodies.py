@@ -1,7 +1,8 @@
 """Request bodies of Anthropic's Messages API, and the fields of it that are not supported.
 
-Fields in neither a struct nor the table are ignored: cache_control, metadata, service_tier, citations ... They don't
-change the text; `container` belongs to tools that are left out. Null means a field's default everywhere.
+Fields in neither a struct nor the table are ignored: metadata, service_tier, citations, cache_control of tools, of the
+system prompt and of the whole request ... They don't change the text; `container` belongs to tools that are left out.
+Null means a field's default everywhere.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,8 +23,17 @@ OBJECT = {"type": "object"}
 CallId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 
 
+class CacheControl(msgspec.Struct):
+    """The end of the block's message is a place where the prefix cache keeps the state of a model with recurrent
+    layers."""
+
+    type: Annotated[str, Meta(description="ephemeral")]
+    ttl: Annotated[str, Meta(description="No effect.")] | None = None
+
+
 class TextBlockParam(msgspec.Struct, tag_field="type", tag="text"):
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlockParam(msgspec.Struct, tag_field="type", tag="thinking"):
@@ -45,6 +55,7 @@ class ToolUseBlockParam(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: CallId
     name: str
     input: Annotated[Raw, Meta(extra_json_schema=OBJECT)]
+    cache_control: CacheControl | None = None
 
 
 class ImageBlockParam(msgspec.Struct, tag_field="type", tag="image"):
@@ -126,6 +137,7 @@ class ToolResultBlockParam(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: CallId
     content: str | list[ResultBlockParam] | None = None
     is_error: Annotated[bool, Meta(description='true: the model sees "Error: " before the content.')] | None = None
+    cache_control: CacheControl | None = None
 
 
 ContentBlockParam = (

@@ -35,6 +35,8 @@ _MEDIA: dict[type, type[Media]] = {
     b.SearchResultBlockParam: Document,
 }
 _TEXT = '{"type": "text", "text": "…"}'
+MARKABLE = (b.TextBlockParam, b.ToolUseBlockParam, b.ToolResultBlockParam)
+"""Blocks whose `cache_control` says where a conversation may go on in another way."""
 
 
 class _Turn(msgspec.Struct):
@@ -47,6 +49,7 @@ class _Turn(msgspec.Struct):
     calls: list[m.ToolCall] = []
     reasoning: list[str] = []
     tool_call_id: str | None = None
+    is_cache_mark: bool = False
     last: type | None = None
     """The type of the block that was added last; None if that was in another message of the client's."""
 
@@ -71,6 +74,7 @@ class _Turn(msgspec.Struct):
             tool_calls=self.calls,
             tool_call_id=self.tool_call_id,
             reasoning="\n".join(self.reasoning) if self.reasoning else None,
+            is_cache_mark=self.is_cache_mark,
         )
 
 
@@ -153,7 +157,7 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
     for index, block in enumerate(message.content):
         where = f"{at}.content[{index}]"
         match block:
-            case b.TextBlockParam(text):
+            case b.TextBlockParam(text=text):
                 turn = _turn_of(turns, role)
                 turn.has_parts = True
                 turn.add_text(text)
@@ -175,6 +179,8 @@ def _add(turns: list[_Turn], at: str, message: b.InputMessage) -> None:
                 _turn_of(turns, role)
             case _:
                 raise not_text(where, _MEDIA[type(block)], _TEXT)
+        if isinstance(block, MARKABLE) and block.cache_control is not None:
+            turns[-1].is_cache_mark = True
         if role == "assistant":
             turns[-1].last = type(block)
 

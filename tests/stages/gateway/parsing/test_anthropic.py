@@ -44,7 +44,7 @@ def says(role: str, *blocks: Any) -> dict[str, Any]:
 
 
 def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
+    return {"type": "text", "text": words}
 
 
 def refused(**fields: Any) -> ApiError:
@@ -80,6 +80,24 @@ def test_defaults_are_those_of_chats() -> None:
 )
 def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert parse(**fields) == parse()
+
+
+def test_cache_control_marks_the_message_of_its_block() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"} | mark
+    messages = [
+        {"role": "user", "content": [text("One") | mark, text("Hi")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}]},
+        {"role": "user", "content": [result, text("And?")]},
+    ]
+    prompt = parse(messages=messages).prompts[0]
+    assert isinstance(prompt, m.ChatPrompt)
+    assert [(one.role, one.is_cache_mark) for one in prompt.messages] == [
+        ("user", True),
+        ("assistant", False),
+        ("tool", True),
+        ("user", False),
+    ]
 
 
 def test_system_prompts_come_first() -> None:

@@ -1,5 +1,8 @@
 """Where prompts are cut for snapshots of a recurrent state: where others are likely to part from them."""
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -40,8 +43,8 @@ class Chats:
     def ids(self, *messages: m.ChatMessage) -> list[int]:
         return self.prompts.encode(m.ChatPrompt(list(messages))).ids.tolist()
 
-    def of(self, ids: list[int]) -> list[int]:
-        return self.cuts.of(np.array(ids, np.int32))
+    def of(self, ids: list[int], messages: Sequence[m.ChatMessage] = ()) -> list[int]:
+        return self.cuts.of(np.array(ids, np.int32), messages)
 
     def before(self, ids: list[int], position: int) -> str:
         return self.tokenizer.decode(ids[:position], skip_special_tokens=False)
@@ -71,6 +74,35 @@ def test_others_are_behind_the_system_message_and_before_the_last_messages(name:
     texts = [chats.tokenizer.decode(ids[:position], skip_special_tokens=False) for position in (end, *others)]
     counts = [(text.count("Be brief."), text.count("Hello"), text.count("Hi")) for text in texts]
     assert counts == [(10, 5, 4), (10, 0, 0), (10, 4, 4), (10, 4, 3)]
+
+
+def marked(message: m.ChatMessage) -> m.ChatMessage:
+    return msgspec.structs.replace(message, is_cache_mark=True)
+
+
+def test_the_client_marks_messages_behind_which_others_go_on() -> None:
+    chats = Chats("qwen3.5")
+    hi = m.ChatMessage("assistant", "Hi")
+    plain = [SYSTEM, *[HELLO, hi] * 6, HELLO]
+    ids = chats.ids(*plain)
+    messages = [marked(message) if i in (1, 2, 4, 6, 7) else message for i, message in enumerate(plain)]
+    more = [position for position in chats.of(ids, messages) if position not in chats.of(ids)]
+    texts = [chats.before(ids, position) for position in more]
+    assert [text.count("Hello") + text.count("Hi") for text in texts] == [2, 4, 6, 7], "the last four"
+    assert all(ids[position] == chats.tokenizer.token_to_id("<|im_start|>") for position in more)
+    assert chats.of(ids[100:], messages) == chats.of(ids[100:]), "of a cut chat nobody knows which messages are left"
+
+
+def test_marks_behind_results_of_tools_that_a_template_makes_one_message() -> None:
+    chats = Chats("qwen3.5")
+    calls = [m.ToolCall(str(i), "look", "{}") for i in range(2)]
+    asks = m.ChatMessage("assistant", None, tool_calls=calls)
+    found = [m.ChatMessage("tool", f"Found {i}", tool_call_id=str(i)) for i in range(2)]
+    messages = [HELLO, asks, found[0], marked(found[1]), *[m.ChatMessage("assistant", "Hi"), HELLO] * 3]
+    ids = chats.ids(*messages)
+    (position,) = set(chats.of(ids, messages)) - set(chats.of(ids))
+    text = chats.before(ids, position)
+    assert "Found 1" in text and "Hi" not in text
 
 
 def test_prompts_that_are_no_chats_have_their_end_only() -> None:
