@@ -1,4 +1,5 @@
-"""Causal attention of a step's queries over keys and values in blocks, optionally with a sliding window.
+"""Attention of a step's queries over keys and values in blocks: causal, or up to `StepInputs.key_ends`; optionally with
+a sliding window.
 
 A token is computed in one form, whatever else its step computes: two matmuls of each KV head over the blocks that it
 sees, padded to a power of two. So its numbers depend on its row's keys and values and on its position, but not on the
@@ -11,7 +12,8 @@ any of them is NaN or infinite. Otherwise 0 * NaN would make the token NaN.
 
 Keys, values and queries are computed with in float32.
 
-With a window of W, position i attends to the positions j with i - W < j <= i; earlier blocks are not read.
+With a window of W, position i attends to the positions j with i - W < j <= i; earlier blocks are not read. With key
+ends, it attends to those before its own end, and with a window also to `window_after` ones after it at most.
 
 Shapes: T tokens, B tokens that see as many blocks, Q query heads, K key-value heads, D head_dim, L keys.
 """
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from pipeline.kernels.attention.kv_layout import LayerKV, dequantize_heads
 from pipeline.kernels.row_by_row import row_by_row
-from pipeline.kernels.step_inputs import BLOCK_SIZE, StepInputs
+from pipeline.kernels.step_inputs import BLOCK_SIZE, LongArray, StepInputs
 
 ALIGNMENT = 16
 """Numbers to which the queries of a token are padded, because a matmul's bits may depend on its operands' alignment."""
@@ -57,6 +59,8 @@ class _Group:
     """[B, 1, 1, 1] int64; of each token, its own key, counted from its first one"""
     firsts: Tensor
     """[B, 1, 1, 1] int64; the first key that it sees, counted in the same way"""
+    ends: Tensor
+    """[B, 1, 1, 1] int64; the first key after these that it does not see"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class ScoreOptions:
     softcap: float | None = None
     """c in c * tanh(score / c)."""
     slopes: Tensor | None = None
-    """[Q]; what is subtracted for each position that a key is before the query (ALiBi: Press et al., 2021,
+    """[Q]; what is subtracted for each position that a key is away from the query (ALiBi: Press et al., 2021,
     arXiv:2108.12409)."""
     has_sinks: bool = False
 
@@ -76,10 +80,12 @@ class ScoreOptions:
 class AttentionPlan:
     """The plan of one step's attention. `prepare` updates it in place for each step."""
 
-    def __init__(self, window: int | None, form: ScoreOptions | None = None, group: int = 0) -> None:
+    def __init__(
+        self, window: int | None, form: ScoreOptions | None = None, group: int = 0, window_after: int | None = None
+    ) -> None:
         """`group` is the KV group whose block tables it reads."""
         self.group = group
-        self.window = window
+        self.window, self.window_after = window, window_after
         self.form = form or ScoreOptions()
         self.spans: list[_Span] = []
         self.groups: list[_Group] = []
@@ -90,7 +96,8 @@ class AttentionPlan:
         starts, counts = inputs.starts[:num_rows], inputs.counts[:num_rows]
         firsts = np.zeros_like(positions) if self.window is None else np.maximum(0, positions - self.window + 1)
         first_blocks = firsts // BLOCK_SIZE
-        num_blocks = positions // BLOCK_SIZE + 1 - first_blocks
+        key_ends = self._key_ends(inputs, positions)
+        num_blocks = -(-key_ends // BLOCK_SIZE) - first_blocks
         padded = BLOCK_SIZE << np.ceil(np.log2(num_blocks)).astype(np.int64)
         entries = np.repeat(np.arange(num_rows), counts)
         bases = first_blocks[inputs.offsets[:num_rows]] * BLOCK_SIZE
@@ -100,7 +107,8 @@ class AttentionPlan:
         self.spans = []
         spans: dict[tuple[bytes, int, int], int] = {}
         span_of = []  # of each entry; those with the same keys share one
-        for entry, (base, end, num_padded) in enumerate(zip(bases, starts + counts, most, strict=True)):
+        ends = starts + counts if inputs.key_ends is None else np.maximum.reduceat(key_ends, inputs.offsets[:num_rows])
+        for entry, (base, end, num_padded) in enumerate(zip(bases, ends, most, strict=True)):
             blocks = inputs.group_tables[self.group][entry, base // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
             key = (blocks.tobytes(), int(end - base), int(num_padded))
             if key not in spans:
@@ -119,8 +127,16 @@ class AttentionPlan:
                     num_keys,
                     torch.from_numpy(positions[tokens] - begins).view(-1, 1, 1, 1),
                     torch.from_numpy(firsts[tokens] - begins).view(-1, 1, 1, 1),
+                    torch.from_numpy(key_ends[tokens] - begins).view(-1, 1, 1, 1),
                 )
             )
+
+    def _key_ends(self, inputs: StepInputs, positions: LongArray) -> LongArray:
+        """The first key that each token does not see."""
+        if inputs.key_ends is None:
+            return positions + 1
+        ends = inputs.key_ends[: inputs.num_tokens].astype(np.int64)
+        return ends if self.window_after is None else np.minimum(ends, positions + 1 + self.window_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +151,19 @@ class _Gathered:
     """Whether all values are."""
 
 
-def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, sinks: Tensor | None = None) -> None:
+def paged_attention(
+    out: Tensor,
+    qkv: Tensor,
+    kv: LayerKV,
+    plan: AttentionPlan,
+    sinks: Tensor | None = None,
+    biases: Tensor | None = None,
+) -> None:
     """Attend from the step's queries to their rows' keys and values, which must all be in the cache.
 
     out [T, Q * D]; qkv [T, (Q + 2K) * D], where only queries are read; sinks [Q] float32: a score of each head that
-    takes part in the softmax, without a value.
+    takes part in the softmax, without a value; biases [Q, 2R + 1] float32: what is added to scores by the distance from
+    the query to the key, at least -R and at most R (T5: Raffel et al., 2020, arXiv:1910.10683).
     """
     num_kv_heads, head_dim = kv.keys.shape[2:]
     width = out.shape[1]
@@ -156,7 +180,7 @@ def paged_attention(out: Tensor, qkv: Tensor, kv: LayerKV, plan: AttentionPlan, 
             queries = qkv.new_zeros(len(tokens), -(-width // ALIGNMENT) * ALIGNMENT, dtype=torch.float32)
             queries[:, :width] = qkv[tokens, :width]
             heads = [query[:width].view(num_kv_heads, -1, head_dim) for query in queries]
-            attended = _attend(heads, spans, group, part, plan.form, sinks)
+            attended = _attend(heads, spans, group, part, plan.form, sinks, biases)
             out[tokens] = attended.view(len(tokens), width).to(out.dtype)
 
 
@@ -167,12 +191,13 @@ def _attend(
     part: slice,
     form: ScoreOptions,
     sinks: Tensor | None,
+    biases: Tensor | None,
 ) -> Tensor:
     """The attention of a part of a group's tokens, whose queries [K, Q / K, D] are float32. Returns [B, K, Q / K, D].
 
     The matmuls are those of one token each. Everything else is exact or row by row."""
     locations, keys = group.locations[part], torch.arange(group.num_keys)
-    hidden = (keys > group.queries[part]) | (keys < group.firsts[part])
+    hidden = (keys >= group.ends[part]) | (keys < group.firsts[part])
     num_kv_heads, num_grouped, head_dim = queries[0].shape
     scores = torch.stack(
         [
@@ -184,7 +209,11 @@ def _attend(
     if form.softcap is not None:
         scores = form.softcap * row_by_row(torch.tanh, scores / form.softcap)
     if form.slopes is not None:
-        scores -= form.slopes.view(num_kv_heads, num_grouped, 1) * (group.queries[part] - keys).float()
+        scores -= form.slopes.view(num_kv_heads, num_grouped, 1) * (group.queries[part] - keys).abs().float()
+    if biases is not None:
+        reach = biases.shape[1] // 2
+        distances = (keys - group.queries[part]).clamp(-reach, reach).view(len(scores), -1)
+        scores += biases[:, distances + reach].transpose(0, 1).view(scores.shape)
     scores.masked_fill_(hidden, -torch.inf)
     if sinks is not None:
         extra = sinks.float().view(num_kv_heads, num_grouped, 1)
@@ -221,7 +250,14 @@ def _gathered(kv: LayerKV, span: _Span) -> _Gathered:
     return _Gathered(padded[0].permute(1, 2, 0), padded[1].transpose(0, 1), are_finite)
 
 
-def paged_attention_reference(queries: Tensor, kv: LayerKV, inputs: StepInputs, window: int | None) -> Tensor:
+def paged_attention_reference(
+    queries: Tensor,
+    kv: LayerKV,
+    inputs: StepInputs,
+    window: int | None,
+    window_after: int | None = None,
+    biases: Tensor | None = None,
+) -> Tensor:
     """The formula in float64, a token and a head at a time. queries [T, Q, D]; returns [T, Q, D]."""
     num_heads, head_dim = queries.shape[1:]
     group = num_heads // kv.keys.shape[2]
@@ -232,12 +268,18 @@ def paged_attention_reference(queries: Tensor, kv: LayerKV, inputs: StepInputs, 
         for step in range(int(inputs.counts[entry])):
             token, position = int(inputs.offsets[entry]) + step, int(inputs.starts[entry]) + step
             first = 0 if window is None else max(0, position - window + 1)
-            seen = [
-                (int(inputs.block_tables[entry, j // BLOCK_SIZE]), j % BLOCK_SIZE) for j in range(first, position + 1)
-            ]
+            end = position + 1
+            if inputs.key_ends is not None:
+                end = min(int(inputs.key_ends[token]), end + (2**31 if window_after is None else window_after))
+            table = inputs.block_tables[entry]
+            seen = [(int(table[j // BLOCK_SIZE]), j % BLOCK_SIZE) for j in range(first, end)]
             for head in range(num_heads):
                 keys = torch.stack([kv.keys[block, offset, head // group] for block, offset in seen]).double()
                 values = torch.stack([kv.values[block, offset, head // group] for block, offset in seen]).double()
                 scores = keys @ queries[token, head].double() / head_dim**0.5
+                if biases is not None:
+                    reach = biases.shape[1] // 2
+                    distances = torch.arange(first, end) - position
+                    scores += biases[head, distances.clamp(-reach, reach) + reach]
                 out[token, head] = torch.softmax(scores, 0) @ values
     return out

@@ -1,4 +1,4 @@
-// Causal attention over keys and values in blocks, for decode and prefill: softmax(queries x keys) x values, one
+// Attention over keys and values in blocks, for decode, prefill and encoders: softmax(queries x keys) x values, one
 // stretch of 64 keys at a time, with the running maximum and sum of Milakov and Gimelshein (2018, arXiv:1805.02867).
 #pragma once
 
@@ -15,12 +15,16 @@
 #include "hadamard.h"
 
 // How scores differ from queries x keys: a cap c in c * tanh(score / c), 0 for none, and for each query head what is
-// subtracted for each position that a key is before the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
+// subtracted for each position that a key is away from the query (ALiBi: Press et al., 2021, arXiv:2108.12409), or null.
 struct ScoreOptions {
     float softcap = 0;
     const float* slopes = nullptr;
     // Of each query head, a score that takes part in the softmax without a value (Xiao et al., 2023, arXiv:2309.17453).
     const float* sinks = nullptr;
+    // [query heads][2 x reach + 1]: what is added by the distance from the query to the key, clamped to +-reach (T5:
+    // Raffel et al., 2020, arXiv:1910.10683); or null.
+    const float* biases = nullptr;
+    int reach = 0;
 };
 
 template <KVType TYPE>
@@ -37,7 +41,7 @@ class Attention final : public Op {
     size_t scratch_bytes() const override {
         return align(size_t(num_slices()) * ITEM_STATES * SLICE * sizeof(Number)) + align(ITEM_STATES * kv_.head_dim * 4) +
                align(ATTENTION_ROWS * STRETCH * 4) + align(ATTENTION_ROWS * STRETCH * sizeof(Number)) +
-               5 * align(ITEM_STATES * 4) + align(ITEM_STATES * sizeof(vf)) + align(ATTENTION_ROWS * 4) +
+               6 * align(ITEM_STATES * 4) + align(ITEM_STATES * sizeof(vf)) + align(ATTENTION_ROWS * 4) +
                align(LANES * 4) + align(unpacked_bytes()) + align(seen_bytes<TYPE>(kv_.head_dim));
     }
 
@@ -55,15 +59,15 @@ class Attention final : public Op {
         Cost cost;
         std::unordered_map<int32_t, int> read;
         for (int entry = 0; entry < step.rows; entry++) {
-            const int start = step.starts[entry], end = start + step.counts[entry];
-            const int first = plan_.first_key(start);
+            const int start = step.starts[entry], count = step.counts[entry];
+            const int first = plan_.first_key(start), end = plan_.end_key(step, entry, 0, count - 1);
             for (int block = first / BLOCK; block * BLOCK < end; block++) {
                 const int keys = std::min(end, (block + 1) * BLOCK) - std::max(first, block * BLOCK);
                 int& most = read[step.blocks(entry)[block]];
                 most = std::max(most, keys);
             }
             double pairs = 0;
-            for (int position = start; position < end; position++) pairs += position - plan_.first_key(position) + 1;
+            for (int i = 0; i < count; i++) pairs += plan_.end_key(step, entry, i) - plan_.first_key(start + i);
             cost.flops += 4 * pairs * kv_.heads * plan_.group * kv_.head_dim;
         }
         for (const auto& [block, keys] : read) cost.bytes += double(keys) / BLOCK * double(kv_.block_bytes());
@@ -91,6 +95,7 @@ class Attention final : public Op {
         vf* total;             // [states], sums of some keys in each lane
         float* shrinks;        // [LANES], of the rows of a matmul
         int32_t *first, *end;  // [rows]: the keys that a row attends to
+        int32_t* position;     // [rows]
         int32_t* place;        // [rows]: a row's place in its group of query heads
         uint16_t* unpacked;    // keys and values of a stretch, if tiles multiply 8 bits
         uint8_t* seen;         // values of a stretch without those that a row may not see
@@ -128,6 +133,7 @@ class Attention final : public Op {
         state.shrinks = reinterpret_cast<float*>(take(LANES * 4));
         state.first = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.end = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
+        state.position = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.place = reinterpret_cast<int32_t*>(take(ITEM_STATES * 4));
         state.unpacked = reinterpret_cast<uint16_t*>(take(unpacked_bytes()));
         state.seen = take(seen_bytes<TYPE>(kv_.head_dim));
@@ -145,7 +151,7 @@ class Attention final : public Op {
         begin(step, item, members, state);
         Pass pass = first_pass(step, item);
         RowsAhead rows(plan_, step, kv_.head_dim, {out_, floats_ ? 4 : int(sizeof(act))}, item, {queries_, sizeof(act)},
-                       next, num_matmuls(step, item, members));
+                       next, num_matmuls(item, members));
         const auto then = [&](const Pass& after) {
             compute<EXACT>(step, item, pass, after, item.head, rows, state);
             pass = after;
@@ -153,7 +159,7 @@ class Attention final : public Op {
         const Run* runs = plan_.runs.data() + item.runs;
         for (int i = 1; i < item.num_runs; i++) then(pass_of(step, members, runs[i]));
         for (int i = 0; i < item.num_members; i++)
-            for (int key = members[i].own; key <= last_key(step, members[i]); key += STRETCH)
+            for (int key = members[i].own; key < members[i].end; key += STRETCH)
                 if (i || key > members[i].own || item.num_runs) then(pass_of(step, members[i], key));
         compute<EXACT>(step, item, pass, next ? first_pass(step, *next) : Pass{}, next ? next->head : item.head, rows,
                        state);
@@ -162,15 +168,10 @@ class Attention final : public Op {
         return sum(nothing) == 0.0f;
     }
 
-    // Row r of a member is query r % group of token r / group.
-    int position(const Step& step, const Member& member, int r) const {
-        return step.starts[member.entry] + (member.row + r) / plan_.group;
-    }
-
-    int num_matmuls(const Step& step, const Item& item, const Member* members) const {
+    int num_matmuls(const Item& item, const Member* members) const {
         int passes = item.num_runs;
         for (int i = 0; i < item.num_members; i++)
-            passes += std::max(0, last_key(step, members[i]) - members[i].own + STRETCH) / STRETCH;
+            passes += std::max(0, members[i].end - members[i].own + STRETCH - 1) / STRETCH;
         return passes * item.heads * ceil_div(item.rows, ATTENTION_ROWS);
     }
 
@@ -191,7 +192,8 @@ class Attention final : public Op {
                 }
                 const int at = step.starts[member->entry] + token;
                 state.first[member->at + r] = plan_.first_key(at);
-                state.end[member->at + r] = at + 1;
+                state.end[member->at + r] = plan_.end_key(step, member->entry, token);
+                state.position[member->at + r] = at;
                 state.place[member->at + r] = query;
             });
         std::fill_n(state.top, states, -INFINITY);
@@ -252,9 +254,9 @@ class Attention final : public Op {
         int rows = 0, key = 0, num_blocks = 0, first = 0;
     };
 
-    int last_key(const Step& step, const Member& member) const { return position(step, member, member.rows - 1); }
-
-    int first_key(const Step& step, const Member& member) const { return plan_.first_key(position(step, member, 0)); }
+    int first_key(const Step& step, const Member& member) const {
+        return plan_.first_key(step.starts[member.entry] + member.row / plan_.group);
+    }
 
     Pass pass_of(const Step& step, const Member* members, const Run& run) const {
         const Member &first = members[run.begin], &last = members[run.end - 1];
@@ -264,7 +266,7 @@ class Attention final : public Op {
     }
 
     Pass pass_of(const Step& step, const Member& member, int key) const {
-        const int num_blocks = std::min(STRETCH_BLOCKS, (last_key(step, member) - key) / BLOCK + 1);
+        const int num_blocks = std::min(STRETCH_BLOCKS, ceil_div(member.end - key, BLOCK));
         return {&member, member.rows, key, num_blocks, first_key(step, member)};
     }
 
@@ -352,9 +354,9 @@ class Attention final : public Op {
             for (int b = 0; b < ahead.next.num_blocks; b++)
                 prefetch<L1>(reinterpret_cast<const uint8_t*>(ahead.next.scales[b]), LINE);
         Products::multiply_keys(part, count, stretch, ahead, kv_.head_dim);
-        if (form_.softcap > 0 || form_.slopes)
+        if (form_.softcap > 0 || form_.slopes || form_.biases)
             for (int r = 0; r < count; r++)
-                reshape(part.scores + r * STRETCH, part.num_blocks() * BLOCK, key - (state.end[row + r] - 1),
+                reshape(part.scores + r * STRETCH, part.num_blocks() * BLOCK, key - state.position[row + r],
                         (item.head + head) * plan_.group + state.place[row + r]);
         switch (part.num_blocks()) {
 #define CASE(B)                                                                                                        \
@@ -376,7 +378,11 @@ class Attention final : public Op {
             for (int i = 0; i < num; i += LANES)
                 store(scores + i, form_.softcap * tanh_of(load<vf>(scores + i) * (1.0f / form_.softcap)));
         if (form_.slopes)
-            for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(distance + i);
+            for (int i = 0; i < num; i++) scores[i] += form_.slopes[query] * float(-std::abs(distance + i));
+        if (form_.biases) {
+            const float* biases = form_.biases + query * (2 * form_.reach + 1) + form_.reach;
+            for (int i = 0; i < num; i++) scores[i] += biases[std::clamp(distance + i, -form_.reach, form_.reach)];
+        }
     }
 
     const Rows out_;

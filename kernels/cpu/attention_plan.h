@@ -21,9 +21,10 @@ constexpr int ITEM_STATES = 128;  // most queries of an item, over all heads and
 class AttentionPlan final : public Op {
    public:
     // Rows row .. row + rows of an entry (its tokens x queries per head). They begin at row `at` of the item. Keys
-    // before `own` are in the item's runs; the member goes through the others alone.
+    // before `own` are in the item's runs; the member goes through the others alone, up to `end`, which none of its rows
+    // sees.
     struct Member {
-        int entry, row, rows, at, own;
+        int entry, row, rows, at, own, end;
     };
     // Members begin .. end go through the stretch at `key` together: it is in the same blocks for all of them, and
     // before their first token.
@@ -38,9 +39,11 @@ class AttentionPlan final : public Op {
         int64_t cost;
     };
 
-    AttentionPlan(int num_heads, int num_kv_heads, int threads, int window)
+    // `window` is 0 for none. `window_after` is how many keys after a token it sees at most, besides the limit in
+    // Step::key_ends; -1: only that limits it.
+    AttentionPlan(int num_heads, int num_kv_heads, int threads, int window, int window_after)
         : Op("attention_plan"), group(num_heads / num_kv_heads), num_kv_heads(num_kv_heads), window(window),
-          threads_(threads) {}
+          window_after_(window_after), threads_(threads) {}
 
     int tiles(const Step&) const override { return 1; }
 
@@ -67,6 +70,21 @@ class AttentionPlan final : public Op {
 
     int first_key(int position) const { return window > 0 ? std::max(0, position - window + 1) : 0; }
     int first_stretch(int position) const { return first_key(position) / STRETCH; }
+
+    // The first key that a token of an entry does not see.
+    int end_key(const Step& step, int entry, int token) const {
+        const int after = step.starts[entry] + token + 1;
+        if (!step.key_ends) return after;
+        const int end = step.key_ends[step.offsets[entry] + token];
+        return window_after_ < 0 ? end : std::min(end, after + window_after_);
+    }
+
+    // The first key that none of the tokens from `first` to `last` of an entry sees.
+    int end_key(const Step& step, int entry, int first, int last) const {
+        int end = end_key(step, entry, last);
+        for (int token = first; step.key_ends && token < last; token++) end = std::max(end, end_key(step, entry, token));
+        return end;
+    }
 
     std::vector<Item> items;
     std::vector<Member> members;
@@ -99,8 +117,13 @@ class AttentionPlan final : public Op {
             common_.push_back(i ? in_common(step, order_[i - 1], order_[i]) : 0);
     }
 
-    // Whole stretches before the first token of an entry.
-    static int num_before(const Step& step, int entry) { return step.starts[entry] / STRETCH; }
+    // Whole stretches before the first token of an entry that end before any of its tokens' `end_key`.
+    int num_before(const Step& step, int entry) const {
+        int end = step.starts[entry];
+        for (int token = 0; step.key_ends && end && token < step.counts[entry]; token++)
+            end = std::min(end, end_key(step, entry, token));
+        return end / STRETCH;
+    }
 
     // Number of first stretches that two entries have in the same blocks; 0 if they are all outside their windows.
     int in_common(const Step& step, int a, int b) const {
@@ -130,7 +153,7 @@ class AttentionPlan final : public Op {
         int64_t shared = 0, own = 0, rows = 0;
         for (int i = first; i < first + num; i++) {
             const int entry = order_[i], start = step.starts[entry], count = step.counts[entry];
-            const int keys = start + count - first_stretch(start) * STRETCH;
+            const int keys = end_key(step, entry, 0, count - 1) - first_stretch(start) * STRETCH;
             const int common = std::max(i > first ? common_[i] : 0, i + 1 < first + num ? common_[i + 1] : 0);
             const int together = (common - first_stretch(start)) * STRETCH;
             shared += together, own += keys - together, rows = std::max(rows, int64_t(count) * group);
@@ -156,10 +179,12 @@ class AttentionPlan final : public Op {
         for (int i = 0; i < num; i++) {
             const int entry = order_[first + i], seen = first_stretch(step.starts[entry]);
             const int common = std::max(i ? common_[first + i] : 0, i + 1 < num ? common_[first + i + 1] : 0);
-            members.push_back({entry, 0, step.counts[entry] * group, rows, common * STRETCH});
+            const int last = step.counts[entry] - 1;
+            members.push_back(
+                {entry, 0, step.counts[entry] * group, rows, common * STRETCH, end_key(step, entry, 0, last)});
             rows += members.back().rows;
             begin = std::min(begin, seen), end = std::max(end, common);
-            cost += own_cost(step, members.back());
+            cost += own_cost(members.back());
         }
         for (int stretch = begin; stretch < end; stretch++) {
             const auto looks = [&](int i) {
@@ -196,17 +221,14 @@ class AttentionPlan final : public Op {
 
     void add_alone(const Step& step, int entry, int head, int heads, int row, int rows) {
         const int first = first_stretch(step.starts[entry] + row / group) * STRETCH;
-        const Member member{entry, row, rows, 0, first};
-        items.push_back({head, heads, int(members.size()), 1, 0, 0, rows, own_cost(step, member) * heads});
+        const Member member{entry, row, rows, 0, first, end_key(step, entry, row / group, (row + rows - 1) / group)};
+        items.push_back({head, heads, int(members.size()), 1, 0, 0, rows, own_cost(member) * heads});
         members.push_back(member);
     }
 
-    int64_t own_cost(const Step& step, const Member& member) const {
-        const int last = step.starts[member.entry] + (member.row + member.rows - 1) / group;
-        return (last - member.own + 1) * (FETCH + member.rows);
-    }
+    static int64_t own_cost(const Member& member) { return (member.end - member.own) * (FETCH + member.rows); }
 
-    const int threads_;
+    const int window_after_, threads_;
     bool whole_ = false;
     std::vector<int> order_, common_;
 };

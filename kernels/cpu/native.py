@@ -114,6 +114,7 @@ class NativeStepArrays(Structure):
         ("max_blocks", c_int),
         ("adapters", c_void_p),
         ("num_adapted", c_void_p),
+        ("key_ends", c_void_p),
     )
 
 
@@ -261,7 +262,13 @@ class NativeDeltaState(Structure):
 class NativeScoreOptions(Structure):
     """`ScoreOptions` in attention.h."""
 
-    _fields_ = (("softcap", c_float), ("slopes", c_void_p), ("sinks", c_void_p))
+    _fields_ = (
+        ("softcap", c_float),
+        ("slopes", c_void_p),
+        ("sinks", c_void_p),
+        ("biases", c_void_p),
+        ("reach", c_int),
+    )
 
 
 class NativeNorm(Structure):

@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -116,7 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "board_waited_s": (c_double, [c_void_p]),
     "program_use_board": (None, [c_void_p, c_void_p]),
     "program_layer": (None, [c_void_p, c_int]),
-    "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int]),
+    "program_attention_plan": (c_void_p, [c_void_p, c_int, c_int, c_int, c_int]),
     "program_attention": (
         None,
         [

@@ -23,7 +23,7 @@
 
 extern "C" {
 
-int abi_version() { return 25; }
+int abi_version() { return 26; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -156,8 +156,8 @@ void program_use_tables(Program* program, const int64_t* slots, const int32_t* b
     program->use(slots, block_tables);
 }
 
-AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window) {
-    return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window);
+AttentionPlan* program_attention_plan(Program* program, int num_heads, int num_kv_heads, int window, int window_after) {
+    return &program->add<AttentionPlan>(num_heads, num_kv_heads, program->thread_pool().size(), window, window_after);
 }
 
 void program_attention(Program* program, Rows out, int floats, Rows queries, const KV* kv,

@@ -14,6 +14,7 @@ struct Step {
     const int32_t *starts, *counts, *offsets, *block_tables;
     int max_blocks;
     const int32_t *adapters, *num_adapted;  // of each token, the adapter's slot or -1; how many tokens have one
+    const int32_t* key_ends = nullptr;  // of each token, the first key that it does not see; null: its position + 1
 
     const int32_t* blocks(int row) const { return block_tables + size_t(row) * max_blocks; }
 };

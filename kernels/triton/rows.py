@@ -112,6 +112,8 @@ class StepArrays:
     """[R, B], of `RowState.blocks`: the tables of the first KV group"""
     adapters: Tensor | None = None
     """[T] int32; the slot of each token's LoRA adapter, -1 for none. None if no token has one"""
+    key_ends: Tensor | None = None
+    """[T] int32; the first key that each token does not see, as in `StepInputs`. None: its position + 1"""
     others: "tuple[StepArrays, ...]" = ()
     """The same step for the other KV groups: only `slots` and `blocks` differ. Their slots are equally far apart."""
 

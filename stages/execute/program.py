@@ -84,6 +84,9 @@ class AttentionWeights:
     rope: Rope | None = None
     sinks: "AnyVector | None" = None
     """[num_heads], the scores of the heads' sinks."""
+    biases: "AnyVector | None" = None
+    """[num_heads, 2 * reach + 1]; what is added to scores by the distance from the query to the key, which is at least
+    -reach and at most reach."""
     gate: Linear | None = None
     """[num_heads * head_dim, hidden_size]: attention's result is multiplied with its sigmoid."""
     post_norm: Norm | None = None

@@ -47,7 +47,7 @@ class Layers:
         )
         self._kept: list[object] = [arrays]
         self.program = library.program_new(self.pool.handle, ctypes.byref(arrays))
-        plan = library.program_attention_plan(self.program, heads, kv_heads, 0)
+        plan = library.program_attention_plan(self.program, heads, kv_heads, 0, -1)
         rng = np.random.default_rng(1)
         stride = library.activation_bytes(ActivationForm.PLAIN, heads * dim)
         for _ in range(layers):

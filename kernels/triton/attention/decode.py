@@ -64,6 +64,7 @@ def attend_decode(
     check_cache(keys, values, tasks)
     head_dim = tasks.head_dim
     (task_list,) = tasks.lists
+    assert step.key_ends is None, "a token that decodes sees what is before it"
     assert task_list.tile in (tasks.tiles.few, tasks.tiles.narrow), "the tasks must be planned for one token per entry"
     assert out.shape == (step.num_tokens, tasks.num_heads * head_dim)
     assert out.dtype == keys.dtype or is_quantized(keys)
@@ -268,8 +269,9 @@ def _decode_kernel(
         row_slopes = load_of_heads(slopes, row_heads, present, ALIBI)
         sums, largest, all_weights = attend_tiles(
             sums, largest, all_weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-            blocks, first_tile, end_tile, first_key, position, positions, row_slopes, SCALE, CAP, ALIBI, True, False,
-            True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
+            blocks, first_tile, end_tile, first_key, position, positions, positions + 1, row_slopes, SCALE, CAP, ALIBI,
+            True, False, True, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
+            UPCAST,
         )  # fmt: skip
 
         weights = tl.sum(all_weights, 1)

@@ -1,5 +1,6 @@
-"""Paged attention: causal, with grouped heads, optionally with a sliding window. A decode step is one launch. Other
-steps have one launch for entries of few tokens, one for those of some, and one for chunks.
+"""Paged attention: causal or up to `StepArrays.key_ends`, with grouped heads, optionally with a sliding window. A
+decode step is one launch. Other steps have one launch for entries of few tokens, one for those of some, and one for
+chunks.
 
 A tile's rows are the tokens of a query block x the heads of a group, so a group reads its keys once. A program goes
 through its piece of the step (see tasks.py), one tile of keys after the other, with a running softmax (Milakov and
@@ -83,6 +84,9 @@ def attend(
             tasks.scratch.sums,
             tasks.scratch.scales,
             *vectors_of(tasks, sinks),
+            step.positions if step.key_ends is None else step.key_ends,
+            ENDS=step.key_ends is not None,
+            WINDOW_AFTER=-1 if tasks.window_after is None else tasks.window_after,
             SINGLE_LOOP=task_list in (tasks.few, tasks.narrow),
             num_warps=task_list.tile.num_warps,
             num_stages=task_list.tile.num_stages,
@@ -147,10 +151,13 @@ def _attend_kernel(
     part_scales,
     slopes,
     sinks,
+    key_ends,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    ENDS: tl.constexpr,
+    WINDOW_AFTER: tl.constexpr,
     SINGLE_LOOP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -184,18 +191,27 @@ def _attend_kernel(
         first_key = 0
         if WINDOW > 0:
             first_key = tl.maximum(start + first_token - WINDOW + 1, 0)
+        tokens = first_token + rows // GROUP
+        present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
+        positions = start + tokens
         end_key = start + end_token
+        row_ends = positions + 1
+        if ENDS:
+            row_ends = tl.load(key_ends + offset + tokens, mask=present, other=0)
+            if WINDOW_AFTER >= 0:
+                row_ends = tl.minimum(row_ends, positions + 1 + WINDOW_AFTER)
+            end_key = tl.max(tl.where(present, row_ends, 0))
 
         is_begun = (index == 0) & (begin_cut[1] >= 0)
         is_cut = (index == num_units - 1) & (end_cut[1] >= 0)
         first_tile, end_tile, first_inside, num_inside = tiles_of_unit(
             first_key, end_key, is_begun, is_cut, begin_cut, end_cut, BLOCK_N
         )
+        if ENDS:  # the plan knows the most keys that the unit can have
+            end_tile = tl.maximum(tl.minimum(end_tile, (end_key + BLOCK_N - 1) // BLOCK_N), first_tile)
 
         # Before the queries, so that both latencies overlap.
         blocks = load_blocks(table, first_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
-        tokens = first_token + rows // GROUP
-        present = (rows < BLOCK_Q * GROUP) & (tokens < end_token)
         at = (offset + tokens).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + (head * GROUP + rows % GROUP) * HEAD_DIM
         mask = present[:, None] & (dims < HEAD_DIM)[None, :]
         query = tl.load(queries + at[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -206,40 +222,43 @@ def _attend_kernel(
             weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         else:
             weights = tl.zeros([BLOCK_M], tl.float32)
-        positions = start + tokens
         row_heads = head * GROUP + rows % GROUP
         row_slopes = load_of_heads(slopes, row_heads, present, ALIBI)
         head_at = head * (BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES))
         head_keys, head_values = keys + head_at, values + head_at
         head_key_scales, head_value_scales = key_scales + head_at // 2, value_scales + head_at // 2
         masked_tile = first_tile
-        if not SINGLE_LOOP:
-            # Tiles that all rows attend to completely need no mask: those up to the first token's position and, with a
-            # window, after the last token's first key.
+        if not (SINGLE_LOOP or (ENDS and WINDOW > 0)):
+            # Tiles that all rows attend to completely need no mask: those up to the first token's position, or the
+            # first end, and, with a window, after the last token's first key. With a window and ends, there would be
+            # too few registers.
             full_tile = first_tile
-            full_end = tl.maximum(tl.minimum((start + first_token + 1) // BLOCK_N, end_tile), first_tile)
+            common_end = start + first_token + 1
+            if ENDS:
+                common_end = tl.min(tl.where(present, row_ends, 2**30))
+            full_end = tl.maximum(tl.minimum(common_end // BLOCK_N, end_tile), first_tile)
             if WINDOW > 0:
-                full_tile = tl.maximum(end_key - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
+                full_tile = tl.maximum(start + end_token - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
                 full_tile = tl.minimum(tl.maximum(full_tile, first_tile), end_tile)
                 full_end = tl.maximum(full_end, full_tile)
                 sums, largest, weights = attend_tiles(
                     sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-                    blocks, first_tile, full_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True,
-                    True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N,
-                    PRECISION, UPCAST,
+                    blocks, first_tile, full_tile, first_key, end_key, positions, row_ends, row_slopes, SCALE, CAP,
+                    ALIBI, True, True, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW,
+                    BLOCK_N, PRECISION, UPCAST,
                 )  # fmt: skip
                 blocks = load_blocks(table, full_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
             sums, largest, weights = attend_tiles(
                 sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table,
-                blocks, full_tile, full_end, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, False,
-                False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION,
-                UPCAST,
+                blocks, full_tile, full_end, first_key, end_key, positions, row_ends, row_slopes, SCALE, CAP, ALIBI,
+                False, False, SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N,
+                PRECISION, UPCAST,
             )  # fmt: skip
             masked_tile = full_end
             blocks = load_blocks(table, masked_tile, first_key, end_key, BLOCK_SIZE, BLOCK_N)
         sums, largest, weights = attend_tiles(
             sums, largest, weights, query, head_keys, head_values, head_key_scales, head_value_scales, table, blocks,
-            masked_tile, end_tile, first_key, end_key, positions, row_slopes, SCALE, CAP, ALIBI, True, True,
+            masked_tile, end_tile, first_key, end_key, positions, row_ends, row_slopes, SCALE, CAP, ALIBI, True, True,
             SINGLE_LOOP, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, SCALE_BYTES, WINDOW, BLOCK_N, PRECISION, UPCAST,
         )  # fmt: skip
         if SINGLE_LOOP:

@@ -17,8 +17,8 @@ memory for two partial results per program is enough.
   longer piece. Units that are much shorter than a piece are never cut.
 - A piece has at least `Tile.min_tiles` tiles, because short ones are not worth sharing. But while there are enough
   programs, each unit has its own, so that short units run in parallel.
-- A query block costs its keys and one more tile, so many short rows are divided evenly too. Keys outside the window
-  cost nothing.
+- A query block costs its keys and one more tile, so many short rows are divided evenly too. Keys outside the window,
+  and behind the ends of tokens, cost nothing.
 
 Entries of few tokens, of some and of many are in three lists with different tiles: a wide tile for a single token would
 waste nearly all of its rows, and narrow tiles for a chunk would read keys again for every few tokens. The step's shape
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.attention.paged_attention import ScoreOptions
-from pipeline.kernels.triton.attention.plan import plan_kernel
+from pipeline.kernels.triton.attention.plan import ends_kernel, plan_kernel
 from pipeline.kernels.triton.kv_cache import shape_of
 from pipeline.kernels.triton.launch import next_power_of_2, num_multiprocessors
 from pipeline.kernels.triton.rows import StepArrays
@@ -168,6 +168,7 @@ class AttentionTasks:
         tiles: Tiles | None = None,
         quantized: bool = False,
         form: ScoreOptions | None = None,
+        window_after: int | None = None,
     ) -> None:
         """`dtype` is that of queries; keys and values are of the same or, `quantized`, in 8 bits. Windows that share
         `scratch` must have the same `tiles`."""
@@ -190,7 +191,9 @@ class AttentionTasks:
         self.scratch = scratch or Scratch(self.tiles, head_dim, device)
         self.max_entries = max_entries
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.window = window
+        self.window, self.window_after = window, window_after
+        self.ends = torch.zeros((2, max_entries), dtype=torch.int32, device=device)
+        """Of the entries of a step with key ends: the last one, and how far they are behind their tokens."""
         num = num_multiprocessors(device)
         self.few, self.narrow, self.middle, self.wide = (
             TaskList(tile, num * tile.programs, max_entries, device)
@@ -217,6 +220,17 @@ class AttentionTasks:
             self.lists.append(self.middle)
             if step.num_tokens > NO_CHUNKS:
                 self.lists.append(self.wide)
+        if step.key_ends is not None:
+            ends_kernel[(step.num_entries,)](
+                self.ends,
+                step.key_ends,
+                step.starts,
+                step.counts,
+                step.offsets,
+                NUM=self.max_entries,
+                WINDOW_AFTER=-1 if self.window_after is None else self.window_after,
+                BLOCK_T=256,
+            )
         mosts = [self.tokens_of(self.narrow.tile), 2 * self.tokens_of(self.middle.tile)]
         least = 1
         for tasks, most in zip(self.lists, [*mosts[: len(self.lists) - 1], _ANY_COUNT], strict=True):
@@ -230,11 +244,14 @@ class AttentionTasks:
             tasks.cuts,
             tasks.entries,
             tasks.arrivals,
+            self.ends,
             step.rows,
             step.starts,
             step.counts,
             step.offsets,
             step.num_entries,
+            ENDS=step.key_ends is not None,
+            NUM=self.max_entries,
             NUM_KV_HEADS=self.num_kv_heads,
             WINDOW=self.window or 0,
             LEAST=least,

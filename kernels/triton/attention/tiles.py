@@ -113,6 +113,7 @@ def attend_tiles(
     first_key,
     end_key,
     positions,
+    row_ends,
     slopes,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
@@ -133,11 +134,12 @@ def attend_tiles(
     """Compute tiles first_tile .. end_tile of one head.
 
     `keys` and `values` point to that head in block 0, and their scales too (see kv_cache.py); `table` points to the
-    row's block ids; `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M].
+    row's block ids; `blocks` [BLOCK_N] are those of the first tile; `query` [BLOCK_M, DIMS], `positions` [BLOCK_M],
+    `row_ends` [BLOCK_M]: the first key that each row does not see.
     Keys outside first_key .. end_key are not read. SCALE makes products of queries and keys exponents of 2. Before it,
-    they are capped by CAP, unless it is 0, and with ALIBI `slopes` [BLOCK_M] are subtracted for each position before
-    the query.
-    Without MASKED, all positions attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
+    they are capped by CAP, unless it is 0, and with ALIBI `slopes` [BLOCK_M] are subtracted for each position that a
+    key is away from the query.
+    Without MASKED, all rows attend to all keys. `weights` are [BLOCK_M], or with SUM_LATER [BLOCK_M, BLOCK_N], so
     that warps that share a row need not exchange sums in each tile. With UNSEEN, a tile may have keys that some rows
     do not see: values that are not finite make NaN of those that do, and of no other.
     """
@@ -171,12 +173,12 @@ def attend_tiles(
         if CAP > 0:
             scores = CAP * tanh(scores / CAP)
         if ALIBI:
-            scores -= slopes[:, None] * (positions[:, None] - key_positions[None, :]).to(tl.float32)
+            scores -= slopes[:, None] * tl.abs(positions[:, None] - key_positions[None, :]).to(tl.float32)
         if UNSEEN and SCALE_BYTES == 0:
             value, wrong = _finite(value)
             scores += wrong[None, :]
         if MASKED:
-            seen = readable[None, :] & (key_positions[None, :] <= positions[:, None])
+            seen = readable[None, :] & (key_positions[None, :] < row_ends[:, None])
             if WINDOW > 0:
                 seen = seen & (key_positions[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))

@@ -19,14 +19,17 @@ HEAD_DIM = 16
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def make_inputs(entries: list[tuple[int, int]], seed: int = 0, num_blocks: int = 200) -> StepInputs:
+def make_inputs(
+    entries: list[tuple[int, int]], seed: int = 0, num_blocks: int = 200, key_ends: np.ndarray | None = None
+) -> StepInputs:
     """Entries are (start, count); block tables are random and share no blocks."""
     rng = np.random.default_rng(seed)
     starts, counts = (np.array(column, np.int32) for column in zip(*entries, strict=True))
     widest = int((-(-(starts + counts) // BLOCK_SIZE)).max())
     tables = rng.permutation(num_blocks)[: len(entries) * widest].reshape(len(entries), widest).astype(np.int32)
-    inputs = StepInputs(max_num_tokens=512, max_num_rows=16, max_num_blocks=40)
-    inputs.fill(rng.integers(0, 100, counts.sum()), starts, counts, tables, np.ones(len(entries), np.uint8))
+    inputs = StepInputs(max_num_tokens=512, max_num_rows=16, max_num_blocks=40, is_causal=key_ends is None)
+    ids, samples = rng.integers(0, 100, counts.sum()), np.ones(len(entries), np.uint8)
+    inputs.fill(ids, starts, counts, tables, samples, key_ends=key_ends)
     return inputs
 
 
@@ -209,6 +212,71 @@ def test_attention_agrees_with_its_formula(
     torch.testing.assert_close(out.double().view(expected.shape), expected, **tolerance)
 
 
+def random_ends(entries: list[tuple[int, int]], window: int | None, seed: int) -> np.ndarray:
+    """Any key after the first one that a token's window has."""
+    rng, ends = np.random.default_rng(seed), []
+    for start, count in entries:
+        positions = np.arange(start, start + count)
+        firsts = 0 * positions if window is None else np.maximum(positions - window + 1, 0)
+        ends.append(rng.integers(firsts + 1, start + count + 1))
+    return np.concatenate(ends)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "8 bits"])
+@pytest.mark.parametrize(("window", "window_after"), [(None, None), (5, 4), (21, None), (40, 3), (1, 0)])
+@pytest.mark.parametrize("entries", RAGGED.values(), ids=RAGGED.keys())
+def test_tokens_see_the_keys_before_their_ends(
+    entries: list[tuple[int, int]], window: int | None, window_after: int | None, quantized: bool
+) -> None:
+    """With a window, also none that is further away than it says. What no token of a row sees is not finite."""
+    num_heads, num_kv_heads = 6, 2
+    whole = np.concatenate([np.full(count, start + count) for start, count in entries])
+    biases = torch.randn(num_heads, 2 * 9 + 1, generator=torch.Generator().manual_seed(4))
+    for key_ends in (whole, random_ends(entries, window, 5)):
+        inputs, kv = make_inputs(entries, len(entries), key_ends=key_ends), make_kv(num_kv_heads, torch.float32)
+        spoil_unseen(kv, inputs, window, window_after)
+        kv = in_8_bits(kv) if quantized else kv
+        width = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+        qkv = torch.randn(inputs.num_tokens, width, generator=torch.Generator().manual_seed(2))
+        plan = AttentionPlan(window, None, 0, window_after)
+        plan.prepare(inputs)
+        queries = qkv.view(inputs.num_tokens, -1, HEAD_DIM)[:, :num_heads]
+        for added in (None, biases):
+            out = torch.full((inputs.num_tokens, num_heads * HEAD_DIM), torch.nan)
+            paged_attention(out, qkv, kv, plan, None, added)
+            expected = paged_attention_reference(queries, kv, inputs, window, window_after, added)
+            torch.testing.assert_close(out.double().view(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+def spoil_unseen(kv: LayerKV, inputs: StepInputs, window: int | None, window_after: int | None) -> None:
+    """Let keys and values that no token sees be NaN."""
+    unseen = torch.ones(kv.keys.shape[:2], dtype=torch.bool)
+    assert inputs.key_ends is not None
+    for entry in range(inputs.num_rows):
+        for token in range(inputs.offsets[entry], inputs.offsets[entry] + inputs.counts[entry]):
+            position, end = int(inputs.positions[token]), int(inputs.key_ends[token])
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = np.arange(first, end if window_after is None else min(end, position + 1 + window_after))
+            unseen[inputs.block_tables[entry, seen // BLOCK_SIZE], seen % BLOCK_SIZE] = False
+    kv.keys[unseen] = torch.nan
+    kv.values[unseen] = torch.nan
+
+
+def test_ends_of_causal_text_change_no_bit() -> None:
+    for entries in RAGGED.values():
+        kv, outs = make_kv(2, torch.bfloat16), []
+        own = np.concatenate([np.arange(start, start + count) + 1 for start, count in entries])
+        for key_ends in (None, own):
+            inputs, plan = make_inputs(entries, key_ends=key_ends), AttentionPlan(21)
+            plan.prepare(inputs)
+            width = 10 * HEAD_DIM
+            qkv = torch.randn(inputs.num_tokens, width, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+            out = torch.full((inputs.num_tokens, 6 * HEAD_DIM), torch.nan, dtype=torch.bfloat16)
+            paged_attention(out, qkv, kv, plan)
+            outs.append(out)
+        assert torch.equal(*outs)
+
+
 def test_a_plan_is_reused_by_later_steps() -> None:
     kv, plan = make_kv(1, torch.float32), AttentionPlan(None)
     for entries in ([(0, 9), (30, 1)], [(9, 1)]):
@@ -228,10 +296,10 @@ def test_memory_does_not_grow_with_tokens_times_keys(monkeypatch: pytest.MonkeyP
     inputs, kv, plan = make_inputs(entries), make_kv(1, torch.float32), AttentionPlan(window)
     inputs.block_tables[7] = inputs.block_tables[6]
     plan.prepare(inputs)
-    parts = [part for group in plan.groups for part in (group.tokens, group.queries, group.firsts)]
+    parts = [part for group in plan.groups for part in (group.tokens, group.queries, group.firsts, group.ends)]
     held = [getattr(group, name) for group in plan.groups for name in group.__slots__]
     assert sum(one.numel() for one in held if isinstance(one, torch.Tensor)) == sum(part.numel() for part in parts)
-    assert sum(part.numel() for part in parts) == 3 * inputs.num_tokens
+    assert sum(part.numel() for part in parts) == 4 * inputs.num_tokens
     qkv = torch.randn(inputs.num_tokens, 3 * HEAD_DIM, generator=torch.Generator().manual_seed(3))
     gather, live, most, outs = kernel._gathered, weakref.WeakSet[torch.Tensor](), [], []
 

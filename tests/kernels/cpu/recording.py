@@ -46,13 +46,20 @@ class Recording:
     """One program. Every run checks the canaries before and behind its memory."""
 
     def __init__(
-        self, library: ctypes.CDLL, threads: int = 1, tokens: int = 64, rows: int = 64, blocks: int = 32
+        self,
+        library: ctypes.CDLL,
+        threads: int = 1,
+        tokens: int = 64,
+        rows: int = 64,
+        blocks: int = 32,
+        *,
+        is_causal: bool = True,
     ) -> None:
         self.library = library
         self.wide = library.act_bytes() == 4
         self.has_tiles = library.activation_rows(1) > 1
         """Of AMX"""
-        self.inputs = StepInputs(tokens, rows, blocks)
+        self.inputs = StepInputs(tokens, rows, blocks, is_causal=is_causal)
         self.sampling_inputs = SamplingInputs(rows, 4096)
         self.scores = ScoreInputs(rows)
         self.ticket = native.MaskTicket(None, 0, 0)
@@ -64,6 +71,7 @@ class Recording:
             **{name: getattr(inputs, name).ctypes.data for name in ("starts", "counts", "offsets", "block_tables")},
             **{name: getattr(inputs, name).ctypes.data for name in ("ids", "positions", "slots", "sampled")},
             max_blocks=blocks,
+            key_ends=None if inputs.key_ends is None else inputs.key_ends.ctypes.data,
         )
         self.program = library.program_new(self.thread_pool.handle, ctypes.byref(self.arrays))
         self.fill([(0, 1)])
@@ -225,6 +233,7 @@ class Recording:
         ids: np.ndarray | None = None,
         tables: np.ndarray | None = None,
         samples: Sequence[bool] | None = None,
+        key_ends: np.ndarray | None = None,
     ) -> None:
         """Set the step: (start, count) of each entry, and the blocks of each, [entries, blocks]."""
         starts, counts = (np.array([entry[i] for entry in entries], np.int32) for i in (0, 1))
@@ -233,7 +242,7 @@ class Recording:
         if tables is None:
             tables = np.zeros((len(entries), self.inputs.block_tables.shape[1]), np.int32)
         samples = [True] * len(entries) if samples is None else samples
-        self.inputs.fill(ids, starts, counts, tables, np.array(samples, np.uint8))
+        self.inputs.fill(ids, starts, counts, tables, np.array(samples, np.uint8), key_ends=key_ends)
 
     def tokens(self, num: int) -> None:
         """A step of this many tokens of arbitrary rows."""
@@ -249,8 +258,8 @@ class Recording:
 
 
 @contextmanager
-def recording(library: ctypes.CDLL, **sizes: int) -> Iterator[Recording]:
-    made = Recording(library, **sizes)
+def recording(library: ctypes.CDLL, *, is_causal: bool = True, **sizes: int) -> Iterator[Recording]:
+    made = Recording(library, is_causal=is_causal, **sizes)
     try:
         yield made
     finally:

@@ -1,5 +1,6 @@
 """Hand-made steps for kernel tests: rows with shuffled blocks, entries of any length, and padding."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,11 @@ def make_step(
     num_tokens: int | None = None,
     window: int | None = None,
     seed: int = 0,
+    key_ends: Tensor | None = None,
 ) -> MadeStep:
     """A step of `entries` (start, count), padded to `num_entries` and `num_tokens`. A count of 0 is a row that has
     ended: as in production, it still has a start and one token, whose result is unused. Keys before the `window` of an
-    entry's first token do not exist."""
+    entry's first token do not exist. `key_ends` are those of live tokens, one after the other."""
     generator = torch.Generator().manual_seed(seed)
     spans = [max(count, 1) for _, count in entries]
     num_entries = len(entries) if num_entries is None else num_entries
@@ -86,6 +88,10 @@ def make_step(
                 step.slots[token] = block * BLOCK_SIZE + position % BLOCK_SIZE
                 live[token] = True
         offset += span
+    if key_ends is not None:
+        padded = torch.full((num_tokens,), 2**30, dtype=torch.int32)
+        padded[live] = key_ends.to(torch.int32)
+        step = dataclasses.replace(step, key_ends=padded)
     return MadeStep(step, keys, values, live)
 
 
@@ -112,6 +118,7 @@ def attention_reference(
     window: int | None,
     form: ScoreOptions | None = None,
     sinks: Tensor | None = None,
+    window_after: int | None = None,
 ) -> Tensor:
     """The formula in float64, one token at a time. queries [T, Q * D]; returns [T, Q, D], NaN for padding."""
     form = form or ScoreOptions()
@@ -125,7 +132,10 @@ def attention_reference(
         for index in range(count):
             position, token = start + index, int(step.offsets[entry]) + index
             first = 0 if window is None else max(0, position - window + 1)
-            keys_at = torch.arange(first, position + 1)
+            end = position + 1
+            if step.key_ends is not None:
+                end = min(int(step.key_ends[token]), end + (2**31 if window_after is None else window_after))
+            keys_at = torch.arange(first, end)
             blocks = table[keys_at // BLOCK_SIZE]
             seen_keys = keys[blocks, :, keys_at % BLOCK_SIZE].double()
             seen_values = values[blocks, :, keys_at % BLOCK_SIZE].double()
@@ -133,7 +143,7 @@ def attention_reference(
             if form.softcap is not None:
                 scores = form.softcap * torch.tanh(scores / form.softcap)
             if form.slopes is not None:
-                scores -= form.slopes.double().view(num_kv_heads, -1, 1) * (position - keys_at)
+                scores -= form.slopes.double().view(num_kv_heads, -1, 1) * (position - keys_at).abs()
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double().view(num_kv_heads, -1, 1)], -1)
             weights = torch.softmax(scores, -1)[..., : len(keys_at)]

@@ -75,7 +75,7 @@ class NativeAttention:
         ]
         """By place in a block."""
         self._calibrated: list[CalibratedLayer] = []
-        self._plans: dict[tuple[int, int], int] = {}
+        self._plans: dict[tuple[int, int, int], int] = {}
 
     def emit(
         self,
@@ -99,12 +99,9 @@ class NativeAttention:
             products = self._memory.products(weights.gate, order, partial(self._norms.rows, slot=slot))
             library.program_products(self._program, self._gates, products, len(products), len(order))
             rows, floats = native.NativeRows(self._layers.wide + 4 * int(order[0]), width * 4), True
-        plan = self._plan(weights.window or 0, group)
-        form = self._score_form
-        if weights.sinks is not None:
-            sinks = np.asarray(weights.sinks, np.float32)[share.heads.start : share.heads.stop]
-            form = native.NativeScoreOptions(form.softcap, form.slopes, self._memory.vector(sinks))
-        library.program_attention(self._program, rows, floats, self._queries, kv, plan, ctypes.byref(form))
+        plan = self._plan(weights, group)
+        form = ctypes.byref(self._form_of(weights))
+        library.program_attention(self._program, rows, floats, self._queries, kv, plan, form)
         if weights.gate is not None:
             self._gate(matrix, width)
         self._layers.barrier("attention")
@@ -216,8 +213,18 @@ class NativeAttention:
         slopes = None
         if config.alibi_slopes is not None:
             slopes = self._memory.vector(np.array(config.alibi_slopes[heads.start : heads.stop], np.float32))
-        score = native.NativeScoreOptions(config.attention_softcap or 0.0, slopes, None)
+        score = native.NativeScoreOptions(config.attention_softcap or 0.0, slopes)
         return query and ctypes.byref(query), score
+
+    def _form_of(self, weights: AttentionWeights) -> native.NativeScoreOptions:
+        """What differs from plain attention in a layer's scores."""
+        form, heads = native.NativeScoreOptions.from_buffer_copy(self._score_form), self._share.heads
+        if weights.sinks is not None:
+            form.sinks = self._memory.vector(np.asarray(weights.sinks, np.float32)[heads.start : heads.stop])
+        if weights.biases is not None:
+            biases = np.ascontiguousarray(np.asarray(weights.biases, np.float32)[heads.start : heads.stop])
+            form.biases, form.reach = self._memory.vector(biases), biases.shape[1] // 2
+        return form
 
     def _head_norms(self, norms: HeadNorms | None) -> Any:
         """The weights in the panels' order of a head's dimensions, or null."""
@@ -236,14 +243,15 @@ class NativeAttention:
             native.NativeHeadNorms(query, key, config.rms_norm_eps, config.norm == "layer", each, every)
         )
 
-    def _plan(self, window: int, group: int) -> int:
-        """The attention plan of all layers with this window (0 for none) in a KV group. It becomes an op before the
-        first of them."""
-        key = window, group
+    def _plan(self, weights: AttentionWeights, group: int) -> int:
+        """The attention plan of all layers with the same window in a KV group. It becomes an op before the first of
+        them."""
+        window, after = weights.window or 0, -1 if weights.window_after is None else weights.window_after
+        key = window, after, group
         if key not in self._plans:
             share = self._share
             self._plans[key] = self._library.program_attention_plan(
-                self._program, len(share.heads), len(share.kv_heads), window
+                self._program, len(share.heads), len(share.kv_heads), window, after
             )
         return self._plans[key]
 

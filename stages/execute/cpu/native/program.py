@@ -394,4 +394,5 @@ class NativeProgram(Program):
             max_blocks=inputs.block_tables.shape[1],
             adapters=inputs.adapters.ctypes.data,
             num_adapted=inputs.num_adapted.ctypes.data,
+            key_ends=None if inputs.key_ends is None else inputs.key_ends.ctypes.data,
         )

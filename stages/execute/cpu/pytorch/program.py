@@ -116,7 +116,7 @@ class TorchProgram(Program):
         self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
         self._rotations = rotations(config, kv.max_model_len)
         self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
-        self._plans: dict[tuple[int | None, int], AttentionPlan] = {}
+        self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes)
         self._score_form = ScoreOptions(config.query_scale, config.attention_softcap, slopes, config.sinks)
 
@@ -270,8 +270,8 @@ class TorchProgram(Program):
         if config.query_growth:
             growth = config.query_growth, config.query_growth_period
             calls.add(ops.scale_queries, self._qkv, calls.positions, kv, *growth)
-        sinks = None if weights.sinks is None else as_tensor(weights.sinks)
-        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights.window, group), sinks)
+        sinks, biases = (None if one is None else as_tensor(one) for one in (weights.sinks, weights.biases))
+        calls.add(ops.attention, self._attended, self._qkv, kv, self._plan(weights, group), sinks, biases)
         if weights.gate is not None:
             calls.add(ops.gate, self._attended, self._gate)
         self._project(out, self._attended, weights.out, OUT)
@@ -388,10 +388,10 @@ class TorchProgram(Program):
     def close(self) -> None:
         pass
 
-    def _plan(self, window: int | None, group: int) -> AttentionPlan:
-        """The attention plan of all layers with this window in a KV group. It is prepared before the first of them."""
-        if (key := (window, group)) not in self._plans:
-            self._plans[key] = self._ops.attention_plan(window, self._score_form, group)
+    def _plan(self, weights: AttentionWeights, group: int) -> AttentionPlan:
+        """The attention plan of all layers with the same window in a KV group, prepared before the first of them."""
+        if (key := (weights.window, weights.window_after, group)) not in self._plans:
+            self._plans[key] = self._ops.attention_plan(weights.window, self._score_form, group, weights.window_after)
             self._calls.add(self._plans[key].prepare, self._inputs)
         return self._plans[key]
 

@@ -112,6 +112,7 @@ class Attention:
         floats: bool = False,
         stale: Sequence[float] = STALE,
         form: native.NativeScoreOptions | None = None,
+        window_after: int = -1,
     ) -> None:
         self.r, self.case, self.floats = r, case, floats
         most = r.inputs.max_num_tokens
@@ -130,15 +131,17 @@ class Attention:
             kv.write(self.tables[i, at // BLOCK_SIZE], at % BLOCK_SIZE, case.keys[i], case.values[i])
         self.queries = r.rows(most, case.width)
         self.out = r.wide_rows(most, case.width * 4) if floats else r.rows(most, case.width)
-        plan = r.library.program_attention_plan(r.program, case.kv_heads * case.group, case.kv_heads, case.window)
+        sizes = case.kv_heads * case.group, case.kv_heads, case.window, window_after
+        plan = r.library.program_attention_plan(r.program, *sizes)
         reference = None if form is None else ctypes.byref(r.kept(form))
         r.library.program_attention(r.program, self.out, floats, self.queries, kv.layer, plan, reference)
 
-    def run(self, entries: list[tuple[int, int, int]]) -> list[np.ndarray]:
-        """(entry, start, count) of each row of a step. Returns [count, width] of each."""
+    def run(self, entries: list[tuple[int, int, int]], key_ends: np.ndarray | None = None) -> list[np.ndarray]:
+        """(entry, start, count) of each row of a step, and the key ends of all tokens. Returns [count, width] of
+        each."""
         case, r = self.case, self.r
         steps = [(start, count) for _, start, count in entries]
-        r.fill(steps, tables=self.tables[[entry for entry, _, _ in entries]])
+        r.fill(steps, tables=self.tables[[entry for entry, _, _ in entries]], key_ends=key_ends)
         queries = [case.queries[entry][start : start + count] for entry, start, count in entries]
         num = sum(count for _, count in steps)
         r.put(self.queries, np.concatenate(queries).reshape(num, case.width), ActivationForm.PLAIN)
@@ -147,8 +150,11 @@ class Attention:
         return np.split(out.copy(), np.cumsum([count for _, count in steps])[:-1])
 
 
-def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> tuple[np.ndarray, np.ndarray]:
-    """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h describes.
+def reference(
+    case: Case, entry: int, start: int, count: int, r: Recording, ends: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """[count, heads x head_dim] float64 and its bound, computed stretch by stretch as attention.h describes. `ends`
+    [count] are the first keys that the tokens do not see, by default their positions + 1.
 
     If activations are bfloat16, so are queries and weights. A weight is rounded relative to the maximum so far. If
     float32 may have rounded it to its neighbour, the bound includes the distance to that neighbour.
@@ -170,16 +176,18 @@ def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> t
         queries = np.rint(queries * (np.float32(LARGEST_CODE) / tops)) * (tops.astype(np.float64) / LARGEST_CODE)
     queries = queries.astype(np.float64)
     positions = np.arange(start, start + count)[:, None]
+    ends = positions + 1 if ends is None else ends[:, None]
+    num_keys = int(ends.max())
     heads, dim = queries.shape[1:]
     queries, keys, values = (array.transpose(1, 0, 2) for array in (queries, keys, values))
     out, spread = np.zeros((2, heads, count, dim))
     magnitude = np.zeros((heads, count, dim))
     total, off, top_error = np.zeros((3, heads, count, 1))
     top = np.full((heads, count, 1), -np.inf)
-    for begin in range(0, start + count, STRETCH):
-        part = slice(begin, min(begin + STRETCH, start + count))
-        at = np.arange(start + count)[part]
-        seen = (at <= positions) & ((at > positions - case.window) if case.window else True)
+    for begin in range(0, num_keys, STRETCH):
+        part = slice(begin, min(begin + STRETCH, num_keys))
+        at = np.arange(num_keys)[part]
+        seen = (at < ends) & ((at > positions - case.window) if case.window else True)
         scores = np.where(seen, queries @ keys[:, part].swapaxes(1, 2), -np.inf)
         size = np.sqrt(queries**2 @ (keys[:, part] ** 2).swapaxes(1, 2))
         error = np.where(seen, SCORE_ROUNDING * dim**0.5 * EPS * size, 0)
@@ -208,7 +216,7 @@ def reference(case: Case, entry: int, start: int, count: int, r: Recording) -> t
         off = off * shrink + (weights * relative).sum(-1, keepdims=True)
         top = new_top
     # Sums over the context, rescaled once per stretch, each with the error of exp. Errors of the maxima cancel out.
-    rounding = (start + count + 4) * EPS + ((start + count) // STRETCH + 1) * EXP_ERROR
+    rounding = (num_keys + 4) * EPS + (num_keys // STRETCH + 1) * EXP_ERROR
     result = out / total
     bound = (spread + rounding * magnitude) / total + np.abs(result) * (off / total + rounding)
     result, bound = (array.transpose(1, 0, 2).reshape(count, -1) for array in (result, bound + TINY))
@@ -223,6 +231,25 @@ def transformed(case: Case, out: np.ndarray) -> np.ndarray:
     """The Hadamard transform of each head of attention's output [count, width], which undoes that of values in 8 bits:
     float64."""
     return hadamard(out.astype(np.float64).reshape(len(out), -1, case.head_dim)).reshape(out.shape)
+
+
+def assert_attends(
+    r: Recording, case: Case, out: np.ndarray, expected: np.ndarray, bound: np.ndarray, *, floats: bool
+) -> None:
+    # The bound must be tight: rounded queries would be a hundred times as far off.
+    # Of 64 weights, of which one may be as large as all others, each has half a code.
+    integers = case.kv_type is KVType.INT8
+    assert bound.max() < (0.005 if not r.wide else 0.002 if integers else 3e-4)
+    if not integers:
+        (assert_near(out, expected, bound) if floats else assert_kept(r, out, expected, bound))
+    elif floats:
+        found = transformed(case, out)
+        assert_near(found, expected, bound + TRANSFORM_ERROR * np.abs(found).max())
+    else:
+        matrix = np.abs(hadamard(np.eye(case.head_dim)))
+        spread = (bound.reshape(-1, case.head_dim) @ matrix).reshape(bound.shape)
+        expected = transformed(case, expected)
+        assert_kept(r, out, expected, spread + TRANSFORM_ERROR * np.abs(expected).max())
 
 
 EVERYTHING = [(i, start, count) for i, (start, count) in enumerate(ENTRIES)]
@@ -246,21 +273,7 @@ def test_rows_of_all_kinds_attend_to_their_visible_keys(library: ctypes.CDLL, ca
         made = attention.run(EVERYTHING)
         np.testing.assert_array_equal(attention.memory, before)
         for entry, out in zip(EVERYTHING, made, strict=True):
-            expected, bound = reference(case, *entry, r)
-            # The bound must be tight: rounded queries would be a hundred times as far off.
-            # Of 64 weights, of which one may be as large as all others, each has half a code.
-            integers = case.kv_type is KVType.INT8
-            assert bound.max() < (0.005 if not r.wide else 0.002 if integers else 3e-4)
-            if not integers:
-                (assert_near(out, expected, bound) if floats else assert_kept(r, out, expected, bound))
-            elif floats:
-                found = transformed(case, out)
-                assert_near(found, expected, bound + TRANSFORM_ERROR * np.abs(found).max())
-            else:
-                matrix = np.abs(hadamard(np.eye(case.head_dim)))
-                spread = (bound.reshape(-1, case.head_dim) @ matrix).reshape(bound.shape)
-                expected = transformed(case, expected)
-                assert_kept(r, out, expected, spread + TRANSFORM_ERROR * np.abs(expected).max())
+            assert_attends(r, case, out, *reference(case, *entry, r), floats=floats)
 
 
 def test_a_row_has_the_same_bits_in_every_batch(library: ctypes.CDLL, case: Case) -> None:

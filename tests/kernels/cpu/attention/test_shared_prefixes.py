@@ -72,13 +72,15 @@ class Attention:
         self.out = r.wide_rows(NUM_TOKENS, self.width * 4)
         kv_type = KVType.BF16 if memory.dtype == np.uint16 else KVType.INT8
         layer = r.kept(native.NativeLayerMemory(kept.ctypes.data, kv_heads, head_dim, kv_type))
-        plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window)
+        plan = r.library.program_attention_plan(r.program, kv_heads * group, kv_heads, window, -1)
         r.library.program_attention(r.program, self.out, True, self.queries, ctypes.byref(layer), plan, None)
 
-    def run(self, tree: Tree, tables: IntArray, rows: Sequence[int]) -> list[np.ndarray]:
+    def run(
+        self, tree: Tree, tables: IntArray, rows: Sequence[int], key_ends: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Run these rows of a tree as one step, with these tables. Returns the output of each, [tokens, width]."""
         ends = np.cumsum(tree.counts)
-        self.r.fill([tree.entries[row] for row in rows], tables=tables[list(rows)])
+        self.r.fill([tree.entries[row] for row in rows], tables=tables[list(rows)], key_ends=key_ends)
         given = [self.given[ends[row] - tree.counts[row] : ends[row]] for row in rows]
         num = sum(len(queries) for queries in given)
         self.r.put(self.queries, np.concatenate(given), ActivationForm.PLAIN)

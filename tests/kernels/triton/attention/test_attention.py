@@ -35,8 +35,9 @@ def tasks_for(
     tiles: Tiles | None = SMALL,
     dtype: torch.dtype = torch.float32,
     form: ScoreOptions | None = None,
+    window_after: int | None = None,
 ) -> AttentionTasks:
-    return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles, form=form)
+    return AttentionTasks(32, 4096, *heads, dtype, CPU, window, tiles=tiles, form=form, window_after=window_after)
 
 
 def num_inner_cuts(tasks: AttentionTasks) -> list[int]:
@@ -59,7 +60,7 @@ def check(
     if plan:
         tasks.plan(step, one_each=int(step.counts.max()) <= 1)
     sinks = SINKS if tasks.form.has_sinks else None
-    form = tasks.window, tasks.form, sinks
+    form = tasks.window, tasks.form, sinks, tasks.window_after
     expected = attention_reference(queries, made.keys, made.values, step, tasks.num_heads, *form)
     outs = []
     for _ in range(num_launches):

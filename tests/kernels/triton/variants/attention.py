@@ -21,6 +21,7 @@ GEMMA = (8, 4, 256)
 MQA = (32, 1, 96)
 GEMMA_2_9B = (16, 8, 256)
 GPT_OSS = (64, 8, 64)
+BERT_BASE = (12, 12, 64)
 CAPPED = ScoreOptions(scale=1 / 16, softcap=50.0)
 
 
@@ -36,16 +37,17 @@ def _launch(
     pdl: bool = False,
     quantized: bool = False,
     form: ScoreOptions | None = None,
+    has_ends: bool = False,
 ) -> None:
     num_heads, num_kv_heads, head_dim = shape
     device = torch.device("cpu")
-    how = {"quantized": quantized, "form": form}
+    how = {"quantized": quantized, "form": form, "window_after": window - 1 if window and has_ends else None}
     tasks = AttentionTasks(32, 2048, num_heads, num_kv_heads, head_dim, dtype, device, window, **how)  # type: ignore[arg-type]
     ints = torch.zeros(num_tokens, dtype=torch.int32)
     of_entries = torch.zeros(num_entries, dtype=torch.int32)
     step = StepArrays(
         of_entries, of_entries, of_entries, of_entries, ints, ints, ints.long(), of_entries, of_entries, of_entries,
-        torch.zeros((4, 64), dtype=torch.int32),
+        torch.zeros((4, 64), dtype=torch.int32), key_ends=ints if has_ends else None,
     )  # fmt: skip
     queries = torch.zeros((num_tokens, num_heads * head_dim), dtype=dtype)
     cache_dtype = torch.int8 if quantized else dtype
@@ -56,7 +58,7 @@ def _launch(
     split_k_partials = torch.zeros((num_split_k_partials, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim))
     split_k_partials = split_k_partials if num_split_k_partials > 1 else split_k_partials.to(dtype)
     norms = (torch.zeros(head_dim), torch.zeros(head_dim), 1e-6) if normed else None
-    decodes = num_tokens == num_entries
+    decodes = num_tokens == num_entries and not has_ends
     sinks = torch.zeros(num_heads) if tasks.form.has_sinks else None
     growth = (0.0, 1) if form is None else (0.1, 8192)
     tasks.plan(step, one_each=decodes)
@@ -77,6 +79,8 @@ def launches() -> None:
     _launch(GEMMA_2_9B, 4, 4, window=4096, form=CAPPED)
     _launch(GEMMA_2_9B, 4, 1024, window=4096, form=CAPPED)
     _launch(GPT_OSS, 4, 1024, window=128, form=ScoreOptions(has_sinks=True))
+    _launch(BERT_BASE, 4, 1024, has_ends=True)
+    _launch(BERT_BASE, 4, 1024, window=65, has_ends=True)
 
 
 def all_launches() -> None:
