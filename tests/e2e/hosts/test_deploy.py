@@ -176,10 +176,12 @@ def kill_busiest(deployment: Deployment, num_open: int) -> None:
                 process.resume()
 
 
-def settings_for(folder: Path) -> list[str]:
-    """Options for replicas that serve a tiny model, which is saved in a folder, with the CPU library."""
+def settings_for(folder: Path, model: Any = None) -> list[str]:
+    """Options for replicas that serve a tiny model, which is saved in a folder, with the CPU library. `model` is a
+    Llama by default."""
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    model = tiny_llama(max_position_embeddings=2048)
+    if model is None:
+        model = tiny_llama(max_position_embeddings=2048)
     save_folder(folder / "tiny", model, tokenizer_config={"chat_template": template})
     given = {"model": folder / "tiny", "cache_dir": link_kernels(folder / "cache")}
     options = given | {f"execute.{name}": value for name, value in SMALL.items()}

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.e2e.hosts.test_deploy import (
     settings_for,
     texts_of,
 )
+from tests.stages.execute.recurrent_models import VARIANTS, make
 
 NO_ROOM = "--set", "execute.kv_cache_bytes=500GiB"
 
@@ -42,6 +44,20 @@ def test_a_replica_dies_at_any_moment(deployment: Deployment, at: int, extra: di
 
     assert texts_of(events(deployment.url, body, at=(at, kill))) == calm
     deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced the replica")
+
+
+def test_streams_of_a_model_with_recurrent_layers_go_on_at_another_replica(tmp_path: Path) -> None:
+    variant = VARIANTS["qwen3_5"]
+    model = make(replace(variant, changes=variant.changes | {"max_position_embeddings": 2048}))
+    options = [*settings_for(tmp_path, model), "--set", "execute.kv_cache_bytes=32MiB"]
+    with Deployment("--replicas", "2", "--replica-cpus", "0.5", *options) as deployment:
+        deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "both replicas serve")
+        for extra in ({}, {"logprobs": 2}, {"n": 2}):
+            body = COMPLETION | extra
+            calm = texts_of(events(deployment.url, body))
+            assert texts_of(events(deployment.url, body, at=(20, lambda: kill_busiest(deployment, 1)))) == calm
+            deployment.until(lambda found: [one["status"] for one in found] == ["ok", "ok"], "Serve has replaced it")
+        assert deployment.metric("pipeline_ingress_broken_streams_total") == 0
 
 
 def test_open_requests_scale_replicas_up_and_down(tmp_path: Path) -> None:

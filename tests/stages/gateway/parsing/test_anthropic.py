@@ -82,24 +82,6 @@ def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
     assert parse(**fields) == parse()
 
 
-def test_cache_control_marks_the_message_of_its_block() -> None:
-    mark = {"cache_control": {"type": "ephemeral"}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"} | mark
-    messages = [
-        {"role": "user", "content": [text("One") | mark, text("Hi")]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}]},
-        {"role": "user", "content": [result, text("And?")]},
-    ]
-    prompt = parse(messages=messages).prompts[0]
-    assert isinstance(prompt, m.ChatPrompt)
-    assert [(one.role, one.is_cache_mark) for one in prompt.messages] == [
-        ("user", True),
-        ("assistant", False),
-        ("tool", True),
-        ("user", False),
-    ]
-
-
 def test_system_prompts_come_first() -> None:
     user = m.ChatMessage("user", "Hi")
     assert prompt_of(*BODY["messages"], system="Be brief.").messages == [m.ChatMessage("system", "Be brief."), user]

@@ -90,7 +90,7 @@ def test_the_client_marks_messages_behind_which_others_go_on() -> None:
     texts = [chats.before(ids, position) for position in more]
     assert [text.count("Hello") + text.count("Hi") for text in texts] == [2, 4, 6, 7], "the last four"
     assert all(ids[position] == chats.tokenizer.token_to_id("<|im_start|>") for position in more)
-    assert chats.of(ids[100:], messages) == chats.of(ids[100:]), "of a cut chat nobody knows which messages are left"
+    assert chats.of(ids[100:], messages) == chats.of(ids[100:]), "which messages are left of a cut chat is not known"
 
 
 def test_marks_behind_results_of_tools_that_a_template_makes_one_message() -> None:
