@@ -41,8 +41,10 @@ class StepInputs:
         max_num_samples: int | None = None,
         *,
         is_causal: bool = True,
+        type_rows: int | None = None,
     ) -> None:
-        """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`."""
+        """By default there is one sample for each row at most. Unless attention `is_causal`, there are `key_ends`.
+        `type_rows` is as in `ModelConfig.type_rows`."""
         self.max_num_tokens = max_num_tokens
         self.max_num_rows = max_num_rows
         self.max_num_samples = max_num_rows if max_num_samples is None else max_num_samples
@@ -60,6 +62,9 @@ class StepInputs:
         """[T]"""
         self.positions: LongArray = np.zeros(max_num_tokens, np.int64)
         """[T]; each token's place in its row"""
+        self._type_rows = type_rows
+        self.position_rows: LongArray = self.positions if type_rows is None else np.zeros(max_num_tokens, np.int64)
+        """[T]; each token's row in the table of learned positions and token types. Without such types, `positions`."""
         self.group_slots: LongArray = np.zeros((num_groups, max_num_tokens), np.int64)
         """[G, T]; where a token's keys and values go: block x BLOCK_SIZE + place in the block"""
         self.slots: LongArray = self.group_slots[0]
@@ -85,6 +90,12 @@ class StepInputs:
         of_tokens = slots if self.num_tokens == self.num_rows else np.repeat(slots, counts)
         self.adapters[: self.num_tokens] = of_tokens
         self.num_adapted[0] = np.count_nonzero(of_tokens >= 0)
+
+    def fill_types(self, types: IntArray | int) -> None:
+        """Set the token types of the next step, one for each of its tokens. Call it after `fill`."""
+        assert self._type_rows is not None
+        positions = self.positions[: self.num_tokens] if self._type_rows else 0
+        self.position_rows[: self.num_tokens] = positions + np.multiply(types, self._type_rows or 1)
 
     def fill(
         self,

@@ -29,12 +29,12 @@ class Embed final : public Op {
     const int first_, end_;
 };
 
-// residual += table[position + offset]
+// residual += table[rows[token] + offset]
 class AddPositions final : public Op {
    public:
     // Of the tokens that `Embed` computes.
-    AddPositions(float* residual, const Matrix& table, int offset, int first = 0, int end = INT32_MAX)
-        : Op("positions"), residual_(residual), table_(table), offset_(offset), first_(first), end_(end) {}
+    AddPositions(float* residual, const Matrix& table, int offset, const int64_t* rows, int first = 0, int end = INT32_MAX)
+        : Op("positions"), residual_(residual), table_(table), offset_(offset), rows_(rows), first_(first), end_(end) {}
 
     int tiles(const Step& step) const override { return step.tokens; }
     size_t scratch_bytes() const override { return size_t(table_.depth) * 4; }
@@ -42,7 +42,7 @@ class AddPositions final : public Op {
     void tile(const Step& step, int token, const Scratch& scratch) override {
         if (step.ids[token] < first_ || step.ids[token] >= end_) return;
         float* row = reinterpret_cast<float*>(scratch.memory);
-        unpack(table_, int(step.positions[token]) + offset_, row);
+        unpack(table_, int(rows_[token]) + offset_, row);
         float* to = residual_ + size_t(token) * table_.depth;
         for (int i = 0; i < table_.depth; i++) to[i] += row[i];
     }
@@ -52,5 +52,7 @@ class AddPositions final : public Op {
    private:
     float* const residual_;
     const Matrix table_;
-    const int offset_, first_, end_;
+    const int offset_;
+    const int64_t* const rows_;
+    const int first_, end_;
 };

@@ -40,7 +40,7 @@ from pipeline.kernels.cpu.native import (
     PackedMatrix,
 )
 
-ABI_VERSION = 26
+ABI_VERSION = 28
 """Version of `program.cpp`; raise it with every change of its interface."""
 
 
@@ -69,7 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "program_new": (c_void_p, [c_void_p, POINTER(NativeStepArrays)]),
     "program_delete": (None, [c_void_p]),
     "program_embed": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_float]),
-    "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int]),
+    "program_positions": (None, [c_void_p, c_void_p, POINTER(PackedMatrix), c_int, c_void_p]),
     "program_any_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, POINTER(NativeNorm), c_int, c_int]),
     "program_add_norm": (None, [c_void_p, c_void_p, c_void_p, POINTER(NativeNorm), c_int, c_float]),
     "program_norm": (None, [c_void_p, NativeRows, c_int, c_void_p, c_void_p, c_int, c_float, c_int]),

@@ -23,7 +23,7 @@
 
 extern "C" {
 
-int abi_version() { return 26; }
+int abi_version() { return 28; }
 
 // Asks the system for what these instructions need. Whether they can be used.
 int prepare() {
@@ -102,8 +102,9 @@ void program_embed(Program* program, float* residual, const Matrix* table, float
     program->add<Embed>(residual, *table, scale, program->vocab.first, program->vocab.end());
 }
 
-void program_positions(Program* program, float* residual, const Matrix* table, int offset) {
-    program->add<AddPositions>(residual, *table, offset, program->vocab.first, program->vocab.end());
+void program_positions(Program* program, float* residual, const Matrix* table, int offset,
+                       const int64_t* rows) {
+    program->add<AddPositions>(residual, *table, offset, rows, program->vocab.first, program->vocab.end());
 }
 
 void program_norm(Program* program, Rows out, int form, const float* residual, const float* weight, int width,

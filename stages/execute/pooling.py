@@ -1,6 +1,7 @@
-"""Embeddings: pools the hidden states of a prompt's tokens, after the last norm, into one vector.
+"""Embeddings and logits of labels: pools the hidden states of a prompt's tokens, after the last norm, and applies the
+model's layers after that (stages/execute/pooler_head.py).
 
-Vectors are not normalized here. Shapes: T tokens, H hidden_size.
+Embeddings are not normalized here, nor are logits activated. Shapes: T tokens, H hidden_size.
 """
 
 from typing import Any
@@ -9,7 +10,9 @@ import numpy as np
 
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
-from pipeline.runtime.model.model_config import NormKind
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.execute.pooler_head import PoolerHead
+from pipeline.stages.execute.program import Norm
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -18,41 +21,80 @@ SLICE = 64
 
 
 class Pool:
-    """Partial sums of each row's prompt, in float64 and token by token, so that results do not depend on chunks."""
+    """Partial results of each row's prompt, in float64 and token by token, so that results do not depend on chunks."""
 
-    def __init__(self, weight: FloatArray, eps: float, bias: FloatArray | None = None, kind: NormKind = "rms") -> None:
-        """`weight` [H], `bias` [H], `eps` and `kind` are the last norm's."""
-        self._weight: DoubleArray = weight.astype(np.float64)
-        self._bias: DoubleArray | None = None if bias is None else bias.astype(np.float64)
-        self._eps, self._centers = eps, kind == "layer"
-        self._sums: dict[int, DoubleArray] = {}
+    def __init__(self, config: ModelConfig, norm: Norm | None, head: PoolerHead | None = None) -> None:
+        """`norm` is the last norm; None if the hidden states are normed already. `head` is None if there are no layers
+        after the pooling."""
+        self._eps, self._centers = config.rms_norm_eps, config.norm == "layer"
+        self._weight: DoubleArray | None = None if norm is None else np.asarray(norm.weight, np.float64)
+        self._bias = None if norm is None or norm.bias is None else np.asarray(norm.bias, np.float64)
+        self._head = head
+        self._pooled: dict[int, DoubleArray] = {}
+        """By row; [H], or with the pooling ALL [T, H]."""
 
-    def add(self, row: int, start: int, residual: FloatArray) -> None:
-        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new sum."""
+    def add(self, row: int, pooling: Pooling, start: int, residual: FloatArray) -> None:
+        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new row."""
         if start == 0:
-            self._sums[row] = np.zeros(residual.shape[1])
-        assert row in self._sums, f"row {row} is pooled from position {start}, not from 0"
+            self._pooled[row] = _nothing(pooling, residual.shape[1])
+        assert row in self._pooled, f"row {row} is pooled from position {start}, not from 0"
+        if pooling == Pooling.LAST or (pooling == Pooling.CLS and start):
+            return
+        if pooling == Pooling.CLS:
+            residual = residual[:1]
         for begin in range(0, len(residual), SLICE):
             states = self._states(residual[begin : begin + SLICE])
-            # numpy adds the rows one after the other, so the result does not depend on slices.
-            self._sums[row] = np.add.reduce(np.vstack((self._sums[row], states)), axis=0)
+            self._pooled[row] = _with(self._pooled[row], states, pooling, start + begin)
 
     def take(self, row: int, pooling: Pooling, num_tokens: int, last: FloatArray) -> FloatArray:
-        """The embedding [H] of a row that has been added whole; `last` [H] is its last token, as above."""
-        total = self._sums.pop(row)
-        vector = total / num_tokens if pooling == Pooling.MEAN else self._states(last[None])[0]
-        embedding: FloatArray = vector.astype(np.float32)
-        return embedding
+        """The result of a row that has been added whole: a vector, or with the pooling ALL one for each token; `last`
+        [H] is its last token, as above."""
+        total = self._pooled.pop(row)
+        match pooling:
+            case Pooling.MEAN:
+                total = total / num_tokens
+            case Pooling.MEAN_SQRT_LEN:
+                total = total / np.sqrt(num_tokens)
+            case Pooling.WEIGHTED_MEAN:
+                total = total / (num_tokens * (num_tokens + 1) / 2)
+            case Pooling.LAST:
+                total = self._states(last[None])[0]
+        vector: FloatArray = total.astype(np.float32)
+        if self._head is None:
+            return vector
+        if pooling == Pooling.ALL:  # one by one: the bits of a product of matrices would depend on their number
+            return np.stack([self._head.apply(state) for state in vector])
+        return self._head.apply(vector)
 
     def drop(self, row: int) -> None:
         """Forget a dropped row."""
-        self._sums.pop(row, None)
+        self._pooled.pop(row, None)
 
     def _states(self, residual: FloatArray) -> DoubleArray:
-        wide = residual.astype(np.float64)
+        wide: DoubleArray = residual.astype(np.float64)
+        if self._weight is None:
+            return wide
         if self._centers:
             wide = wide - wide.mean(-1, keepdims=True)
         states: DoubleArray = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + self._eps) * self._weight
         if self._bias is not None:
             states += self._bias
         return states
+
+
+def _nothing(pooling: Pooling, width: int) -> DoubleArray:
+    if pooling == Pooling.ALL:
+        return np.zeros((0, width))
+    return np.full(width, -np.inf if pooling == Pooling.MAX else 0.0)
+
+
+def _with(before: DoubleArray, states: DoubleArray, pooling: Pooling, start: int) -> DoubleArray:
+    """A partial result and the states of the next tokens, from position `start` on."""
+    rows: DoubleArray = np.vstack((before, states))
+    if pooling == Pooling.ALL:
+        return rows
+    if pooling == Pooling.WEIGHTED_MEAN:
+        rows[1:] *= np.arange(start + 1, start + 1 + len(states), dtype=np.float64)[:, None]
+    # numpy adds the rows one after the other, so the result does not depend on slices.
+    made: DoubleArray = (np.maximum if pooling == Pooling.MAX else np.add).reduce(rows, axis=0)
+    return made

@@ -46,6 +46,11 @@ class Norm:
     weight: AnyVector
     bias: "AnyVector | None" = None
 
+    def as_arrays(self) -> "Norm":
+        """The same in numpy; it must be in host memory."""
+        bias = None if self.bias is None else np.asarray(self.bias, np.float32)
+        return Norm(np.asarray(self.weight, np.float32), bias)
+
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
@@ -54,7 +59,8 @@ class Embedding:
     table: AnyMatrix
     """[vocab_size, hidden_size]"""
     positions: "AnyMatrix | None" = None
-    """Learned positions, [position_embeddings, hidden_size]."""
+    """Learned positions, [position_embeddings, hidden_size]; for each token type one after the other, if the model has
+    types. See `StepInputs.position_rows`."""
     norm: Norm | None = None
 
 
@@ -90,6 +96,8 @@ class AttentionWeights:
     gate: Linear | None = None
     """[num_heads * head_dim, hidden_size]: attention's result is multiplied with its sigmoid."""
     post_norm: Norm | None = None
+    residual_norm: Norm | None = None
+    """Of the residual, after attention's result was added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,8 @@ class MlpWeights:
     """Gate and up, stacked; only up if the layer is not gated."""
     down: Linear
     post_norm: Norm | None = None
+    residual_norm: Norm | None = None
+    """As of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +162,8 @@ class Head:
 class ProgramBuilder(ABC):
     """Records a model's forward pass when it is loaded. Fields of `ModelConfig` say how each op computes."""
 
-    last_norm: Norm
-    """The norm in `sample`; its arrays are float32 in host memory."""
+    last_norm: Norm | None = None
+    """The norm in `sample` or `pool`; its arrays are float32 in host memory."""
 
     @abstractmethod
     def embed(self, embedding: Embedding | None) -> None:
@@ -162,8 +172,8 @@ class ProgramBuilder(ABC):
 
     @abstractmethod
     def attention(self, weights: AttentionWeights) -> None:
-        """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier. Writes
-        the step's keys and values to the next layer's cache first."""
+        """residual += post_norm(out(attention(rotate(head_norms(qkv(norm(residual))))))) * residual_multiplier, then
+        residual = residual_norm(residual). Writes the step's keys and values to the next layer's cache first."""
 
     @abstractmethod
     def delta(self, weights: DeltaWeights) -> None:
@@ -172,8 +182,8 @@ class ProgramBuilder(ABC):
 
     @abstractmethod
     def mlp(self, weights: MlpWeights) -> None:
-        """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual). Without
-        gate: down(activation(up(x)))"""
+        """residual += post_norm(down(activation(gate(x)) * up(x))) * residual_multiplier, x = norm(residual), then
+        residual = residual_norm(residual). Without gate: down(activation(up(x)))"""
 
     @abstractmethod
     def experts(self, weights: ExpertsWeights) -> None:
@@ -183,6 +193,11 @@ class ProgramBuilder(ABC):
     @abstractmethod
     def parallel(self, attention: AttentionWeights, mlp: MlpWeights) -> None:
         """Both of the above, from the residual before either. If the feed-forward layer has no norm, attention's."""
+
+    def pool(self, norm: Norm | None) -> None:
+        """Leaves the residual to who pools it after this norm. Ends the program of a model that does not generate; only
+        back ends with `Feature.NO_HEAD` have it."""
+        raise NotImplementedError("this back end ends programs with an LM head only")
 
     @abstractmethod
     def sample(self, head: Head) -> None:

@@ -83,6 +83,8 @@ class RowTable:
         """Addresses of these ids; 0 for none."""
         self.adapters: IntArray = np.full(max_num_seqs, -1, np.int32)
         """The slot of each row's LoRA adapter, or -1. Stale for rows that are not taken."""
+        self.segment_starts: IntArray = np.zeros(max_num_seqs, np.int32)
+        """`GenerationOptions.segment_start`"""
         self.pooling: list[Pooling] = [Pooling.NONE] * max_num_seqs
         self.predicted: list[IntArray] = [NO_IDS] * max_num_seqs
         """Ids that the client expects in a row's output; only proposals are made of them."""
@@ -161,6 +163,12 @@ class RowTable:
             *(add.row, add.generation, add.index, ids, blocks, options, eos_ids, *of_fork, others, add.first_blocks)
         )
 
+    def types_of(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """The token types of positions of rows."""
+        starts = self.segment_starts[rows]
+        types: IntArray = ((starts > 0) & (positions >= starts)).astype(np.int32)
+        return types
+
     def _set_sampling(self, row: int, index: int, options: GenerationOptions, eos_ids: Collection[int]) -> None:
         self.temperature[row] = single(options.temperature)
         self.top_p[row] = options.top_p
@@ -183,6 +191,7 @@ class RowTable:
         # Only the first sequence of a request returns prompt logprobs.
         self.num_prompt_logprobs[row] = options.num_prompt_logprobs if index == 0 else NO_LOGPROBS
         self.pooling[row] = Pooling(options.pooling)
+        self.segment_starts[row] = options.segment_start
         self.features[row] = features = self._set_features(row, options, eos_ids)
         self.requested_features |= features
 

@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
@@ -22,6 +20,7 @@ from pipeline.stages.execute.adapters.slots import AdapterMemory, AdapterSlots, 
 from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.pooler_head import PoolerHead
 from pipeline.stages.execute.pooling import Pool
 from pipeline.stages.execute.program import Norm
 from pipeline.stages.execute.row_changes import RowChanges, RowMirror
@@ -80,7 +79,7 @@ class Runner(ABC):
             kv.max_model_len,
             config.vocab_size,
             num_swap_blocks,
-            config.hidden_size,
+            config.hidden_size if config.pooler is None else config.pooler.width,
             kv_dtype=kv_dtype(settings.execute),
             kv_groups=list(kv.layout.groups),
             num_speculative_tokens=num_speculative_tokens(settings.speculative),
@@ -91,7 +90,9 @@ class Runner(ABC):
             state_tokens=kv.state_tokens,
         )
         num_groups = len(kv.layout.groups)
-        self.rows = RowTable(max_num_seqs, kv.max_model_len, kv.num_blocks, config.vocab_size, num_groups)
+        # A text may have max_model_len ids, and its row gets one more, which has no meaning.
+        longest = kv.max_model_len + (not config.generates)
+        self.rows = RowTable(max_num_seqs, longest, kv.num_blocks, config.vocab_size, num_groups)
         masks = Masks if self.answers else NoMasks
         limit_s = settings.limits.grammar_timeout_s
         self.masks = masks(self._model_dir, self._max_num_samples, config.vocab_size, limit_s)
@@ -104,11 +105,11 @@ class Runner(ABC):
         mirror: RowMirror | None = None,
     ) -> None:
         """Make what proposes ids, and what applies the row changes of steps. `last_norm` is None if this rank does not
-        have it; `make_proposer` returns None for n-grams."""
+        have it or there is none; `make_proposer` returns None for n-grams."""
         if self.facts.max_num_drafts:
             self.masks.forces = True
             self.speculator = Speculator(self.rows, self._settings.speculative, make_proposer(), self.masks)
-        self._pool = _pool_of(config, last_norm)
+        self._pool = Pool(config, last_norm, PoolerHead.of(self._model_dir, config.pooler))
         self._changes = RowChanges(
             *(self.rows, self.masks, self._pool, config.eos_ids, mirror),
             drop_drafts=self._drop_drafts,
@@ -157,10 +158,3 @@ class Runner(ABC):
     @abstractmethod
     def _close_device(self) -> None:
         """Free what the back end has."""
-
-
-def _pool_of(config: ModelConfig, norm: Norm | None) -> Pool:
-    if norm is None:
-        return Pool(np.ones(config.hidden_size, np.float32), config.rms_norm_eps)  # not used
-    bias = None if norm.bias is None else np.asarray(norm.bias)
-    return Pool(np.asarray(norm.weight), config.rms_norm_eps, bias, config.norm)

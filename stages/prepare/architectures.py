@@ -7,6 +7,7 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 from typing import Any
 
 from pipeline.runtime.model.model_config import Architecture
+from pipeline.stages.prepare.encoders import bert
 from pipeline.stages.prepare.families import (
     alibi,
     cohere,
@@ -25,7 +26,7 @@ from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net)
+    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net, bert)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

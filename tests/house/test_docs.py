@@ -164,7 +164,7 @@ def test_the_table_of_models_is_that_of_the_command_line() -> None:
     from pipeline.cli.models import supported_models
 
     rows = re.findall(
-        r"^\| (\w+) +\| (.+?) +\| (.+?) +\| (.+?) +\|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE
+        r"^\| ([\w-]+) +\| (.+?) +\| (.+?) +\| (.+?) +\|$", (ROOT / "docs/models.md").read_text(), re.MULTILINE
     )
     found = [(one.architecture, one.models, ", ".join(one.backends), one.gguf or "–") for one in supported_models()]
     assert rows[1:] == found

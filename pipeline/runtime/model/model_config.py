@@ -55,6 +55,11 @@ Architecture = Literal[
     "qwen3_5_moe_text",
     "qwen3_next",
     "olmo_hybrid",
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "distilbert",
 ]
 """`model_type` of config.json."""
 
@@ -323,6 +328,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def tasks(self) -> tuple[Task, ...]:
         """What the model can be asked for."""
         return ("generate", "embed") if self.pooler is None else self.pooler.tasks
+
+    @property
+    def type_rows(self) -> int | None:
+        """Rows of each token type in the table of learned positions and types, which has those of the first type, then
+        those of the next one. 0: there are no learned positions, and each type has a row. None: a token's row depends
+        on its position only."""
+        if self.token_types == 0 or (self.token_types == 1 and self.position_embeddings):
+            return None
+        return self.position_embeddings
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer; None if it has none."""

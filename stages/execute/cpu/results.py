@@ -151,31 +151,31 @@ def pool_tokens(
     residual: FloatArray,
 ) -> list[FloatArray]:
     """Add the tokens of a step's `pooled` entries to their rows' sums. `residual` is [tokens, hidden_size], before the
-    last norm. Returns the embeddings of those entries that sample, in order, [hidden_size] each."""
+    last norm. Returns the results of those entries that sample, in order."""
     embeddings = []
     for i in np.flatnonzero(pooled).tolist():
         row, start, count = int(rows[i]), int(inputs.starts[i]), int(inputs.counts[i])
         tokens = residual[inputs.offsets[i] : inputs.offsets[i] + count]
-        pool.add(row, start, tokens)
+        pool.add(row, table.pooling[row], start, tokens)
         if samples[i]:
             embeddings.append(pool.take(row, table.pooling[row], start + count, tokens[-1]))
     return embeddings
 
 
-def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[FloatArray], hidden_size: int) -> Computed:
-    """Merge embeddings, float32 [hidden_size] each, with the logprobs of sampled ids. `pooled` says which entries have
+def with_embeddings(computed: Computed, pooled: BoolArray, embeddings: list[FloatArray]) -> Computed:
+    """Merge embeddings, float32, with the logprobs of sampled ids. `pooled` says which entries have
     one; `computed` has the others. An embedding that is not finite gives its entry no id, so that its row fails."""
     ids, token_output_sizes = np.zeros(len(pooled), np.int32), np.zeros(len(pooled), np.int64)
     ids[~pooled] = computed.ids
     ids[pooled] = [0 if np.isfinite(embedding).all() else NO_ID for embedding in embeddings]
     if len(computed.token_output_sizes):
         token_output_sizes[~pooled] = computed.token_output_sizes
-    token_output_sizes[pooled] = 4 * hidden_size
+    token_output_sizes[pooled] = [embedding.nbytes for embedding in embeddings]
     token_outputs = np.empty(int(token_output_sizes.sum()), np.uint8)
     theirs = np.repeat(pooled, token_output_sizes)
     token_outputs[~theirs] = computed.token_outputs
     if embeddings:
-        token_outputs[theirs] = np.concatenate(embeddings).view(np.uint8)
+        token_outputs[theirs] = np.concatenate(embeddings, axis=None).view(np.uint8)
     return computed._replace(ids=ids, token_outputs=token_outputs, token_output_sizes=token_output_sizes)
 
 

@@ -102,7 +102,7 @@ class CpuRunner(Runner):
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
         num_groups = len(kv.layout.groups)
         sizes = max_num_tokens, max_num_seqs, max_num_blocks, num_groups, max_num_samples
-        self.inputs = StepInputs(*sizes, is_causal=config.causal)
+        self.inputs = StepInputs(*sizes, is_causal=config.causal, type_rows=config.type_rows)
         self.sampling_inputs = SamplingInputs(max_num_samples, config.vocab_size, self.masks.words)
         if ranks is not None:
             self.sampling_inputs.ids = ranks.allocate_ids(max_num_samples)
@@ -276,6 +276,8 @@ class CpuRunner(Runner):
         logprobs = self.sampling_inputs.logprobs
         num_samples = is_sampled if num_drafts is None else is_sampled * (1 + num_drafts)
         self.inputs.fill(ids, starts, counts, table, num_samples, others)
+        if self._config.type_rows is not None:
+            self.inputs.fill_types(self.rows.types_of(entry, positions))
         if self.adapters is not None:
             self.inputs.fill_adapters(self.rows.adapters[rows])
         if num_drafts is None:
@@ -296,7 +298,7 @@ class CpuRunner(Runner):
             computed = computed._replace(prompt_logprobs=prompt_logprobs)
         if pooled is not None:
             embeddings = pool_tokens(self._pool, self.rows, rows, samples, pooled, self.inputs, self.program.residual())
-            computed = with_embeddings(computed, pooled[samples], embeddings, self.facts.hidden_size)
+            computed = with_embeddings(computed, pooled[samples], embeddings)
         return computed
 
     def _run_and_verify(self, rows: IntArray, num_drafts: LongArray) -> Computed:

@@ -207,9 +207,10 @@ class ResultReader:
                     parts[entry.index] = np.zeros(4 * self._hidden_size, np.uint8)
                 continue
             tokens = entry.hidden_states.numpy()
-            self._pool.add(entry.row, entry.start, tokens)
+            pooling = self._rows.pooling[entry.row]
+            self._pool.add(entry.row, pooling, entry.start, tokens)
             if entry.index >= 0:
-                pooling, num_tokens = self._rows.pooling[entry.row], entry.start + len(tokens)
+                num_tokens = entry.start + len(tokens)
                 embedding = self._pool.take(entry.row, pooling, num_tokens, tokens[-1])
                 if np.isfinite(embedding).all():
                     parts[entry.index] = embedding.view(np.uint8)

@@ -55,6 +55,9 @@ def attention_weights(
         sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
         gate=gate,
         post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
+        residual_norm=norm_weights(config, weights, f"{layer}.self_attn_residual_norm")
+        if config.residual_norms
+        else None,
     )
 
 

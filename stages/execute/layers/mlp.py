@@ -24,4 +24,5 @@ def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights
         gate_up=Linear(gate_up, gate_up_bias),
         down=Linear((down,), down_bias),
         post_norm=norm_weights(config, weights, f"{layer}.mlp_post_norm") if config.has_post_norms(index) else None,
+        residual_norm=norm_weights(config, weights, f"{layer}.mlp_residual_norm") if config.residual_norms else None,
     )

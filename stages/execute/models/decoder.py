@@ -1,4 +1,4 @@
-"""Decoder-only transformers: Llama and every architecture that is a variation of it.
+"""Transformers: Llama and every decoder or encoder that is a variation of it.
 
 Their differences (kinds and places of norms, activations, parallel layers, biases, rotary embeddings, windows, factors)
 are fields of `ModelConfig`; the code never checks a model's name. Back ends read the fields that concern only how an op
@@ -10,9 +10,13 @@ A feed-forward layer may be a mixture of experts. With `parallel`, it reads the 
 
 embedding → layers × (norm → attention, norm → feed-forward → + both) → norm → logits of the sampled tokens
 
-Some layers may have a recurrent state in place of attention (gated DeltaNet).
+Some layers may have a recurrent state in place of attention (gated DeltaNet). A model that does not generate ends with
+the last norm; BERT has none, but norms of the residual after each sum.
 """
 
+import numpy as np
+
+from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.layers.attention import attention_weights
 from pipeline.stages.execute.layers.delta import delta_weights
@@ -46,6 +50,9 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
             program.mlp(mlp_weights(config, weights, i))
     if not part.is_last:
         return
+    if not config.generates:
+        program.pool(None if config.residual_norms else norm_weights(config, weights, "model.norm"))
+        return
     tied = table if config.tie_embeddings else None
     head = weights.matrix("lm_head.weight", vocab_size, hidden) if tied is None else tied
     bias = weights.vector("lm_head.bias", vocab_size) if config.head_bias else None
@@ -54,6 +61,19 @@ def build(config: ModelConfig, weights: Weights, program: ProgramBuilder, part: 
 
 def _embedding(config: ModelConfig, weights: Weights, table: AnyMatrix) -> Embedding:
     rows = config.position_embeddings
-    positions = weights.matrix("model.embed_positions.weight", rows, config.hidden_size) if rows else None
+    if config.token_types:
+        positions: AnyMatrix | None = _positions_of_types(config, weights)
+    else:
+        positions = weights.matrix("model.embed_positions.weight", rows, config.hidden_size) if rows else None
     norm = norm_weights(config, weights, "model.embed_norm") if config.embedding_norm else None
     return Embedding(table, positions, norm)
+
+
+def _positions_of_types(config: ModelConfig, weights: Weights) -> StoredMatrix:
+    """The learned positions for each token type, or the types alone: [types x position_embeddings, hidden_size]."""
+    num, rows, hidden = config.token_types, config.position_embeddings, config.hidden_size
+    table = weights.floats("model.embed_token_types.weight", (num, hidden))
+    if rows:
+        positions = weights.floats("model.embed_positions.weight", (rows, hidden))
+        table = (table[:, None] + positions).reshape(num * rows, hidden)
+    return StoredMatrix("f32", np.ascontiguousarray(table), len(table), hidden)

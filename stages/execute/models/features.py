@@ -17,6 +17,7 @@ class Feature(Enum):
     QK_LAYER_NORM = "layer norms of queries and keys"
     QK_NORM_ALL = "a norm of all heads of queries or keys together"
     NO_PRE_NORM = "layers without a norm before them"
+    RESIDUAL_NORM = "norms of the residual after each sum"
     POST_NORM = "norms after attention and the feed-forward layer"
     PARALLEL = "parallel attention and feed-forward layers"
     ACTIVATION = "an activation other than SiLU"
@@ -24,6 +25,7 @@ class Feature(Enum):
     EMBEDDING_NORM = "a norm of embeddings"
     EMBEDDING_SCALE = "a factor of embeddings"
     POSITIONS = "learned positions"
+    TOKEN_TYPES = "token types"
     RESIDUAL_MULTIPLIER = "a factor of each layer's result"
     QUERY_SCALE = "a factor of attention scores"
     QUERY_GROWTH = "a factor of queries that depends on the position"
@@ -37,6 +39,7 @@ class Feature(Enum):
     LOGIT_SCALE = "a factor of logits"
     LOGIT_SOFTCAP = "capped logits"
     HEAD_BIAS = "a bias of the LM head"
+    NO_HEAD = "no LM head"
     DELTA_NET = "layers with a recurrent state"
     ATTENTION_GATE = "a gate of attention's result"
     ROPES = "layers with different rotary embeddings"
@@ -50,6 +53,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.QK_LAYER_NORM: config.qk_norm and config.norm == "layer",
         Feature.QK_NORM_ALL: config.qk_norm and config.qk_norm_kind == "all",
         Feature.NO_PRE_NORM: not config.pre_norms,
+        Feature.RESIDUAL_NORM: config.residual_norms,
         Feature.POST_NORM: config.post_norms,
         Feature.PARALLEL: config.parallel,
         Feature.ACTIVATION: config.activation != "silu",
@@ -57,6 +61,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.EMBEDDING_NORM: config.embedding_norm,
         Feature.EMBEDDING_SCALE: config.embedding_scale != 1,
         Feature.POSITIONS: config.position_embeddings > 0,
+        Feature.TOKEN_TYPES: config.type_rows is not None,
         Feature.RESIDUAL_MULTIPLIER: config.residual_multiplier != 1,
         Feature.QUERY_SCALE: config.query_scale not in (None, config.head_dim**-0.5),
         Feature.QUERY_GROWTH: config.query_growth != 0,
@@ -70,6 +75,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,
+        Feature.NO_HEAD: not config.generates,
         Feature.DELTA_NET: config.delta is not None,
         Feature.ATTENTION_GATE: config.attention_gate,
         Feature.ROPES: len(ropes) > 1,
@@ -79,7 +85,13 @@ def features_of(config: ModelConfig) -> set[Feature]:
 
 NATIVE: frozenset[Feature] = frozenset(Feature)
 """Features of the native CPU program."""
-TRITON: frozenset[Feature] = frozenset(Feature) - {Feature.DELTA_NET, Feature.ATTENTION_GATE}
+TRITON: frozenset[Feature] = frozenset(Feature) - {
+    Feature.DELTA_NET,
+    Feature.ATTENTION_GATE,
+    Feature.RESIDUAL_NORM,
+    Feature.TOKEN_TYPES,
+    Feature.NO_HEAD,
+}
 """Features of the GPU program."""
 
 

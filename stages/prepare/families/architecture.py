@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
+from pipeline.stages.prepare.encoders.heads import DECODER_HEADS, WITHOUT_LABELS, Head, Heads
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 from pipeline.stages.prepare.files import shown
 
@@ -34,7 +35,7 @@ class HfArchitecture:
     """How to read the config.json of one `model_type`."""
 
     class_name: str
-    """The causal model's class, as in `architectures`."""
+    """The causal model's class, or the encoder's, as in `architectures`."""
     other_class_names: tuple[str, ...] = ()
     """Of the same model in older files."""
     models: str = ""
@@ -55,13 +56,26 @@ class HfArchitecture:
     """Further fields of ModelConfig. Takes the others. Raises ConfigFault for unsupported values."""
     layout: Callable[[ModelConfig], Layout] = llama_layout
     """The names and layout of its tensors in Hugging Face's checkpoints."""
+    heads: Heads = field(default_factory=lambda: DECODER_HEADS)
+    """Those of its classes for labels."""
 
     @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names that `architectures` may have: of the causal model, and of the model without its LM head, whose
-        tensors are those of a causal model with a tied head."""
-        base = f"{self.class_name.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
-        return self.class_name, base, *self.other_class_names
+    def stem(self) -> str:
+        """What the names of its classes begin with."""
+        return self.class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel").removesuffix("Model")
+
+    def knows(self, class_name: str) -> bool:
+        """Whether `architectures` may have a name: that of the causal model, that of the model without its LM head,
+        whose tensors are those of a causal model with a tied head, and those of classes for labels."""
+        endings = [
+            *self.heads,
+            *(("Model",) if self.class_name.endswith(("CausalLM", "HeadModel")) else WITHOUT_LABELS),
+        ]
+        return class_name in (self.class_name, *self.other_class_names, *(f"{self.stem}{end}" for end in endings))
+
+    def head_of(self, class_name: str) -> Callable[[Keys], Head] | None:
+        """The head of a class for labels; None for other classes."""
+        return next((head for end, head in self.heads.items() if class_name == f"{self.stem}{end}"), None)
 
 
 LAYER_NORM = {"norm": "layer", "norm_bias": True}

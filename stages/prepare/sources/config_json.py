@@ -7,6 +7,7 @@ import msgspec
 
 from pipeline.runtime.model.model_config import Architecture, ModelConfig
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES, flags_of
+from pipeline.stages.prepare.encoders.heads import Head
 from pipeline.stages.prepare.families.architecture import as_part, text_part
 from pipeline.stages.prepare.families.keys import ACTIVATIONS, ConfigFault, Keys
 from pipeline.stages.prepare.families.ropes import read_ropes, scaled_context
@@ -122,16 +123,27 @@ class ConfigReader:
             raise ModelError(f"{self.path}: architectures is {shown(classes)}; it must be a list of names")
         for name, architecture in HF_ARCHITECTURES.items():
             if kind == name:
-                if classes and classes[0] not in architecture.class_names:
+                if classes and not (isinstance(classes[0], str) and architecture.knows(classes[0])):
+                    labels = " or ".join(f"{architecture.stem}{end}" for end in architecture.heads)
                     raise ModelError(
                         f"{self.path}: architectures is {shown(classes)}; for model_type {kind!r} only "
-                        f"{architecture.class_name} is supported"
+                        f"{architecture.class_name} is supported, and for labels {labels}"
                     )
                 return name
         raise ModelError(
             f"{self.path}: model_type is {shown(kind)}, which is not supported; `pipeline models --supported` lists "
             "those that are"
         )
+
+    def head(self) -> Head | None:
+        """The head of the class in `architectures`, if that is one for labels. Call it after `model`. Raises
+        ModelError."""
+        classes = self._config.get("architectures") or [""]
+        make = HF_ARCHITECTURES[self.architecture()].head_of(classes[0])
+        try:
+            return None if make is None else make(self._keys)
+        except ConfigFault as fault:
+            raise ModelError(f"{self.path}: {fault}") from fault
 
     def _num_kv_heads(self, num_heads: int) -> int:
         """num_key_value_heads; `num_heads` if it is null, the architecture's default if it is absent."""

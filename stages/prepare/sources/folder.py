@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
 
 from pipeline.config.settings import PreparedFormat
 from pipeline.config.values import hf_overrides
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_folder import NOTES
+from pipeline.stages.prepare.encoders import sentence_transformers
+from pipeline.stages.prepare.encoders.pooler import PoolerReader, with_pooler
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources import chat_templates
@@ -33,6 +36,7 @@ from pipeline.stages.prepare.weights.unused_tensors import ignored, rules_of
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
+SCORE_TOKENS = "classifier_from_token"
 WEIGHTS_KEY = "transformers_weights"
 """The key of config.json with the name of another file of weights, which transformers 5 reads."""
 
@@ -47,7 +51,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     named = [] if (index := index_of(folder)) is None else shards_of(index)
     for name in named:
         find(folder, name)
-    names = sorted({*beside, *named, *NAMED_TEMPLATES})
+    names = sorted({*beside, *named, *NAMED_TEMPLATES, *sentence_transformers.extra_files(folder)})
     stats = [(name, (folder / name).stat()) for name in names if is_file(folder / name)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
@@ -108,11 +112,17 @@ def convert(
     reader.architecture()  # first: what else a model of another architecture lacks here does not matter
     files = weight_files(source)
     written = write_tokenizer(source, target, config)
-    check_decodes(written.tokenizer, str(source / "tokenizer.json"))
     model = reader.model(name, files, generation)
     model = with_special_ids(model, written, source)
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
     model, tied = with_head_of(with_names_of(model, found), found)
+    modules = sentence_transformers.read(source)
+    pooler = PoolerReader(config_path, config, model, found, modules).read(
+        reader.head(), _score_tokens(config, config_path, written.tokenizer)
+    )
+    model = with_pooler(model, pooler)
+    if model.generates:
+        check_decodes(written.tokenizer, str(source / "tokenizer.json"))
     templates = chat_templates.templates_of(source, tokenizer_config)
     named = ", ".join(map(shown, overrides or {}))
     notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
@@ -127,7 +137,8 @@ def convert(
     stored: Found = {}
     if scheme is None:
         stored = check_tensors(model, found)
-        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in stored], found)
+        used = {*stored, *(() if pooler is None else pooler.used)}
+        notes += ignored(rules_of(model), [tensor for tensor in found if tensor not in used], found)
     chat_templates.write(templates.by_name, source, target)
     if scheme is not None:
         from pipeline.stages.prepare.quantized.convert import convert as convert_quantized
@@ -142,10 +153,26 @@ def convert(
         with progress.measure(f"quantizing {name} to {quantization}") as report:
             quantize(model, target, stored, quantization, report)
         model = msgspec.structs.replace(model, weight_files=[WEIGHTS])
+    if pooler is not None:
+        pooler.write(target)
     generation_config.save(generation, target)
     if notes:
         (target / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
     model.save(target)
+
+
+def _score_tokens(config: Mapping[str, Any], path: Path, tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """The ids of the true and the false token whose logits make the score of a reranker, if config.json or
+    `hf_overrides` names them (vLLM's key). Raises ModelError."""
+    tokens = config.get(SCORE_TOKENS)
+    if tokens is None:
+        return None
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
+        raise ModelError(f"{path}: {SCORE_TOKENS} is {shown(tokens)}; it must be two tokens, as no and yes")
+    false_id, true_id = map(tokenizer.token_to_id, tokens)
+    if false_id is None or true_id is None:
+        raise ModelError(f"{path}: {SCORE_TOKENS} is {shown(tokens)}; the tokenizer lacks one of them")
+    return true_id, false_id
 
 
 def _json(source: Path, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -12,7 +12,10 @@ import msgspec
 from pipeline.runtime.model.model_config import EXPERTS, Layout, ModelConfig, Piece
 from pipeline.stages.prepare.families.architecture import TEXT_PREFIX
 
-OUTSIDE = ("model.embed_tokens", "model.embed_positions", "model.embed_norm", "model.norm", "lm_head")
+OUTSIDE = (
+    *("model.embed_tokens", "model.embed_positions", "model.embed_token_types", "model.embed_norm", "model.norm"),
+    "lm_head",
+)
 """Llama's names of the modules that are not in a layer."""
 
 TEXT_MODEL = f"{TEXT_PREFIX}model."

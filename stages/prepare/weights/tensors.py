@@ -171,12 +171,15 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     if config.position_embeddings:
         shapes["model.embed_positions.weight"] = (config.position_embeddings, hidden)
+    if config.token_types:
+        shapes["model.embed_token_types.weight"] = (config.token_types, hidden)
     if config.embedding_norm:
         shapes |= _norm_shapes(config, "model.embed_norm")
     for layer in range(config.num_layers):
         shapes |= _layer_shapes(config, layer)
-    shapes |= _norm_shapes(config, "model.norm")
-    if not config.tie_embeddings:
+    if not config.residual_norms:
+        shapes |= _norm_shapes(config, "model.norm")
+    if not config.tie_embeddings and config.generates:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     if config.head_bias:
         shapes["lm_head.bias"] = (config.vocab_size,)
@@ -199,6 +202,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         norms += ["input_layernorm", *([] if config.shared_norm else ["post_attention_layernorm"])]
     if config.has_post_norms(layer):
         norms += ["self_attn_post_norm", "mlp_post_norm"]
+    if config.residual_norms:
+        norms += ["self_attn_residual_norm", "mlp_residual_norm"]
     for norm in norms:
         shapes |= _norm_shapes(config, f"{before}{norm}")
     if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):

@@ -32,6 +32,12 @@ MASKS = {
 """The same of causal masks, by architecture. In others, such a name is that of a bias."""
 IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 """Prefixes of the tensors for images, in models for texts and images."""
+OTHER_HEADS = (
+    *("cls.", "lm_head.", "pooler.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "decoder.", "head."),
+    *("qa_outputs.", "classifier.", "predictions."),
+)
+"""Prefixes of the tensors of heads, of which a model that does not generate uses those of its class."""
+OTHER_HEAD_BIASES = ("lm_head.bias", "decoder.bias")
 
 
 def rules_of(config: ModelConfig) -> list[Rule]:
@@ -44,6 +50,15 @@ def rules_of(config: ModelConfig) -> list[Rule]:
     if config.delta is not None:
         drafts = Rule("multi-token prediction is not supported", lambda name: name.startswith("mtp."))
         rules.append(drafts)
+    if not config.generates:
+        base = config.layout.layers.partition(".")[0]
+        rules.append(Rule("positions are computed", lambda name: name.endswith(".position_ids")))
+        rules.append(
+            Rule(
+                "heads of other classes are not used",
+                lambda name: name.removeprefix(f"{base}.").startswith(OTHER_HEADS) or name in OTHER_HEAD_BIASES,
+            )
+        )
     if config.tie_embeddings:
         head = config.layout.find("lm_head.weight")[0]
         rules.append(Rule("the LM head equals the embedding, and is tied to it", lambda name: name == head))

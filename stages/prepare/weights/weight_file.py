@@ -51,6 +51,7 @@ TABLES: dict[str, Format] = {
     "model.embed_tokens.weight": "q8_0",
     "lm_head.weight": "q8_0",
     "model.embed_positions.weight": "bf16",
+    "model.embed_token_types.weight": "bf16",
 }
 """Formats of matrices that keep more bits than the others, by Llama's names. The head's rounding errors reach the
 logits directly, and the embedding may be tied to it. A table of positions is small."""

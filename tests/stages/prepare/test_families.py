@@ -143,5 +143,6 @@ def test_gpt_bigcode_has_one_key_value_head_unless_multi_query_is_off(
 def test_mpt_has_two_names_of_its_class(name: str) -> None:
     config = {"model_type": "mpt", "vocab_size": 608, "d_model": 96, "n_heads": 6, "n_layers": 3}
     assert read({**config, "architectures": [name]}).architecture == "mpt"
-    with pytest.raises(ModelError, match=r"only MptForCausalLM is supported"):
-        read({**config, "architectures": ["MptForSequenceClassification"]})
+    assert read({**config, "architectures": ["MptForSequenceClassification"]}).architecture == "mpt"
+    with pytest.raises(ModelError, match=r"only MptForCausalLM is supported, and for labels MptForSeq"):
+        read({**config, "architectures": ["MptForQuestionAnswering"]})

@@ -60,7 +60,9 @@ class EagleHead(EagleProposer[FloatArray]):
         self._embedding = self._embedding_of(weights, target)
         self._fc = _floats(weights.matrix("fc.weight", hidden, self.num_states * hidden)).T.copy()
         self._bias = np.asarray(weights.vector("fc.bias", hidden)) if weights.has("fc.bias") else None
-        self._norm, self._eps, self._centers = target.program.last_norm, model.rms_norm_eps, model.norm == "layer"
+        last_norm = target.program.last_norm
+        assert last_norm is not None
+        self._norm, self._eps, self._centers = last_norm, model.rms_norm_eps, model.norm == "layer"
         self._room = PIECE + MAX_PENDING * max_num_seqs
         self._inputs = StepInputs(self._room, max_num_seqs, -(-kv.max_model_len // BLOCK_SIZE))
         own_vocab = msgspec.structs.replace(config, vocab_size=self._num_ids(config, vocab_size))

@@ -116,6 +116,15 @@ class NativeLayers:
         self.barrier(what)
         self.add_branch(post_norm, f"{what} norm")
 
+    def norm_residual(self, norm: Norm | None, what: str) -> None:
+        """residual = norm(residual)"""
+        if norm is not None:
+            native_norm = self._norms.native_norm(norm)
+            self._library.program_add_norm(
+                self._program, self._residual, None, native_norm, self._config.hidden_size, 1.0
+            )
+            self.barrier(what)
+
     def add_branch(self, post_norm: Norm, what: str) -> None:
         """residual += post_norm(branch) * residual_multiplier"""
         norm = self._norms.native_norm(post_norm)

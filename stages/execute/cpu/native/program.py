@@ -105,7 +105,9 @@ class NativeProgram(Program):
         gathered = self._gathered = RankMemory(library, memory, ranks)
         self._residual = gathered.floats(max_num_tokens, config.hidden_size)
         self._gated = gathered.rows(max_num_tokens, max(config.inner_sizes, default=0))
-        self._logits = gathered.floats(inputs.max_num_samples if self._part.is_last else 0, config.vocab_size)
+        self._logits = gathered.floats(
+            inputs.max_num_samples if self._part.is_last and config.generates else 0, config.vocab_size
+        )
         gathered.use(self._handle, num_threads, inputs.max_num_samples)
         self._norms = norms = NativeNorms(library, memory, config, max_num_tokens, self._residual)
         self._layers = NativeLayers(
@@ -137,18 +139,17 @@ class NativeProgram(Program):
         library.program_embed(self._handle, self._residual, self._table[1], config.embedding_scale)
         if embedding.positions is not None:
             positions = self._memory.pack((embedding.positions,))
-            library.program_positions(self._handle, self._residual, positions, config.position_offset)
+            rows = self._inputs.position_rows.ctypes.data
+            library.program_positions(self._handle, self._residual, positions, config.position_offset, rows)
         self._layers.barrier("embed")
-        if embedding.norm is not None:
-            norm = self._norms.native_norm(embedding.norm)
-            library.program_add_norm(self._handle, self._residual, None, norm, config.hidden_size, 1.0)
-            self._layers.barrier("embed")
+        self._layers.norm_residual(embedding.norm, "embed norm")
 
     def attention(self, weights: AttentionWeights) -> None:
         self._capture_residual()
         read = weights.qkv if weights.gate is None else Linear((*weights.qkv.matrices, *weights.gate.matrices))
         self._norms.emit_before(self._handle, weights.norm, read)
         self._attention.emit(weights)
+        self._layers.norm_residual(weights.residual_norm, "o norm")
 
     def delta(self, weights: DeltaWeights) -> None:
         assert self._delta is not None
@@ -179,6 +180,7 @@ class NativeProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._norms.emit_before(self._handle, weights.norm, weights.gate_up)
         self._feed_forward(weights)
+        self._layers.norm_residual(weights.residual_norm, "down norm")
 
     def experts(self, weights: ExpertsWeights) -> None:
         assert self._experts is not None
@@ -203,12 +205,13 @@ class NativeProgram(Program):
         assert isinstance(other, NativeProgram)
         self._head = other._head
 
+    def pool(self, norm: Norm | None) -> None:
+        self._library.program_layer(self._handle, -1)
+        self.last_norm = None if norm is None else norm.as_arrays()
+
     def sample(self, head: Head) -> None:
         config, norm = self._config, head.norm
-        self._library.program_layer(self._handle, -1)
-        if norm is not None:
-            bias = None if norm.bias is None else np.asarray(norm.bias, np.float32)
-            self.last_norm = Norm(np.asarray(norm.weight, np.float32), bias)
+        self.pool(norm)
         packed = self._head
         if packed is None:
             # A tied head shares the embedding's memory.

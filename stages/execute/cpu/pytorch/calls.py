@@ -52,6 +52,7 @@ class TorchCalls:
         self.calls: list[TorchCall] = []
         self.ids = Buffer(torch.from_numpy(inputs.ids), Extent.TOKENS)
         self.positions = Buffer(torch.from_numpy(inputs.positions), Extent.TOKENS)
+        self.position_rows = Buffer(torch.from_numpy(inputs.position_rows), Extent.TOKENS)
         self.slots = [Buffer(torch.from_numpy(slots), Extent.TOKENS) for slots in inputs.group_slots]
         """By KV group."""
         self.sampled = Buffer(torch.from_numpy(inputs.sampled), Extent.SAMPLES)

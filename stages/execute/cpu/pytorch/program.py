@@ -113,7 +113,7 @@ class TorchProgram(Program):
             self._shared_gate_up = calls.buffer((2 if config.gated else 1) * shared)
             self._shared_gated = calls.buffer(shared)
         self._last = calls.buffer(config.hidden_size, Extent.SAMPLES)
-        self._logits = calls.buffer(config.vocab_size, Extent.SAMPLES, torch.float32)
+        self._logits = calls.buffer(config.vocab_size if config.generates else 1, Extent.SAMPLES, torch.float32)
         self._rotations = rotations(config, kv.max_model_len)
         self._angles: dict[Rope | None, tuple[Buffer, Buffer]] = {}
         self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
@@ -137,7 +137,7 @@ class TorchProgram(Program):
             calls.add(ops.scale, self._residual, config.embedding_scale)
         if embedding.positions is not None:
             learned = as_matrix(embedding.positions).dequantize(ops.dtype)[config.position_offset :]
-            calls.add(ops.take_rows, self._x, learned, calls.positions)
+            calls.add(ops.take_rows, self._x, learned, calls.position_rows)
             calls.add(ops.add, self._residual, self._x, 1.0)
         if embedding.norm is not None:
             self._norm(self._residual, self._residual, embedding.norm)
@@ -146,7 +146,7 @@ class TorchProgram(Program):
         self._capture_residual()
         self._norm(self._x, self._residual, weights.norm)
         self._attend(self._x, self._x, weights)
-        self._add(self._x, weights.post_norm)
+        self._add(self._x, weights.post_norm, weights.residual_norm)
 
     def delta(self, weights: DeltaWeights) -> None:
         assert self._delta is not None
@@ -173,7 +173,7 @@ class TorchProgram(Program):
     def mlp(self, weights: MlpWeights) -> None:
         self._norm(self._x, self._residual, weights.norm)
         self._feed_forward(self._x, self._x, weights)
-        self._add(self._x, weights.post_norm)
+        self._add(self._x, weights.post_norm, weights.residual_norm)
 
     def experts(self, weights: ExpertsWeights) -> None:
         config, calls, ops, x = self._config, self._calls, self._ops, self._x
@@ -212,21 +212,19 @@ class TorchProgram(Program):
         assert isinstance(other, TorchProgram)
         self._head = other._head
 
+    def pool(self, norm: Norm | None) -> None:
+        self.last_norm = None if norm is None else norm.as_arrays()
+
     def sample(self, head: Head) -> None:
         config, calls, ops = self._config, self._calls, self._ops
-        if head.norm is not None:
-            bias = None if head.norm.bias is None else as_tensor(head.norm.bias).numpy()
-            self.last_norm = Norm(as_tensor(head.norm.weight).numpy(), bias)
+        self.pool(head.norm)
         self._norm(self._x, self._residual, head.norm)
         calls.add(ops.take_rows, self._last, self._x, calls.sampled)
-        # A tied head shares the embedding's memory.
-        tied = self._table is not None and self._table[0] is head.matrix
-        weight = self._head
-        if weight is None:
-            is_shared = self._table is not None and tied
-            weight = self._table[1] if self._table and is_shared else as_matrix(head.matrix).dequantize(ops.dtype)
-        calls.add(ops.logits, self._logits, self._last, weight)
-        self._head = weight
+        if self._head is None:
+            # A tied head shares the embedding's memory.
+            tied = self._table is not None and self._table[0] is head.matrix
+            self._head = self._table[1] if self._table and tied else as_matrix(head.matrix).dequantize(ops.dtype)
+        calls.add(ops.logits, self._logits, self._last, self._head)
         if head.bias is not None:
             self._finish.append((ops.add_vector, as_tensor(head.bias)))
         if config.logit_scale != 1:
@@ -309,11 +307,13 @@ class TorchProgram(Program):
             None if down_bias is None else down_bias.view(num, -1),
         )
 
-    def _add(self, x: Buffer, post_norm: Norm | None) -> None:
-        """residual += post_norm(x) * residual_multiplier"""
+    def _add(self, x: Buffer, post_norm: Norm | None, residual_norm: Norm | None = None) -> None:
+        """residual = residual_norm(residual + post_norm(x) * residual_multiplier)"""
         if post_norm is not None:
             self._norm(x, x, post_norm)
         self._calls.add(self._ops.add, self._residual, x, self._config.residual_multiplier)
+        if residual_norm is not None:
+            self._norm(self._residual, self._residual, residual_norm)
 
     def run(self) -> IntArray:
         with torch.inference_mode():

@@ -111,7 +111,7 @@ def test_an_unsupported_architecture_is_named_before_anything_else_that_its_fold
     ("changes", "words"),
     [
         ({"model_type": "mamba"}, r"model_type is 'mamba', which is not supported; `pipeline models --sup"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures is .*LlamaForCausalLM"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, r"architectures is .*LlamaForCausalLM"),
         ({"architectures": ["Qwen3ForCausalLM"]}, r"architectures is .*for model_type 'llama' only LlamaForCausalLM"),
         ({"attention_bias": "yes"}, r"config\.json: attention_bias is 'yes'; it must be true or false"),
         (

@@ -1,0 +1,119 @@
+"""A tiny random encoder of each architecture, made by transformers from a config and prepared from its folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.prepare.stage import prepare
+from tests.stages.execute.driver import Driver, row_add
+from tests.stages.prepare import checkpoints
+
+VOCAB_SIZE = 608
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+AUTO = {"": AutoModel, "sequence": AutoModelForSequenceClassification, "tokens": AutoModelForTokenClassification}
+
+
+@dataclass(frozen=True)
+class Variant:
+    kind: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
+    head: str = ""
+    """A key of `AUTO`."""
+
+
+VARIANTS: dict[str, Variant] = {
+    "bert": Variant("bert"),
+    "bert, one type, relu": Variant("bert", {"type_vocab_size": 1, "hidden_act": "relu"}),
+    "bert, sequence": Variant("bert", {"num_labels": 3}, head="sequence"),
+    "bert, tokens": Variant("bert", {"num_labels": 5}, head="tokens"),
+    "roberta": Variant("roberta", {"pad_token_id": 1}),
+    "xlm-roberta, sequence": Variant(
+        "xlm-roberta", {"pad_token_id": 1, "type_vocab_size": 1, "num_labels": 1}, head="sequence"
+    ),
+    "camembert, tokens": Variant("camembert", {"pad_token_id": 1, "type_vocab_size": 1}, head="tokens"),
+    "distilbert": Variant(
+        "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 128}, {}
+    ),
+    "distilbert, sequence": Variant(
+        "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}, {}, head="sequence"
+    ),
+    "distilbert, tokens": Variant(
+        "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4}, {}, head="tokens"
+    ),
+}
+
+
+def make(variant: Variant, seed: int = 0) -> Any:
+    """The model in transformers, float32, whose hidden states differ enough to detect errors."""
+    config = AutoConfig.for_model(variant.kind, vocab_size=VOCAB_SIZE, **{**variant.sizes, **IDS, **variant.changes})
+    config.pad_token_id = {**IDS, **variant.changes}["pad_token_id"]
+    model = AUTO[variant.head].from_config(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name.lower()
+            if parameter.dim() > 1 and not is_norm:
+                parameter.normal_(0, 0.15)
+            else:
+                # With norms of all ones and biases of all zeros, a test would pass even if they were not read.
+                parameter.add_(torch.randn_like(parameter) * (0.1 if is_norm else 0.5))
+    return model.eval()
+
+
+def write(folder: Path, variant: Variant) -> tuple[Path, Any]:
+    """A prepared folder of the model, and the model in transformers."""
+    model = make(variant)
+    source = checkpoints.save_folder(
+        folder / "source", model, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
+    return prepare(Settings(model=str(source), cache_dir=str(folder / "cache"))), model
+
+
+def random_ids(num: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, num).tolist()
+
+
+class Texts:
+    """Computes whole texts with a runner, some in one step."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.driver = Driver(folder, settings)
+        self.runner: CpuRunner = self.driver.runner
+        pooler = ModelConfig.load(folder).pooler
+        self.pooling = m.Pooling.MEAN if pooler is None else m.Pooling[pooler.pooling.upper()]
+
+    def compute(
+        self, texts: Sequence[list[int]], pooling: m.Pooling | None = None, segment_starts: Sequence[int] = ()
+    ) -> list[np.ndarray]:
+        """The results of texts that are computed in one step, each float32 [width] or [tokens, width]."""
+        how = self.pooling if pooling is None else pooling
+        adds = []
+        for row, ids in enumerate(texts):
+            start = segment_starts[row] if segment_starts else 0
+            options = m.GenerationOptions(pooling=how, max_tokens=1, segment_start=start)
+            adds.append(row_add(row, ids, self.driver.take_blocks(len(ids)), options))
+        sampled = self.driver.step([(row, 0, len(ids), True) for row, ids in enumerate(texts)], adds=adds)
+        self.driver.step(drops=list(range(len(texts))))
+        self.driver.clear()
+        numbers = sampled.token_outputs.view(np.float32)
+        counts = [len(ids) if how == m.Pooling.ALL else 1 for ids in texts]
+        width = self.runner.facts.hidden_size
+        parts = np.split(numbers.reshape(-1, width), np.cumsum(counts)[:-1])
+        return [part if how == m.Pooling.ALL else part[0] for part in parts]
