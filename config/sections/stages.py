@@ -22,6 +22,11 @@ class IngestSettings(Frozen, frozen=True):
 PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
 
+ENCODER_STEP_TOKENS = 2048
+"""Texts of an encoder are computed whole and no client waits for a next token, so larger steps than a decoder's only
+delay those that come meanwhile."""
+
+
 class ScheduleSettings(Frozen, frozen=True):
     """The process that decides what the next step computes."""
 
@@ -113,6 +118,11 @@ class ScheduleSettings(Frozen, frozen=True):
     def max_step_tokens(self) -> int:
         """The most tokens that any step has."""
         return max(self.max_num_batched_tokens, self.max_num_prefill_tokens)
+
+    @property
+    def encoder_step_tokens(self) -> int:
+        """The most tokens of a step of an encoder, if it has more than one text."""
+        return max(ENCODER_STEP_TOKENS, self.max_step_tokens)
 
 
 class ExecuteSettings(Frozen, frozen=True):

@@ -14,7 +14,7 @@ from pipeline.config.settings import Settings
 from pipeline.config.values.sizes import size_words
 from pipeline.errors import UserError
 from pipeline.kernels.step_inputs import BLOCK_SIZE, block_bytes
-from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks
+from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, kv_layout, longest_sequence, most_blocks, scratch
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.layers.delta import slot_floats
@@ -28,6 +28,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 MAX_CHOSEN_BLOCKS = 2**20
 """Maximum number of blocks if execute.kv_cache_bytes is not set: 16 million tokens. The scheduler keeps a few words for
 each block, and a tiny model on a large GPU would get hundreds of millions."""
+
+MAX_STEPS = 4
+"""In flight, each of which has blocks of its own."""
 
 MIN_SLOTS = 2
 """One for the state of a row, one for its next state."""
@@ -77,6 +80,8 @@ def plan_kv(
     if slot_bytes:
         num_slots = max(MIN_SLOTS, half_in_slots(kv_bytes, slot_bytes, settings))
     num_blocks = max(0, kv_bytes - num_slots * slot_bytes) // num_bytes
+    if not config.causal:
+        num_blocks = min(num_blocks, scratch_blocks(settings, max_num_tokens))
     if num_blocks < len(layout.groups):
         beside = f" and {MIN_SLOTS} states of its recurrent layers take" if slot_bytes else " takes"
         least = num_bytes * len(layout.groups) + num_slots * slot_bytes
@@ -95,6 +100,11 @@ def plan_kv(
         return plan
     state_tokens = slot_bytes * BLOCK_SIZE // (num_bytes * len(layout.groups))
     return replace(plan, num_state_slots=num_slots, slot_bytes=slot_bytes, state_tokens=state_tokens)
+
+
+def scratch_blocks(settings: Settings, max_num_tokens: int) -> int:
+    """Blocks that an encoder's steps in flight have at most: each text may fill its last one in part."""
+    return MAX_STEPS * (max_num_tokens // BLOCK_SIZE + settings.schedule.max_num_seqs)
 
 
 def state_slot_bytes(config: ModelConfig, layers: Collection[int] | None = None, num_ranks: int = 1) -> int:
@@ -178,6 +188,8 @@ def gib(num_bytes: float) -> str:
 
 def layout_of(settings: Settings, config: ModelConfig) -> KVLayout:
     """How the layers of a model are divided into KV groups."""
+    if not config.causal:
+        return scratch(config.num_layers)
     windows = [config.window_of(layer) for layer in range(config.num_layers) if not config.is_recurrent(layer)]
     layout = kv_layout(windows, _wanted(settings, config), divides=settings.execute.hybrid_kv_cache_manager)
     if config.delta is None:

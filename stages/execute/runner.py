@@ -88,6 +88,8 @@ class Runner(ABC):
             num_state_slots=kv.num_state_slots,
             num_swap_state_slots=num_swap_slots,
             state_tokens=kv.state_tokens,
+            generates=config.generates,
+            is_encoder=not config.causal,
         )
         num_groups = len(kv.layout.groups)
         # A text may have max_model_len ids, and its row gets one more, which has no meaning.

@@ -52,6 +52,7 @@ class Outcomes:
             finishes=finishes,
             gateway_incarnation=submit.gateway_incarnation,
             cut_positions=prepared.cut_positions,
+            scope_id=submit.scope_id,
         )
         self._retry_queue.send(self._stage.outbox("schedule"), admit)
 

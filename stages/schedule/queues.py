@@ -2,11 +2,14 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from heapq import merge
 from itertools import islice
 
 from pipeline.stages.schedule.policies.policy import MAX_SKIPPED, Policy
 from pipeline.stages.schedule.request import Order, Sequence
 
+MAX_CANDIDATES = 64
+"""How many texts at the head of the queue are checked for one that fits into a step whole."""
 MAX_LONG_CANDIDATES = 8
 """How many long prompts at the head of the queue are checked for a cached prefix."""
 
@@ -69,7 +72,12 @@ class WaitingQueue:
     @property
     def first_rank(self) -> int:
         """The lowest rank in a queue that isn't empty."""
-        return min(queue.first_rank for queue in (self._short, self._long) if queue)
+        return self.first_order[0]
+
+    @property
+    def first_order(self) -> Order:
+        """The order of the first sequence in a queue that isn't empty."""
+        return min(queue.first.order for queue in (self._short, self._long) if queue)
 
     def add(self, sequence: Sequence) -> None:
         sequence.is_long = len(sequence.ids) > self._long_prompt_tokens
@@ -102,6 +110,17 @@ class WaitingQueue:
         chosen = eligible[0] if len(eligible) == 1 else eligible[self._policy.choose(eligible, num_cached_blocks)]
         self._skipped = [sequence for sequence in candidates if sequence.order < chosen.order]
         return chosen
+
+    def choose_whole(self, fits: Callable[[int], bool], *, prefers_short: bool) -> Sequence | None:
+        """Return the sequence that is computed whole next: the first that `fits` into the step by its number of tokens.
+        A step begins with the first of all, which always fits; with `prefers_short`, with the first that is not long,
+        if no long one has a lower rank."""
+        self._skipped = []
+        if prefers_short and self._short and not (self._long and self._long.first_rank < self._short.first_rank):
+            waiting = iter(self._short)
+        else:
+            waiting = merge(self._short, self._long, key=_by_order)
+        return next((one for one in islice(waiting, MAX_CANDIDATES) if fits(len(one.ids))), None)
 
     def short_after(self, first: Sequence, rank: int) -> Iterator[Sequence]:
         """The short prompts after `first` in order whose rank is below `rank`."""

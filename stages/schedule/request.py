@@ -48,6 +48,8 @@ class RequestState(msgspec.Struct, eq=False):
     """Those of `Admit`: a snapshot of the state is made at the block before each, if it is not close to another one."""
     row_options: Raw = Raw()
     """Options for the executor's rows: those of a beam search have others."""
+    scope_id: str = ""
+    """Whose request it is; empty without API keys."""
 
     @property
     def row_token_output_bytes(self) -> int:

@@ -14,6 +14,7 @@ from pipeline.stages.schedule.arrays import Ids
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
+from pipeline.stages.schedule.policies.fair_shares import FairShares
 from pipeline.stages.schedule.request import RequestState, Sequence
 from pipeline.stages.schedule.samples.beam_search import BeamSearch, row_options
 from pipeline.stages.schedule.state import SchedulerState
@@ -51,6 +52,7 @@ class RequestStates:
         self._tombstones: OrderedDict[int, int] = OrderedDict()
         """The last attempt that was aborted before it came, by request id."""
         self._next_seq = 1
+        self._shares = FairShares() if state.config.is_encoder else None
         self._rejections: dict[int, tuple[int, m.Reject]] = {}
         """By request id, until the request is closed: the replica of detokenize that got the refusal, or whose
         successor receives it again."""
@@ -70,6 +72,8 @@ class RequestStates:
         options = self._decoder.decode(message.options)
         assert options.max_tokens is not None, "ingest sets max_tokens"
         limit = min(len(prompt) + options.max_tokens, self._config.max_model_len)
+        if not self._config.generates:
+            limit = min(len(prompt), self._config.max_model_len) + 1
         failure = self._failure_of(message, options, len(prompt), limit)
         if failure is not None:
             rejection = m.Reject(message.request_id, message.attempt, message.gateway, failure)
@@ -89,6 +93,7 @@ class RequestStates:
             prompt_logprob_bytes=prompt_logprob_bytes(options),
             cut_positions=message.cut_positions,
             row_options=message.options,
+            scope_id=message.scope_id,
         )
         if options.use_beam_search:
             request.beam_search = search = BeamSearch(options, len(prompt), limit, self._config.eos_ids)
@@ -184,7 +189,7 @@ class RequestStates:
             return self._open_beam(request, index, limit, outputs, finish)
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"
-        order = (self._policy.rank(request), request.arrival_s, self._next_seq)
+        order = (self._policy.rank(request), self._place(request), self._next_seq)
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         sequence = Sequence(
@@ -206,6 +211,13 @@ class RequestStates:
         else:
             self._output_buffer.add_closing(sequence, len(ids), finish)
         return self._opening_of(sequence, outputs)
+
+    def _place(self, request: RequestState) -> float:
+        """The place in the order of a request's rank: its arrival, or with an encoder its turn among scopes."""
+        if self._shares is None:
+            return request.arrival_s
+        waiting = self._lifecycle.waiting
+        return self._shares.tag(request.scope_id, len(request.prompt), waiting.first_order[1] if waiting else None)
 
     def _open_beam(self, request: RequestState, index: int, limit: int, outputs: Ids, finish: Finish) -> m.Open:
         """Create a sequence of a beam search. If the client has some output, the search finds it again."""

@@ -64,7 +64,7 @@ class RowTracker:
         """The replica of detokenize that gets the output."""
         self.generation = np.zeros(max_num_seqs, np.uint32)
         self.active = np.zeros(max_num_seqs, np.bool_)
-        self.ids: Int32s = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.ids: Int32s = np.zeros((max_num_seqs, max_model_len + (not config.generates)), np.int32)
         self.tables: Int32s = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
         """By KV group: the block tables, [rows, places] each."""
         self.token_output_bytes: Int64s = np.zeros(max_num_seqs, np.int64)

@@ -83,6 +83,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     waits_for_adapters: bool = False
     """Whether the executor answers `UseAdapters`: sequences then wait for it, not steps."""
     states: StateConfig = StateConfig()
+    generates: bool = True
+    """Whether the model samples ids. If not, an id without meaning follows each prompt, and takes no room."""
+    is_encoder: bool = False
+    """Each sequence is computed whole, in the step in which it starts, and ends with it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the model has recurrent layers and a setting does not work with them."""
@@ -92,6 +96,22 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             raise ValueError("speculative decoding is not supported for models with recurrent layers")
         if self.states.num_slots < 2:
             raise ValueError("a model with recurrent layers needs at least 2 state slots")
+
+    def of_encoder(self, step_tokens: int) -> "SchedulerConfig":
+        """This configuration for an encoder, whose steps with several texts have at most `step_tokens` tokens. It says
+        all that encoders exclude. What a text leaves in the KV cache is scratch, so nothing is found in the prefix
+        cache or copied to swap space. Preemption needs no rule: all of a running sequence is in a step in flight, so it
+        lacks no blocks, and `PriorityPreemptor` leaves sequences that end."""
+        return msgspec.structs.replace(
+            self,
+            is_encoder=True,
+            max_num_batched_tokens=step_tokens,
+            max_num_prefill_tokens=0,
+            prefix_caching=False,
+            num_swap_blocks=0,
+            kv_offload=False,
+            preemption="recompute",
+        )
 
     @property
     def max_num_rows(self) -> int:
@@ -120,7 +140,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         num_stages: int = 1,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
-        return cls(
+        config = cls(
             num_blocks=facts.num_blocks,
             max_model_len=facts.max_model_len,
             max_num_seqs=settings.max_num_seqs,
@@ -146,4 +166,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             num_stages=num_stages,
             waits_for_adapters=max_loras > 0,
             states=StateConfig.of(facts),
+            generates=facts.generates,
         )
+        return config.of_encoder(settings.encoder_step_tokens) if facts.is_encoder else config

@@ -192,6 +192,10 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     """Slots of its swap segment."""
     state_tokens: int = 0
     """Tokens whose keys and values have the size of a slot."""
+    generates: bool = True
+    """Whether it samples ids. If not, a text may have `max_model_len` ids, and one without meaning follows it."""
+    is_encoder: bool = False
+    """Each text is computed whole, in a step of at most `max_num_prefill_tokens` tokens, and nothing is kept of it."""
 
     @property
     def quantization(self) -> str:

@@ -28,6 +28,8 @@ class Admit(Message, frozen=True, tag="admit"):
     cut_positions: list[int] = []
     """For a model with recurrent layers: positions of the prompt behind which other prompts are likely to go on in
     another way. The first is where the next turn of this chat does, at the end or before it; empty: not known."""
+    scope_id: str = ""
+    """That of `Submit`: texts that are computed whole are divided fairly among scopes."""
 
 
 class StepResult(Message, frozen=True, tag="step_result"):

@@ -131,6 +131,12 @@ def undivided(num_layers: int) -> KVLayout:
     return kv_layout([None] * num_layers, 0)
 
 
+def scratch(num_layers: int) -> KVLayout:
+    """Of an encoder: no step reads the keys and values of another one, nor a layer those of another. So all layers have
+    the same place, and blocks have the size of one layer."""
+    return KVLayout((FULL,), ((0, 0),) * num_layers, 1)
+
+
 def _layers_per_group(counts: list[int]) -> int:
     """The number of layers in a block, given the number of layers of each kind: that which leaves the fewest places of
     blocks unused, of equals the one with fewest groups."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import torch_needed
-from pipeline.config.sections.stages import ScheduleSettings
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, compiler, native_library
@@ -50,11 +49,17 @@ AMX_PREFILL_TOKENS = 384
 kernels gain nothing from longer chunks."""
 
 
-def max_num_prefill_tokens(settings: ScheduleSettings, library: Library | None, are_quantized: bool) -> int:
-    """The most tokens of a step in which no row decodes: the setting, or what suits the kernels."""
+def max_num_prefill_tokens(
+    settings: Settings, config: ModelConfig, library: Library | None, are_quantized: bool
+) -> int:
+    """The most tokens of a step in which no row decodes: the setting, or what suits the kernels. For an encoder, as
+    many as its longest text has, if that is more."""
+    schedule = settings.schedule
+    if not config.causal:
+        return max(config.longest_sequence(settings.max_model_len), schedule.encoder_step_tokens)
     suits_amx = library is not None and library.isa == "amx" and not are_quantized
-    chosen = settings.max_num_prefill_tokens or (AMX_PREFILL_TOKENS if suits_amx else 0)
-    return max(settings.max_num_batched_tokens, chosen)
+    chosen = schedule.max_num_prefill_tokens or (AMX_PREFILL_TOKENS if suits_amx else 0)
+    return max(schedule.max_num_batched_tokens, chosen)
 
 
 def make_program(

@@ -83,7 +83,7 @@ class CpuRunner(Runner):
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
         keeps = library and settings.execute.keep_packed_weights
         panels = PanelLocation.of(model_dir, weights.files, context) if keeps else None
-        max_num_tokens = max_num_prefill_tokens(settings.schedule, library, weights.are_quantized)
+        max_num_tokens = max_num_prefill_tokens(settings, config, library, weights.are_quantized)
         parts = [Part(range(config.num_layers))]
         if context.num_stages > 1:
             parts = split(settings.execute, weights.layer_bytes(config.num_layers), weights.head_bytes(config))

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from pipeline.config.sections.stages import ExecuteSettings
 from pipeline.errors import UserError
-from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout
+from pipeline.runtime.model.kv_groups import NO_LOCATION, KVLayout, scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,8 @@ def kv_layout_of(layout: KVLayout, part: Part) -> KVLayout:
             continue
         layer_locations.append((group, sizes[group]))
         sizes[group] += 1
+    if layout == scratch(len(layout.layer_locations)):
+        return scratch(len(part.layers))
     return KVLayout(layout.groups, tuple(layer_locations), max(sizes))
 
 

@@ -7,6 +7,8 @@ Decoding rows come first and are never held back. The rest goes to prompts, in c
     slowdown  while others decode, a part of a long prompt makes a step at most `max_slowdown` times as long
 
 The time bounds never cut a chunk below MIN_CHUNK tokens, so prompts progress on a machine of any speed.
+
+Texts of an encoder are not cut: they get all their tokens or none. The first of a step may have more than the budget.
 """
 
 import msgspec
@@ -31,9 +33,10 @@ class StepCostInputs(msgspec.Struct):
     pairs: float = 0.0
     """(query, key) pairs of the chunks, in total."""
 
-    def add_chunk(self, start: int, count: int) -> None:
+    def add_chunk(self, start: int, count: int, *, whole: bool = False) -> None:
+        """Tokens of a `whole` text see all of it."""
         self.num_chunk_tokens += count
-        self.pairs += count * (start + count / 2)
+        self.pairs += count * (start + (count if whole else count / 2))
 
 
 class BudgetLimits(msgspec.Struct, frozen=True):
@@ -85,22 +88,32 @@ class StepBudget:
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
         return self.tokens > 0 and (left_s > 0 or not self.shape.num_chunk_tokens)
 
-    def chunk(self, start: int, need: int, is_long: bool, reserve: int = 0, is_sure: bool = False) -> int:
-        """Grant a row up to `need` tokens from position `start` on, and return how many. `reserve` tokens are left for
-        others. With `is_sure` the row gets something while there are tokens, even if no time is left."""
-        most = min(need, self.tokens - reserve)
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a text of as many tokens may be computed whole. The first prompt always may."""
+        return self.has_room(False) and (num_tokens <= self.tokens or not self.shape.num_chunk_tokens)
+
+    def chunk(
+        self, start: int, need: int, is_long: bool, reserve: int = 0, is_sure: bool = False, whole: bool = False
+    ) -> int:
+        """Grant a row up to `need` tokens from position `start` on, and return how many; with `whole`, all or none.
+        `reserve` tokens are left for others. With `is_sure` the row gets something while there are tokens, even if no
+        time is left."""
+        if whole:
+            most = need if self.fits(need) else 0
+        else:
+            most = min(need, self.tokens - reserve)
         if most <= 0 or not (is_sure or self.has_room(is_long)):
             return 0
         if self._is_timed:
-            most = self._fitting(start, most, is_long)
+            most = self._fitting(start, most, is_long, whole=whole)
         self.tokens -= most
-        self.shape.add_chunk(start, most)
+        self.shape.add_chunk(start, most, whole=whole)
         return most
 
-    def _fitting(self, start: int, most: int, is_long: bool) -> int:
-        """Limit a chunk to the time that is left, and take its time from the budget."""
+    def _fitting(self, start: int, most: int, is_long: bool, *, whole: bool) -> int:
+        """Limit a chunk that is not `whole` to the time that is left, and take its time from the budget."""
         left_s = min(self._left_s, self._long_left_s) if is_long else self._left_s
-        if left_s < UNLIMITED:
+        if left_s < UNLIMITED and not whole:
             shape = self.shape
             fitting = self._cost_model.max_chunk(self._base_s + left_s, shape.num_decodes, shape.context, start, most)
             if fitting < most:  # the rest of the time is too short for another chunk

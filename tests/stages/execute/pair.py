@@ -114,8 +114,10 @@ class Pair:
             "kv_groups": tuple(facts.kv_groups),
             "waits_for_adapters": bool(limits.get("max_loras")),
             "states": StateConfig.of(facts),
+            "generates": facts.generates,
         }
-        self.scheduler = Scheduler(SchedulerConfig(**known | limits))
+        config = SchedulerConfig(**known | limits)
+        self.scheduler = Scheduler(config.of_encoder(config.max_num_batched_tokens) if facts.is_encoder else config)
         self._runner = runner
         self._depth = depth
         self._steps: deque[m.Step] = deque()

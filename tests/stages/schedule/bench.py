@@ -28,7 +28,7 @@ class Bench(Received):
     """A scheduler and a fake executor, and everything that detokenize would have received."""
 
     def __init__(self, config: SchedulerConfig, depth: int, num_detokenize: int = 1, copy_s: float = 0.0001) -> None:
-        super().__init__(num_detokenize, config.max_model_len)
+        super().__init__(num_detokenize, config.max_model_len + (not config.generates))
         width = KEY_BYTES + (len(config.kv_groups) > 1)
         self.indices = [bytearray(HEADER_BYTES + width * num) for num in (config.num_blocks, config.num_swap_blocks)]
         """Of the KV cache, of swap space, and of the states in both; they outlive the scheduler."""
@@ -103,6 +103,7 @@ class Bench(Received):
         outputs: Iterable[int] = (),
         attempt: int = 1,
         cut_positions: Iterable[int] = (),
+        scope_id: str = "",
         **others: Any,
     ) -> int:
         """-1 in `num_logprobs` or `num_prompt_logprobs` requests no records; the executor fails at the ids
@@ -120,7 +121,8 @@ class Bench(Received):
             predicted_ids=predicted_ids,
             **others,
         )
-        return self.admit_options(prompt, options, request_id, arrival_s, num_crashes, outputs, attempt, cut_positions)
+        more = request_id, arrival_s, num_crashes, outputs, attempt, cut_positions, scope_id
+        return self.admit_options(prompt, options, *more)
 
     def admit_options(
         self,
@@ -132,6 +134,7 @@ class Bench(Received):
         outputs: Iterable[int] = (),
         attempt: int = 1,
         cut_positions: Iterable[int] = (),
+        scope_id: str = "",
     ) -> int:
         """Admit a request that has these options, a suspect of `num_crashes` of schedule. Returns its id."""
         number = next(self._ids)
@@ -147,6 +150,7 @@ class Bench(Received):
             outputs=[np.array(list(outputs), np.int32).tobytes()] if outputs else [],
             finishes=bytes(1) if outputs else b"",
             cut_positions=list(cut_positions),
+            scope_id=scope_id,
         )
         for reply in self.scheduler.admit(message):
             if isinstance(reply, m.Reject):

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -32,6 +34,7 @@ class Histories(RuleBasedStateMachine):
 
     GROUPS: st.SearchStrategy[tuple[KVGroup, ...]] = st.just((FULL,))
     STATES: st.SearchStrategy[StateConfig] = st.just(StateConfig())
+    IS_ENCODER = False
 
     @initialize(
         data=st.data(),
@@ -85,8 +88,11 @@ class Histories(RuleBasedStateMachine):
         groups, states = data.draw(self.GROUPS), data.draw(self.STATES)
         if states.num_slots:
             num_speculative_tokens = 0
+        if self.IS_ENCODER:
+            num_speculative_tokens, num_stages = 0, 1
         self.bench = Bench(
-            SchedulerConfig(
+            self.of_kind(
+                budget,
                 num_blocks=num_blocks * len(groups),
                 max_model_len=128,
                 max_num_seqs=max_num_seqs,
@@ -115,6 +121,10 @@ class Histories(RuleBasedStateMachine):
         self.bench.plans_early = plans_early
         self.known: list[int] = []
         self.num_deaths = 0
+
+    def of_kind(self, budget: int, **values: Any) -> SchedulerConfig:
+        config = SchedulerConfig(**values, generates=not self.IS_ENCODER)
+        return config.of_encoder(budget) if self.IS_ENCODER else config
 
     @rule(
         prompt=PROMPTS,
@@ -145,6 +155,8 @@ class Histories(RuleBasedStateMachine):
         num_crashes: int,
         adapter_id: str,
     ) -> None:
+        if self.IS_ENCODER:
+            max_tokens, n, tops = 1, 1, (tops[0], -1)
         number = self.bench.admit(
             prompt,
             max_tokens,
@@ -266,10 +278,33 @@ class StateHistories(GroupHistories):
     )
 
 
+class EncoderHistories(Histories):
+    """The same, of encoders: each text is computed whole, once for each executor that did not die."""
+
+    IS_ENCODER = True
+
+    @invariant()
+    def texts_are_whole(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        rows = self.bench.scheduler.rows
+        for step in self.bench.steps:
+            starts, counts = (np.frombuffer(inline(one), np.int32) for one in (step.starts, step.counts))
+            assert not starts.any() and len(step.adds) == len(counts)
+            assert counts.tolist() == [len(inline(add.ids)) // 4 for add in step.adds]
+            assert not step.copy_sources and not step.block_rows
+        assert (rows.num_computed_tokens[rows.order] == rows.num_tokens[rows.order]).all(), "a row waits for its step"
+        load = self.bench.scheduler.load()
+        assert load.num_blocks_cached == 0
+        assert self.num_deaths or not load.num_preemptions
+
+
 TestHistories = Histories.TestCase
+TestEncoderHistories = EncoderHistories.TestCase
 TestGroupHistories = GroupHistories.TestCase
 TestStateHistories = StateHistories.TestCase
 
+TestEncoderHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestGroupHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestStateHistories.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

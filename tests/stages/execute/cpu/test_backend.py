@@ -5,13 +5,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from pipeline.config.sections.stages import ScheduleSettings
+from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.kernels.cpu import build, compiler, native_library
 from pipeline.kernels.cpu.isa import Isa, available
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu import backend
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
 from pipeline.stages.execute.cpu.runner import CpuRunner
@@ -144,11 +147,24 @@ def test_torch_is_used_after_two_failures(
     ],
 )
 def test_steps_of_prompts_alone_are_longer_with_float_weights_on_amx(
-    isa: Isa | None, are_quantized: bool, set_to: int, expected: int
+    tiny: Path, isa: Isa | None, are_quantized: bool, set_to: int, expected: int
 ) -> None:
-    schedule = ScheduleSettings(max_num_batched_tokens=48, max_num_prefill_tokens=set_to)
+    chosen = Settings(schedule=ScheduleSettings(max_num_batched_tokens=48, max_num_prefill_tokens=set_to))
     library = backend.Library(isa, ctypes.CDLL(None), "") if isa else None
-    assert backend.max_num_prefill_tokens(schedule, library, are_quantized) == expected
+    config = ModelConfig.load(tiny)
+    assert backend.max_num_prefill_tokens(chosen, config, library, are_quantized) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_position", "max_model_len", "set_to", "expected"),
+    [(512, 0, 0, 2048), (8192, 0, 0, 8192), (8192, 4096, 0, 4096), (512, 0, 5000, 5000)],
+)
+def test_a_step_of_an_encoder_has_room_for_its_longest_text(
+    tiny: Path, max_position: int, max_model_len: int, set_to: int, expected: int
+) -> None:
+    chosen = Settings(max_model_len=max_model_len, schedule=ScheduleSettings(max_num_prefill_tokens=set_to))
+    config = msgspec.structs.replace(ModelConfig.load(tiny), causal=False, max_position=max_position)
+    assert backend.max_num_prefill_tokens(chosen, config, None, False) == expected
 
 
 def test_the_runner_reports_how_many_tokens_its_arrays_hold(tiny: Path) -> None:
