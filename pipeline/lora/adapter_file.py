@@ -150,6 +150,8 @@ def _write_in(path: Path, dtype: Dtype, header: bytes, shapes: Sequence[PairShap
                     file.write(b"\0" * (-file.tell() % ALIGN))
                     file.write(np.ascontiguousarray(array, DTYPES[dtype]).data)
             file.write(b"\0" * (-file.tell() % ALIGN))
+            file.flush()
+            os.fsync(file.fileno())  # else a machine that loses power could leave zeros behind the header
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

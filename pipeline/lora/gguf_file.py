@@ -183,6 +183,6 @@ class SmallGguf:
         length = int(self._number("<Q"))
         if length > min(MAX_TEXT_BYTES, len(self.data) - self._at):
             raise ValueError(f"a text of {length} bytes is too long")
-        text = self.data[self._at : self._at + length].decode()
+        text = str(self.data[self._at : self._at + length], "utf-8")
         self._at += length
         return text

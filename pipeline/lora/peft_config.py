@@ -18,7 +18,9 @@ from pipeline.runtime.files.regular_files import read_regular
 from pipeline.runtime.log.printable import printable
 
 CONFIG = "adapter_config.json"
-MAX_CONFIG_BYTES = 4 * 1024**2
+MAX_CONFIG_BYTES = 1024**2
+MAX_VALUES = 65_536
+"""Of a config or of a header: the decoder holds Python's lock, 0.1 s and more for each megabyte of small values."""
 MAX_RANK = 1024
 MAX_PATTERNS = 4096
 """Keys of a pattern: each module is compared with all of them."""
@@ -85,9 +87,11 @@ def read_config(folder: Path, deadline_s: float = math.inf, allowed: Sequence[st
     none. The file must be in one of the folders `allowed`, if there are any."""
     path = folder / CONFIG
     try:
-        data = bytes(read_regular(path, MAX_CONFIG_BYTES, deadline_s, allowed))
+        data = read_regular(path, MAX_CONFIG_BYTES, deadline_s, allowed)
     except OSError as error:
         raise NotAnAdapter(f"{path}: {error.strerror}; an adapter is a folder in PEFT's format") from error
+    if has_many_values(data):
+        raise NotAnAdapter(f"{path}: it has more than {MAX_VALUES} values")
     try:
         config = msgspec.json.decode(data, type=PeftConfig)
     except (ValueError, RecursionError) as error:
@@ -96,6 +100,11 @@ def read_config(folder: Path, deadline_s: float = math.inf, allowed: Sequence[st
     if problem := _problem(config):
         raise AdapterError(f"{path}: {problem}")
     return config, data
+
+
+def has_many_values(json: bytes) -> bool:
+    """Whether there may be more than MAX_VALUES values in a text of JSON."""
+    return json.count(b",") >= MAX_VALUES or json.count(b"[") + json.count(b"{") > MAX_VALUES
 
 
 def _has_peft_type(data: bytes) -> bool:

@@ -5,6 +5,7 @@ file that is truncated kills the process with SIGBUS.
 """
 
 import errno
+import mmap
 import os
 import stat
 import time
@@ -61,7 +62,7 @@ class RegularFile:
     ) -> None:
         self.path = path
         self._deadline_s = deadline_s
-        self._data = bytearray()
+        self._data = memoryview(b"")
         self._fd = open_regular(path)
         try:
             # The kernel's own path of the open file: no part of it is resolved again.
@@ -85,29 +86,26 @@ class RegularFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def read_to(self, end: int) -> bytearray:
+    def read_to(self, end: int) -> memoryview:
         """The bytes before `end`, or before the end of the file: fewer, if it was truncated since it was opened.
         Raises OSError, also if they are not read at the deadline."""
         position, end = len(self._data), min(end, self.size)
         if position >= end:
             return self._data
-        data = bytearray(end)
+        # Not a bytearray: to make one of 700 MB, and to free it, takes a second in which no other thread runs.
+        data = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         data[:position] = self._data
-        with memoryview(data) as view:
-            while position < end:
-                if time.monotonic() > self._deadline_s:
-                    raise OSError(errno.ETIMEDOUT, "reading the file took too long")
-                if not (num := os.preadv(self._fd, [view[position : min(end, position + PART_BYTES)]], position)):
-                    break
-                position += num
-        del data[position:]
-        self._data = data
-        return data
+        while position < end:
+            if time.monotonic() > self._deadline_s:
+                raise OSError(errno.ETIMEDOUT, "reading the file took too long")
+            if not (num := os.preadv(self._fd, [data[position : min(end, position + PART_BYTES)]], position)):
+                break
+            position += num
+        self._data = data[:position]
+        return self._data
 
 
-def read_regular(
-    path: Path, max_bytes: int, deadline_s: float = float("inf"), folders: Sequence[str] = ()
-) -> bytearray:
+def read_regular(path: Path, max_bytes: int, deadline_s: float = float("inf"), folders: Sequence[str] = ()) -> bytes:
     """All bytes of a file. Raises OSError; see `RegularFile`."""
     with RegularFile(path, max_bytes, deadline_s, folders) as file:
-        return file.read_to(file.size)
+        return bytes(file.read_to(file.size))

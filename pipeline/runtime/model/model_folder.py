@@ -43,7 +43,7 @@ def read_file(path: Path) -> bytes:
     """A file of a prepared folder, besides weights, or of another user's in its place: opening a FIFO would wait for
     ever. Raises OSError if it is no regular file, or has more than 256 MiB."""
     try:
-        return bytes(read_regular(path, MAX_FILE_BYTES))
+        return read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
