@@ -108,6 +108,10 @@ class Dialect(ABC):
         """The path of a field, as clients of this API write it."""
         return name
 
+    def prompt_name(self, param: str, index: int, num: int) -> str:
+        """The path of a prompt, of `num` in the field `param`."""
+        return f"{param}[{index}]" if num > 1 else param
+
     def reply_bytes(self, *, stream: bool) -> int:
         """What the dialect keeps for the reply, and what the reply repeats of it."""
         return 0

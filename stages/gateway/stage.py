@@ -96,6 +96,8 @@ class GatewayStage:
             caps=settings.limits,
             formats=self._requests.formats,
             defaults=defaults,
+            tasks=model.config.tasks,
+            pooler=model.config.pooler,
         )
         self._adapters = AdapterRegistry(stage, limits, self._requests.limited_log)
         self._api = Api(

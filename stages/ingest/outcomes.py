@@ -37,7 +37,14 @@ class Outcomes:
         echo = prepared.text, prepared.token_strs, began_s, done_s, prepared.pieces, prepared.tail
         # As schedule gets it: submitted again, the request has only ids, which don't show how the reply begins.
         grammar = prepared.options.compiled_grammar or None
-        accepted = m.Accepted(submit.request_id, submit.attempt, array, *echo, compiled_grammar=grammar)
+        accepted = m.Accepted(
+            submit.request_id,
+            submit.attempt,
+            array,
+            *echo,
+            compiled_grammar=grammar,
+            segment_start=prepared.options.segment_start,
+        )
         self._retry_queue.send(self._stage.outbox("gateway", submit.gateway), accepted)
         if max_tokens == 0:
             return

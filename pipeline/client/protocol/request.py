@@ -45,7 +45,11 @@ Timeout = Annotated[
 ]
 Dimensions = Annotated[int, Meta(ge=1, description="Length that vectors are truncated to; default the model's.")]
 Pooling = Annotated[
-    Literal["last", "mean"], Meta(description="Which tokens' hidden states an embedding is made of; default last.")
+    Literal["last", "mean", "cls", "max", "mean_sqrt_len", "weighted_mean"],
+    Meta(
+        description="Which tokens' hidden states an embedding is made of; default what the model's files say, and last "
+        "for models that generate text."
+    ),
 ]
 NumLogprobs = Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")]
 

@@ -34,6 +34,8 @@ class Accepted(Message, frozen=True, tag="accepted"):
     decides it: the ids don't show which marks are the client's."""
     compiled_grammar: str | None = None
     """The grammar of the request, checked and converted, if it has one: submitted again, it needs no check."""
+    segment_start: int = 0
+    """As in `GenerationOptions`: submitted again, the request has only ids."""
 
 
 class Rejected(Message, frozen=True, tag="rejected"):

@@ -185,6 +185,8 @@ class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):
 
 class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag="text"):
     text: str
+    pair: str | None = None
+    """A second text: both are encoded as the tokenizer's post-processor joins pairs."""
 
 
 class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):

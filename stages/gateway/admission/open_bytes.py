@@ -81,8 +81,8 @@ def prompt_bytes(prompt: m.Prompt) -> int:
     match prompt:
         case m.IdsPrompt(ids):
             return len(ids) + TEXT_BYTES if isinstance(ids, bytes) else TEXT_BYTES
-        case m.TextPrompt(text):
-            return text_bytes(text) + TEXT_BYTES
+        case m.TextPrompt(text, pair):
+            return text_bytes(text) + text_bytes(pair) + TEXT_BYTES
         case m.ChatPrompt(messages):
             texts = prompt.tools, prompt.tool_name, prompt.documents, prompt.template_kwargs
             return sum(map(text_bytes, texts)) + sum(map(_message_bytes, messages))
@@ -108,8 +108,8 @@ def typical_tokens(prompt: m.Prompt) -> int:
     match prompt:
         case m.IdsPrompt(ids):
             return len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
-        case m.TextPrompt(text):
-            return utf8_bytes(text) // BYTES_PER_TOKEN
+        case m.TextPrompt(text, pair):
+            return utf8_bytes(text + (pair or "")) // BYTES_PER_TOKEN
         case m.ChatPrompt(messages):
             return sum(utf8_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
 
@@ -317,7 +317,7 @@ def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) 
         fields.append(f"the number of prompts in {prompt_param}")
     if num_bytes > size:
         fields += ["n"] if parsed.num_sequences > 1 else []
-        fields += [parsed.max_tokens_param] if parsed.embedding is None else []
+        fields += [] if parsed.is_pooled else [parsed.max_tokens_param]
         fields += [dialect.logprobs_field] if parsed.details.num_top else []
     param = fields[0] if size > max_bytes // 2 else parsed.max_tokens_param
     message = (

@@ -27,7 +27,8 @@ SECURITY = "apiKey"
 
 TAGS = {
     "Text": "Chats and completions, and their prompts without running them.",
-    "Tokens": "Tokenization, token ids in and out, and embeddings.",
+    "Tokens": "Tokenization, and token ids in and out.",
+    "Vectors": "Embeddings, scores of pairs, reranking and labels.",
     "Model": "The served model.",
     "Server": "State of the server, and operations on it.",
 }

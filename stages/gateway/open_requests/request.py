@@ -119,8 +119,8 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Output tokens of this request, and not of one that it continues. The id that ends an embedding is none."""
-        return 0 if self.parsed.embedding is not None else sum(one.num_generated for one in self.sequences)
+        """Output tokens of this request, and not of one that it continues. The id of a pooled prompt is none."""
+        return 0 if self.parsed.is_pooled else sum(one.num_generated for one in self.sequences)
 
     def drop_prompts(self) -> None:
         """All prompts are tokenized: keep their ids only. The grammar is compiled, and its field is all that errors

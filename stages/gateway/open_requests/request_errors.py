@@ -49,6 +49,6 @@ def _client_param(prompt_request: PromptRequest, param: str | None) -> str | Non
     if param == "max_tokens":
         return request.parsed.max_tokens_param
     if param is not None and (match := _PROMPT_PARAM.fullmatch(param)):
-        suffix = f"[{request.prompt_requests.index(prompt_request)}]" if len(request.prompt_requests) > 1 else ""
-        return f"{request.parsed.prompt_param}{suffix}{match[1]}"
+        index, num = request.prompt_requests.index(prompt_request), len(request.prompt_requests)
+        return f"{request.parsed.dialect.prompt_name(request.parsed.prompt_param, index, num)}{match[1]}"
     return sampling_param(request, param)

@@ -94,6 +94,8 @@ class ResultHandler:
         options = submit.options
         if message.compiled_grammar is not None:
             options = msgspec.structs.replace(options, grammar=None, compiled_grammar=message.compiled_grammar)
+        if message.segment_start:
+            options = msgspec.structs.replace(options, segment_start=message.segment_start)
         if prompt_request.generates:
             prompt_request.submit = msgspec.structs.replace(
                 submit,

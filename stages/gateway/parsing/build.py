@@ -13,6 +13,7 @@ import msgspec
 from pipeline.client.protocol.request import Request
 from pipeline.http_server import request_ids
 from pipeline.runtime import messages as m
+from pipeline.runtime.model.pooler import Task
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import ApiError, invalid
 from pipeline.stages.gateway.parsing.beam_search import check_grammar, with_beam_search
@@ -130,7 +131,7 @@ def parsed_request_of(
 ) -> ParsedRequest:
     """Check a body. `prompts` creates the prompts; it is called after their number was checked. `with_pieces`: the
     reply has the text of tokens. Raises ApiError."""
-    model = check_model(body.model, limits)
+    model = check_task("generate", body.model, limits)
     check_counts(body, limits.caps)
     num_sequences = _num_sequences(body.n or 1, best_of, limits, stream=bool(body.stream))
     n = body.n or 1
@@ -153,7 +154,7 @@ def parsed_request_of(
     options = with_details(options, details, is_scored=is_scored, with_pieces=with_pieces)
     check_num_allowed(options, num * num_sequences)
     prompt_list = prompts()
-    check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes)
+    check_prompt_bytes(prompt_list, limits.caps.max_prompt_bytes, dialect)
     return ParsedRequest(
         dialect=dialect,
         model=model,
@@ -203,6 +204,26 @@ def _check_num_sequences(num_sequences: int, num_prompts: int, each: str, limits
     most = f"{limits.max_sequences} open sequences (gateway.max_open_sequences)"
     message = f"{what} exceeds the limit of {most}"
     raise invalid(each if num_sequences > limits.max_sequences else "prompt", message)
+
+
+def check_task(task: Task, model: str | None, limits: RequestLimits) -> str:
+    """As `check_model`. Raises ApiError, which names the model's tasks, if this is none of them."""
+    name = check_model(model, limits)
+    if task not in limits.tasks:
+        has = ", ".join(limits.tasks)
+        message = f"the model '{limits.model}' can't be asked to {_TASK_WORDS[task]} (task {task}): its tasks are {has}"
+        raise invalid("model", message, "unsupported_task")
+    return name
+
+
+_TASK_WORDS: dict[Task, str] = {
+    "generate": "generate text",
+    "embed": "embed texts",
+    "token_embed": "embed tokens",
+    "classify": "classify texts",
+    "token_classify": "classify tokens",
+    "score": "score pairs of texts",
+}
 
 
 def check_num_messages(num_messages: int, limits: RequestLimits) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from pipeline.config.settings import LimitSettings as Caps
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.generation_config import GenerationDefaults
+from pipeline.runtime.model.pooler import Pooler, Task
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.parsing.chat.conversation import ReplyParsing
 from pipeline.stages.gateway.parsing.token_detail_options import TokenDetailOptions
@@ -26,7 +27,11 @@ class RequestLimits(msgspec.Struct):
     """Longest prompt that the model takes. None before `Start`, like the next two."""
     vocab_size: int | None = None
     hidden_size: int | None = None
-    """Length of an embedding."""
+    """Numbers of an embedding, or of an input's logits."""
+    tasks: tuple[Task, ...] = ("generate", "embed")
+    """What the model can be asked for."""
+    pooler: Pooler | None = None
+    """How it makes embeddings or logits; None for a model that generates."""
     caps: Caps = Caps()
     """The settings in `limits`."""
     formats: ChatFormats = ChatFormats()
@@ -61,9 +66,11 @@ class EmbeddingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How embeddings are returned."""
 
     dimensions: int | None = None
-    """Length of each vector; None for the model's hidden size."""
+    """Length of each vector; None for the model's own."""
     is_base64: bool = False
     """As base64 of little-endian float32, not as a list of numbers."""
+    normalize: bool = True
+    """Each vector has length 1."""
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +152,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     """Each event of the stream has usage."""
     embedding: EmbeddingOptions | None = None
-    """The reply has the prompts' embeddings."""
+    """How the prompts' embeddings are returned, if that is the task."""
     reply: ReplyParsing | None = None
     """What to parse in the output; None for nothing."""
     scope: str = ""
@@ -180,6 +187,11 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     def is_best_of(self) -> bool:
         """Whether the n best of its sequences are returned."""
         return self.options.n > self.n
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether its output is what the model's pooler makes of the prompts: there is no text."""
+        return self.options.pooling != m.Pooling.NONE
 
     @property
     def is_prompt_only(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import invalid
 
 Prompts = str | list[str | int | list[int]]
@@ -64,13 +65,13 @@ def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
         raise invalid(param, message, "context_length_exceeded")
 
 
-def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, name: str = "prompt") -> None:
-    """Check the length of each prompt's text. Raises ApiError."""
+def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, dialect: Dialect, name: str = "prompt") -> None:
+    """Check the length of each prompt's text, in the field `name`. Raises ApiError."""
     for index, prompt in enumerate(prompts):
         size = sum(map(_num_bytes, _texts(prompt)))
         if size > max_bytes:
             param = "messages" if isinstance(prompt, m.ChatPrompt) else name
-            param += f"[{index}]" if len(prompts) > 1 else ""
+            param = dialect.prompt_name(param, index, len(prompts))
             message = f"'{param}' has {size} bytes of text, and the limit is {max_bytes} (limits.max_prompt_bytes)"
             raise invalid(param, message, "invalid_value")
 
@@ -98,8 +99,9 @@ def check_truncate(truncate: int | None, max_prompt_tokens: int | None) -> int:
 
 def _texts(prompt: m.Prompt) -> Iterator[str]:
     match prompt:
-        case m.TextPrompt(text):
+        case m.TextPrompt(text, pair):
             yield text
+            yield pair or ""
         case m.ChatPrompt():
             yield from (prompt.tools, prompt.documents, prompt.template_kwargs)
             for message in prompt.messages:

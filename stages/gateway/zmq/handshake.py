@@ -5,8 +5,8 @@ from pipeline.http_server.access.guard import unauthorized
 from pipeline.runtime import messages as m
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.stages.gateway.admin.server_info import recommended
-from pipeline.stages.gateway.apis.embeddings.parsing import POOLING
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.parsing.pooling import POOLINGS
 from pipeline.stages.gateway.zmq import errors, sweeper
 from pipeline.version import VERSION
 
@@ -44,5 +44,5 @@ def welcome_of(
         defaults=recommended(limits.defaults),
         addresses=addresses,
         gateway=gateway,
-        poolings=list(POOLING),
+        poolings=list(POOLINGS) if "embed" in limits.tasks else [],
     )

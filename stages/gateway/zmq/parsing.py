@@ -12,13 +12,14 @@ from pipeline.http_server import request_ids
 from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.stages.gateway.apis.embeddings.parsing import embedding_request
+from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
 from pipeline.stages.gateway.errors import ApiError, invalid, of_validation
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.build import check_num_messages, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.chat.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
+from pipeline.stages.gateway.parsing.pooling import embedding_request
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
@@ -90,6 +91,7 @@ def _embedding(
         raise invalid("received", "'received' is not allowed with 'pooling': there is no output", "invalid_value")
     return embedding_request(
         request,
+        EMBEDDINGS,
         lambda most: [_prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))],
         "prompt",
         limits,

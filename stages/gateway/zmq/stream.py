@@ -14,13 +14,13 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.process import suspension
 from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.admission import ID_BYTES
-from pipeline.stages.gateway.apis.embeddings.reply import vector_of
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.open_requests.timings import json_of
+from pipeline.stages.gateway.replies.pooled import vector_of
 from pipeline.stages.gateway.replies.token_details import MAX_ENTRIES_AT_ONCE
 from pipeline.stages.gateway.zmq.errors import on_the_wire
 
@@ -63,7 +63,7 @@ class ZmqStream:
         self._num_prompt_in_delta = 0
         """Prompt logprobs in it."""
         self._is_choosing = request.parsed.is_best_of
-        if not self._is_choosing and request.parsed.embedding is None:
+        if not self._is_choosing and not request.parsed.is_pooled:
             self._take(request.sequences)
         self._is_aborted = False
         self._failure: ApiError | None = None
@@ -120,7 +120,7 @@ class ZmqStream:
                     await self._send(channel, self._next)
                     self._sent()
                     await asyncio.sleep(0)
-                if request.parsed.embedding is None:
+                if not request.parsed.is_pooled:
                     await self._send(channel, self._last)
             await self._send(channel, self._finished)
             self.has_ended = True

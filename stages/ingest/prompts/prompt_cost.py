@@ -22,4 +22,6 @@ def cost_chars(submit: Submit) -> int:
 
 def num_chars(prompt: ChatPrompt | TextPrompt) -> int:
     """About how long a prompt is, without its template."""
-    return len(prompt.text) if isinstance(prompt, TextPrompt) else conversation.num_chars(prompt)
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text) + len(prompt.pair or "")
+    return conversation.num_chars(prompt)

@@ -48,13 +48,15 @@ class PromptPreparer:
         NeedsTime if it `is_short` but takes long."""
         prompt, prompt_options = submit.prompt, submit.prompt_options
         tail: str | None = None
-        if ids is None:
+        segment_start = submit.options.segment_start
+        if ids is None and submit.options.pooling != m.Pooling.NONE and isinstance(prompt, m.TextPrompt):
+            ids, _, segment_start = self.processor.encode_pooled(submit)
+        elif ids is None:
             assert not isinstance(prompt, IdsPrompt)
-            embeds = submit.options.pooling != m.Pooling.NONE
             template_s = submit.template_s or submit.arrival_s
             reasoning = reply_grammar.format_of(submit, self._formats)
-            whole, stage = self.processor.encode(
-                prompt, prompt_options, template_s, is_short=is_short, embeds=embeds, reasoning=reasoning
+            whole, stage, _ = self.processor.encode(
+                prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning
             )
             ids = self.processor.cut(whole, submit)
             if reasoning is not None and stage is not None:
@@ -63,7 +65,7 @@ class PromptPreparer:
         else:
             ids = self.processor.cut(ids, submit)
         max_tokens = self.processor.max_tokens(ids, submit)
-        options = self.processor.complete(submit.options, max_tokens)
+        options = self.processor.complete(submit.options, max_tokens, segment_start)
         options = reply_grammar.after_reasoning(options, tail, self._formats)
         text = token_strs = pieces = None
         if prompt_options.with_text:

@@ -18,26 +18,24 @@ from tokenizers import Tokenizer
 from pipeline.config.settings import ChatSettings, LimitSettings
 from pipeline.runtime.messages import (
     BEGIN,
-    MAX_SHOWN_IDS,
     ChatPrompt,
     ExecuteFacts,
     Failure,
     Finish,
     GenerationOptions,
-    IdsPrompt,
     Pooling,
-    Prompt,
     PromptOptions,
     Submit,
     TextPrompt,
 )
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
-from pipeline.stages.ingest.prompts import bad_words
+from pipeline.stages.ingest.prompts import bad_words, pooled_text
 from pipeline.stages.ingest.prompts.bad_words import BadWord
 from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.prompts.ids import Ids, as_int32
 from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
+from pipeline.stages.ingest.prompts.prompt_checks import PromptChecks
 from pipeline.stages.ingest.prompts.prompt_cost import num_chars
 from pipeline.stages.ingest.prompts.rejection import RequestRejected, param_of, received_rejection, rejection
 from pipeline.stages.ingest.templates import chat_templates
@@ -66,11 +64,14 @@ class EncodedPrompt(NamedTuple):
     """int32 [n]"""
     reply_stage: ReasoningStage | None = None
     """How the reply to a chat begins, if it was asked for."""
+    segment_start: int = 0
+    """As in `GenerationOptions`."""
 
 
 class PromptProcessor:
     """Processes prompts for one model. `limits` are settings. `max_new_tokens` is the model's default for `max_tokens`;
-    None is what fits the context. `excluded` are runs of ids that the model never samples."""
+    None is what fits the context. `excluded` are runs of ids that the model never samples. `has_token_types`: the
+    second text of a pair has another type than the first."""
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class PromptProcessor:
         *,
         excluded: Sequence[Sequence[int]] = (),
         allow_special_tokens_in_content: bool = True,
+        generates: bool = True,
+        has_token_types: bool = False,
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
         tokenizer.no_truncation()
@@ -99,6 +102,10 @@ class PromptProcessor:
         self._excluded = [list(run) for run in excluded if max(run) < facts.vocab_size]
         self._uses_predictions = facts.num_speculative_tokens > 0
         self._max_id_bytes = longest_id_bytes(tokenizer)
+        self._checks = PromptChecks(
+            facts.max_model_len, facts.vocab_size, self._max_id_bytes, limits.max_prompt_bytes, generates=generates
+        )
+        self._has_token_types = has_token_types
         # The prompts of one request have the same words and prediction, and come one after the other.
         self._runs_of = functools.lru_cache(NUM_KEPT)(self._as_runs)
         self._predicted_ids = functools.lru_cache(NUM_KEPT)(self._as_predicted_ids)
@@ -110,7 +117,6 @@ class PromptProcessor:
         now_s: float | None = None,
         *,
         is_short: bool = False,
-        embeds: bool = False,
         reasoning: ReasoningFormat | None = None,
     ) -> EncodedPrompt:
         """The ids of a chat or a text, and how the reply to a chat begins in this format of `reasoning`. Chat templates
@@ -121,11 +127,11 @@ class PromptProcessor:
             text, masked, stage = self._render(prompt, options, now_s, is_short, reasoning)
         else:
             text, masked, stage = prompt.text, None, None
-        self._check_size(text, prompt, options)
+        self._checks.check_size(text, prompt, options)
         add_special_tokens = not is_chat if options.add_special_tokens is None else options.add_special_tokens
 
         def check_num(num_ids: int) -> None:
-            self._check_num(num_ids, prompt, options, embeds=embeds)
+            self._checks.check_num(num_ids, prompt, options)
 
         try:
             # Unlike `encode`, the batch call lets other threads run; "fast" omits the offsets, which are not needed.
@@ -148,31 +154,68 @@ class PromptProcessor:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise rejection(message, prompt) from error
 
+    def encode_pooled(self, submit: Submit) -> EncodedPrompt:
+        """The ids of a text or a pair of texts that is pooled, truncated if the request asks for that. Raises
+        RequestRejected."""
+        prompt, options = submit.prompt, submit.prompt_options
+        assert isinstance(prompt, TextPrompt)
+        self._checks.check_size(prompt.text + (prompt.pair or ""), prompt, options)
+        try:
+            with panics_as_errors():
+                encoded = pooled_text.encode(
+                    self._tokenizer,
+                    prompt,
+                    add_special_tokens=options.add_special_tokens is not False,
+                    most=self._keep_of(submit),
+                    truncates_right=options.truncates_right,
+                    check_num=lambda num_ids: self._checks.check_num(num_ids, prompt, options, embeds=True),
+                )
+            ids = as_int32(encoded.ids)
+        except RequestRejected:
+            raise
+        except pooled_text.NoRoomError as error:
+            message = f"'truncate_prompt_tokens' must be at least {error}, the tokens that the tokenizer adds"
+            raise RequestRejected(Failure(400, message, "truncate_prompt_tokens")) from error
+        except pooled_text.TokenTypesError:
+            raise rejection("the tokenizer gives this prompt token types that are not supported", prompt) from None
+        except Exception as error:  # the library raises nothing more precise; OverflowError: an id above int32
+            raise rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
+        return EncodedPrompt(ids, segment_start=encoded.segment_start if self._has_token_types else 0)
+
     def cut(self, ids: Ids, submit: Submit) -> Ids:
         """The last `truncate` ids of a prompt, or the first. Raises RequestRejected."""
         options = submit.prompt_options
-        if options.truncate == 0:
+        keep = self._keep_of(submit)
+        if keep is None:
             return ids
-        self._check_ids(ids, submit.prompt)
-        keep = options.truncate
+        self._checks.check_ids(ids, submit.prompt)
+        return ids[:keep] if options.truncates_right else ids[-keep:]
+
+    def _keep_of(self, submit: Submit) -> int | None:
+        """How many ids of the prompt are kept; None for all. Raises RequestRejected."""
+        options, keep = submit.prompt_options, submit.prompt_options.truncate
+        if keep == 0:
+            return None
         if keep > self._max_model_len or keep < -1:
             message = (
                 f"'truncate_prompt_tokens' can't be {keep}: use 1 to {self._max_model_len}, the model's maximum "
                 "context length, or -1 to leave room for the output"
             )
             raise RequestRejected(Failure(400, message, "truncate_prompt_tokens"))
+        if keep == -1 and submit.options.pooling != Pooling.NONE:
+            return self._checks.most_pooled
         if keep == -1:
             following = 0 if options.any_length else submit.options.max_tokens
             following = 1 if following is None else following
             keep = max(self._max_model_len - following, 1)
-        return ids[:keep] if options.truncates_right else ids[-keep:]
+        return keep
 
-    def complete(self, options: GenerationOptions, max_tokens: int) -> GenerationOptions:
+    def complete(self, options: GenerationOptions, max_tokens: int, segment_start: int = 0) -> GenerationOptions:
         """Check the options against the vocabulary, and add what needs the tokenizer. Raises RequestRejected."""
-        self._check_known(options.stop_token_ids, "stop_token_ids")
-        self._check_known(options.bias_ids, "logit_bias")
-        self._check_known(options.logprob_token_ids, "logprob_token_ids")
-        self._check_known(np.frombuffer(options.allowed_ids, np.int32), "allowed_token_ids")
+        self._checks.check_known(options.stop_token_ids, "stop_token_ids")
+        self._checks.check_known(options.bias_ids, "logit_bias")
+        self._checks.check_known(options.logprob_token_ids, "logprob_token_ids")
+        self._checks.check_known(np.frombuffer(options.allowed_ids, np.int32), "allowed_token_ids")
         runs: list[list[int]] = []
         if options.bad_words:
             try:
@@ -182,6 +225,7 @@ class PromptProcessor:
         completed = msgspec.structs.replace(
             options,
             max_tokens=max_tokens,
+            segment_start=segment_start,
             bad_words=[],
             bad_words_ids=runs if options.pooling != Pooling.NONE else [*self._excluded, *runs],
             prediction="",
@@ -228,15 +272,19 @@ class PromptProcessor:
         """Check everything that needs the ids. Returns the most tokens that may be generated. Raises
         RequestRejected."""
         param = param_of(submit.prompt)
-        self._check_ids(ids, submit.prompt)
+        self._checks.check_ids(ids, submit.prompt)
         if submit.prompt_options.any_length:
-            self._check_num(len(ids), submit.prompt, msgspec.structs.replace(submit.prompt_options, truncate=0))
+            self._checks.check_num(len(ids), submit.prompt, msgspec.structs.replace(submit.prompt_options, truncate=0))
             return 0
         if len(ids) == 0:
             raise rejection("the prompt is empty", submit.prompt)
+        if submit.options.pooling != Pooling.NONE:
+            if len(ids) > self._checks.most_pooled:
+                raise self._checks.too_long(str(len(ids)), param, embeds=True)
+            return 1
         max_tokens, room = submit.options.max_tokens, self._max_model_len - len(ids)
         if room < 1 and (max_tokens != 0 or room < 0):
-            raise self._too_long(str(len(ids)), param, embeds=submit.options.pooling != Pooling.NONE)
+            raise self._checks.too_long(str(len(ids)), param)
         if max_tokens is None:
             # A default never makes a request invalid.
             return (
@@ -268,54 +316,12 @@ class PromptProcessor:
                 raise received_rejection(index, f"has {len(ids)} ids, but at most {max_tokens} may be generated")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._vocab_size):
                 wrong = int(ids[(ids < 0) | (ids >= self._vocab_size)][0])
-                raise received_rejection(index, f"has an unknown id: {self._unknown(wrong)}")
+                raise received_rejection(index, f"has an unknown id: {self._checks.unknown(wrong)}")
             ends = np.flatnonzero(np.isin(ids, list(stops))).tolist() if stops else []
             if ends and ends[0] < len(ids) - 1:
                 raise received_rejection(index, f"has ids after token id {ids[ends[0]]}, which ends a sequence")
             finishes.append(Finish.STOP if ends else Finish.NONE)
         return bytes(finishes)
-
-    def _check_known(self, ids: Sequence[int] | Ids, param: str) -> None:
-        if isinstance(ids, np.ndarray):
-            ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
-        for token_id in ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(token_id))}", param))
-
-    def _check_ids(self, ids: Ids, prompt: Prompt) -> None:
-        """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
-        if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
-            return
-        index = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
-        param = f"prompt[{index}]" if isinstance(prompt, IdsPrompt) else param_of(prompt)
-        raise RequestRejected(Failure(400, f"'{param}': {self._unknown(int(ids[index]))}", param))
-
-    def _unknown(self, token_id: int) -> str:
-        """Why an id is refused, in the words that the gateway and the Python client use too."""
-        return f"token id {token_id} is out of vocabulary, the model's ids are 0..{self._vocab_size - 1}"
-
-    def _check_num(self, num_ids: int, prompt: Prompt, options: PromptOptions, *, embeds: bool = False) -> None:
-        """Refuse more ids than any reply can be for, before they become Python objects: the interpreter makes a million
-        of them in 30 ms, in which no other thread runs."""
-        if options.any_length and num_ids > MAX_SHOWN_IDS and not options.truncate:
-            message = f"the prompt has {num_ids} tokens, the limit is {MAX_SHOWN_IDS}"
-            raise RequestRejected(Failure(400, message, param_of(prompt), "too_many_tokens"))
-        if not options.any_length and not options.truncate and num_ids > self._max_model_len:
-            raise self._too_long(str(num_ids), param_of(prompt), embeds=embeds)
-
-    def _check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
-        """Refuse invalid text, and text that can't fit whatever its ids are."""
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError:
-            raise rejection("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
-        is_complete = not (options.any_length or options.truncate)
-        if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
-            raise self._too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", param_of(prompt))
-        if num_bytes > (most := self._limits.max_prompt_bytes):
-            # The gateway has checked the size of the messages, but not of what the template makes of them.
-            message = f"the prompt has {num_bytes} bytes of text, the limit is {most} (limits.max_prompt_bytes)"
-            raise RequestRejected(Failure(400, message, param_of(prompt), "prompt_too_large"))
 
     def _render(
         self,
@@ -345,21 +351,10 @@ class PromptProcessor:
         except TemplateFailure as failure:
             raise RequestRejected(Failure(400, str(failure), "messages")) from failure
         except TextTooLong:
-            raise self._too_long(f"more than {self._max_model_len}", "messages") from None
+            raise self._checks.too_long(f"more than {self._max_model_len}", "messages") from None
         except OutOfTime:
             message = f"the chat template took longer than {self._limits.template_timeout_s:g} s with these messages"
             raise RequestRejected(Failure(400, message, "messages", "template_timeout")) from None
-
-    def _too_long(self, num_tokens: str, param: str, *, embeds: bool = False) -> RequestRejected:
-        message = (
-            f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
-            + (
-                "an embedding's input may have one less"
-                if embeds
-                else "there must be room for at least one output token"
-            )
-        )
-        return RequestRejected(Failure(400, message, param, "context_length_exceeded"))
 
 
 def load(
@@ -390,4 +385,6 @@ def load(
         max_new_tokens,
         excluded=excluded,
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
+        generates=config.generates,
+        has_token_types=config.token_types > 1,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import msgspec
 import numpy as np
 
 from pipeline.config.settings import (
@@ -19,6 +20,7 @@ from pipeline.config.settings import (
 )
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.pooler import Pooler
 from tests.rig import PATIENCE_S, Rig
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=512, vocab_size=1000, hidden_size=8)
@@ -49,6 +51,7 @@ class Gate:
         served_model_name: str = "",
         generation_config: str = "auto",
         lora: LoraSettings = LoraSettings(),  # noqa: B008 - frozen
+        pooler: Pooler | None = None,
         **gateway: Any,
     ) -> None:
         self.folder = folder
@@ -68,7 +71,9 @@ class Gate:
             tie_embeddings=True,
             eos_ids=[0],
             weight_files=[],
+            pooler=pooler,
         ).save(folder)
+        self._facts = FACTS if pooler is None else msgspec.structs.replace(FACTS, hidden_size=pooler.width)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         if send_buffer_bytes:  # connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
@@ -98,7 +103,7 @@ class Gate:
     def __enter__(self) -> "Gate":
         self.rig.__enter__()
         if self._start:
-            self.rig.start(FACTS)
+            self.rig.start(self._facts)
             self.rig.load()  # it has started and accepts clients
         else:
             self.rig.receive("supervisor", m.Ready)
@@ -152,11 +157,19 @@ class Gate:
         return submit
 
     def accept(
-        self, submit: m.Submit, num_ids: int = 3, *, pieces: list[bytes] | None = None, tail: str | None = None
+        self,
+        submit: m.Submit,
+        num_ids: int = 3,
+        *,
+        pieces: list[bytes] | None = None,
+        tail: str | None = None,
+        segment_start: int = 0,
     ) -> None:
         """`pieces` are the bytes of the prompt's ids; `tail` is how the reply begins."""
         ids = np.arange(num_ids if pieces is None else len(pieces), dtype=np.int32)
-        accepted = m.Accepted(submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail)
+        accepted = m.Accepted(
+            submit.request_id, submit.attempt, ids.tobytes(), pieces=pieces, tail=tail, segment_start=segment_start
+        )
         self.rig.send(accepted, "ingest.0")
 
     def reject(self, submit: m.Submit, failure: m.Failure, sender: str = "ingest.0") -> None:

@@ -175,7 +175,7 @@ def test_too_many_ids_are_refused_before_they_become_objects(monkeypatch: pytest
     """The interpreter would make a list of them, and of their offsets, while nothing else runs."""
     processor = tiny.prompts(tiny.byte_tokenizer(), tiny.facts(max_model_len=1000))
     monkeypatch.setattr("pipeline.stages.ingest.prompts.prompt_processor.as_int32", pytest.fail)
-    monkeypatch.setattr("pipeline.stages.ingest.prompts.prompt_processor.MAX_SHOWN_IDS", 2000)
+    monkeypatch.setattr("pipeline.stages.ingest.prompts.prompt_checks.MAX_SHOWN_IDS", 2000)
     for num, options, code in (
         (1001, m.PromptOptions(), "context_length_exceeded"),
         (2001, m.PromptOptions(any_length=True), "too_many_tokens"),

@@ -48,7 +48,7 @@ def parse_count_tokens(body: bytes, limits: RequestLimits) -> ParsedRequest:
     decoded = decode(_counts, body, MESSAGES_UNSUPPORTED_FIELDS)
     check_model(decoded.model, limits)
     prompt = _prompt(decoded, limits)
-    check_prompt_bytes([prompt], limits.caps.max_prompt_bytes)
+    check_prompt_bytes([prompt], limits.caps.max_prompt_bytes, MESSAGES)
     return prompt_only(prompt, m.PromptOptions(any_length=True), "messages", limits, MESSAGES)
 
 

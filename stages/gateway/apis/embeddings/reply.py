@@ -1,11 +1,8 @@
 """Replies of POST /v1/embeddings: one vector for each input, from the model's last hidden states.
 
-The default is the vector of the last token, which has seen the whole text; the mean over all tokens is the other
-choice. Vectors have length 1, after being cut to `dimensions`. An input is a request of one step, whose token output
-is the vector; see pipeline/runtime/token_outputs.py."""
+Of a model that generates, the default is the vector of the last token, which has seen the whole text."""
 
 import base64
-from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
@@ -13,11 +10,9 @@ import numpy as np
 from msgspec import Meta
 
 from pipeline.stages.gateway.dialect import Dialect
-from pipeline.stages.gateway.errors import ApiError
-from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
 from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
+from pipeline.stages.gateway.replies.pooled import vector_of
 
 
 class EmbeddingData(msgspec.Struct, kw_only=True):
@@ -48,7 +43,7 @@ def embedded(request: Request) -> bytes:
     options = request.parsed.embedding
     assert options is not None
     data: Any = PackedList(
-        _encoder.encode(EmbeddingData(index=i, embedding=_encoded(vector_of(one, options), options)))
+        _encoder.encode(EmbeddingData(index=i, embedding=encoded(vector_of(one, options), is_base64=options.is_base64)))
         for i, one in enumerate(request.sequences)
     )
     num = request.num_prompt_tokens
@@ -56,20 +51,9 @@ def embedded(request: Request) -> bytes:
     return encode_large(reply)
 
 
-def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """float32 [dimensions], of length 1, or all zeros."""
-    if not sequence.token_outputs:
-        message = "the request was aborted before all embeddings were computed"
-        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")
-    vector = np.frombuffer(bytes(sequence.token_outputs), "<f4").astype(np.float64)[: options.dimensions]
-    if not np.isfinite(vector).all():
-        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model produced an embedding with NaN or infinity")
-    length = float(np.linalg.norm(vector))
-    return (vector / length if length else vector).astype("<f4")
-
-
-def _encoded(vector: "np.ndarray[tuple[int], np.dtype[np.float32]]", options: EmbeddingOptions) -> list[float] | str:
-    return base64.b64encode(vector.tobytes()).decode() if options.is_base64 else vector.tolist()
+def encoded(numbers: "np.ndarray[Any, np.dtype[np.float32]]", *, is_base64: bool) -> Any:
+    """Numbers, or base64 of float32, little-endian."""
+    return base64.b64encode(numbers.tobytes()).decode() if is_base64 else numbers.tolist()
 
 
 class EmbeddingsDialect(Dialect):

@@ -18,7 +18,7 @@ ROUTES = (
         EMBEDDINGS_UNSUPPORTED_FIELDS,
         EmbeddingsReply,
         opens_request=True,
-        tag="Tokens",
+        tag="Vectors",
         parse=parse_embeddings,
         example=MODEL | {"input": ["a text", "and another"]},
     ),

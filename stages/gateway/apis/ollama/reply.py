@@ -16,7 +16,6 @@ from msgspec import UNSET, UnsetType
 from pipeline.http_server.apis.ollama import MEDIA_TYPE, error_json
 from pipeline.runtime import messages as m
 from pipeline.stages.gateway.apis.anthropic.reply import MessageReader, object_or_empty
-from pipeline.stages.gateway.apis.embeddings.reply import vector_of
 from pipeline.stages.gateway.apis.ollama.fields import OllamaFields
 from pipeline.stages.gateway.apis.ollama.names import renamed
 from pipeline.stages.gateway.apis.ollama.types import (
@@ -36,6 +35,7 @@ from pipeline.stages.gateway.open_requests.timings import times_of
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
 from pipeline.stages.gateway.replies.logprobs import TokenLogprob
+from pipeline.stages.gateway.replies.pooled import vector_of
 from pipeline.stages.gateway.replies.token_details import TokenDetailFormatter, TokenDetails
 from pipeline.text.formats.parsing.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 

@@ -38,11 +38,13 @@ class TestParse:
             ({"encoding_format": "hex"}, "encoding_format", "must be one of base64, float, not 'hex'"),
             ({"dimensions": 0}, "dimensions", ">= 1"),
             ({"dimensions": 9}, "dimensions", "at most 8"),
-            ({"pooling": "cls"}, "pooling", "must be one of last, mean, not 'cls'"),
+            ({"pooling": "sum"}, "pooling", "must be one of cls, last, max, mean, mean_sqrt_len, weighted_mean, not"),
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
             ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "512"),
             ({"messages": [{"role": "user"}]}, "messages", "not supported"),
-            ({"normalize": False}, "normalize", "not supported"),
+            ({"normalize": False, "use_activation": True}, "normalize", "are one field"),
+            ({"embed_dtype": "int8"}, "embed_dtype", "not supported"),
+            ({"input_type": "query"}, "input_type", "can't be 'query': the model has no prompts"),
             ({"priority": 1}, "priority", "priorities are disabled"),
             ({"timeout_s": 0}, "timeout_s", "> 0"),
             ({"request_id": "a b"}, "request_id", "request_id"),
@@ -123,6 +125,12 @@ class TestReplies:
         response = gate.post(BODY, PATH)
         give(gate, gate.begin(), VECTOR * scale)
         assert np.allclose(response.result().json()["data"][0]["embedding"], VECTOR / 13)
+
+    @pytest.mark.parametrize("name", ["normalize", "use_activation"])
+    def test_a_vector_may_keep_its_length(self, gate: Gate, name: str) -> None:
+        response = gate.post(BODY | {name: False, "dimensions": 3}, PATH)
+        give(gate, gate.begin())
+        assert response.result().json()["data"][0]["embedding"] == [3.0, 0.0, 4.0]
 
     def test_zeros_stay_zeros(self, gate: Gate) -> None:
         response = gate.post(BODY | {"dimensions": 2}, PATH)

@@ -1,0 +1,79 @@
+"""What replies show of the results of a model's pooler: vectors, probabilities, scores. Pure.
+
+An input's token output has the numbers that the executor computed: an embedding that is neither cut nor normalized, or
+logits. With `Pooling.ALL` there are as many for each token.
+"""
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+
+from pipeline.runtime.model.pooler import LogitActivation
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
+from pipeline.stages.gateway.parsing.parsed_request import EmbeddingOptions
+
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
+Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def numbers_of(sequence: SequenceOutput) -> Doubles:
+    """The numbers of an input. Raises ApiError if there are none, or if one is not finite."""
+    if not sequence.token_outputs:
+        message = "the request was aborted before all of its inputs were computed"
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")
+    numbers = np.frombuffer(bytes(sequence.token_outputs), "<f4").astype(np.float64)
+    if not np.isfinite(numbers).all():
+        raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model produced a result with NaN or infinity")
+    return numbers
+
+
+def vector_of(sequence: SequenceOutput, options: EmbeddingOptions) -> Vector:
+    """float32 [dimensions]: the embedding of an input; of length 1, or all zeros, if it is normalized. Raises
+    ApiError."""
+    vector: Vector = _vectors(numbers_of(sequence), options)
+    return vector
+
+
+def vectors_of(sequence: SequenceOutput, options: EmbeddingOptions, width: int) -> Floats:
+    """float32 [tokens, dimensions]: the embeddings of an input's tokens, of `width` numbers each. Raises ApiError."""
+    vectors: Floats = _vectors(numbers_of(sequence).reshape(-1, width), options)
+    return vectors
+
+
+def _vectors(numbers: Doubles, options: EmbeddingOptions) -> Any:
+    vectors = numbers[..., : options.dimensions]
+    if options.normalize:
+        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors = vectors / np.where(lengths == 0, 1, lengths)
+    return vectors.astype("<f4")
+
+
+def activated(logits: Doubles, activation: LogitActivation) -> Doubles:
+    """Probabilities of logits, along the last axis."""
+    return _ACTIVATIONS[activation](logits)
+
+
+def _sigmoid(logits: Doubles) -> Doubles:
+    return np.exp(-np.logaddexp(0, -logits))
+
+
+def _softmax(logits: Doubles) -> Doubles:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]
+
+
+_ACTIVATIONS: dict[LogitActivation, Callable[[Doubles], Doubles]] = {
+    "identity": lambda logits: logits,
+    "sigmoid": _sigmoid,
+    "softmax": _softmax,
+}
+
+
+def cosine(one: Doubles, other: Doubles) -> float:
+    """The cosine of two embeddings; 0 if one of them is all zeros."""
+    length = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(np.clip(np.dot(one, other) / length, -1, 1)) if length else 0.0
