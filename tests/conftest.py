@@ -14,7 +14,7 @@ import pytest
 # Set the thread counts of libraries before any of them is imported: there are two cores, and some tests measure time.
 # With several test processes, each has one core.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-    os.environ.setdefault(_variable, "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+    os.environ.setdefault(_variable, "1" if "PIPELINE_TEST_PROCESSES" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads that spin while they wait starve each other if a server runs beside a test; execute sets the same.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -17,7 +17,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07]*\x07|[=>])")
 
 
-# Its size is the terminal's: these variables, which pytest-xdist sets, would have precedence.
+# Its size is the terminal's: these variables, which a shell may export, would have precedence.
 _ENVIRON = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 _ENVIRON |= {"TERM": "xterm-256color"}
 

@@ -23,7 +23,7 @@ START_S = 180.0
 KV_BYTES = 192 * 1024**2
 """Of servers without a configuration file: enough for the default model's longest sequence. The default takes a virtual
 machine up to two seconds of CPU time at each start."""
-THREADS = ["--set", "execute.num_threads=1"] if "PYTEST_XDIST_WORKER" in os.environ else []
+THREADS = ["--set", "execute.num_threads=1"] if "PIPELINE_TEST_PROCESSES" in os.environ else []
 """Of servers without a configuration file. With several test processes, each has one core, and a second thread of
 execute would wait for it in a loop: a quarter of the CPU time of generating."""
 STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")

@@ -20,7 +20,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConf
 from tests.rig import raw
 from tests.stages.execute.driver import take
 
-NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+NUM_THREADS = 1 if "PIPELINE_TEST_PROCESSES" in os.environ else 2
 """Beside other tests one: a second thread would wait for a core in a loop. Tests of kernels and of NativeProgram have
 more."""
 MAX_STEPS = 20_000

@@ -43,8 +43,8 @@ def test_every_listed_test_exists(beginning: str) -> None:
 def test_the_parts_together_are_all_tests(check: ModuleType) -> None:
     """Each test has one of the two marks or none: the second is set only without the first."""
     shared, servers, alone = (" ".join(check.STEPS[step]) for step in ("shared", "servers", "alone"))
-    assert "pytest -m not alone and not servers --" in shared
-    assert "pytest -m servers --" in servers
+    assert "pytest -m not alone and not servers -p" in shared
+    assert "pytest -m servers -p" in servers
     assert alone.endswith("pytest -m alone")
 
 

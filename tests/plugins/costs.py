@@ -1,9 +1,9 @@
-"""A pytest plugin that prints which tests, and files of them, cost the most CPU time: pytest -p tests.costs
+"""A pytest plugin that prints which tests, and files of them, cost the most CPU time: pytest -p tests.plugins.costs
 
 CPU time hardly depends on what else the machine does, unlike the seconds of --durations. It includes processes that a
-test has started and waited for. Of a file, it is also shown for each phase: to import it and find its tests (each
-process of xdist does, so this is a sum over them), and to set tests up, call them, and tear them down. The first test
-that uses a shared fixture pays for it, and the first file that imports a library pays for that.
+test has started and waited for. Of a file, it is also shown for each phase: to import it and find its tests, and to set
+tests up, call them, and tear them down. The first test that uses a shared fixture pays for it, and the first file that
+imports a library pays for that.
 """
 
 import os
@@ -16,11 +16,9 @@ NUM_SHOWN = 40
 PHASES = ("collect", "setup", "call", "teardown")
 
 _last_s = 0.0
-_collect_s: dict[str, float] = defaultdict(float)
-"""By file, in this process."""
 _test_cpu_s: dict[str, float] = defaultdict(float)
 _cpu_s: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-"""By file and phase, in all processes."""
+"""By file and phase."""
 _wall_s: dict[str, float] = defaultdict(float)
 _num_tests: dict[str, int] = defaultdict(int)
 
@@ -37,7 +35,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     try:
         return (yield)
     finally:
-        _collect_s[collector.nodeid.partition("::")[0]] += _used_s() - begin_s
+        _cpu_s[collector.nodeid.partition("::")[0]]["collect"] += _used_s() - begin_s
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -49,7 +47,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add what a phase of a test has used to its report, which xdist sends to the process that prints."""
+    """Add what a phase of a test has used to its report, which processes.py sends to the process that prints."""
     global _last_s
     report = yield
     now_s = _used_s()
@@ -60,30 +58,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = report.nodeid.partition("::")[0]
-    used_s = dict(report.user_properties).get("cpu_s", 0.0)  # without, if xdist reports that a process has crashed
+    used_s = dict(report.user_properties).get("cpu_s", 0.0)  # without, if the process has died
     assert isinstance(used_s, float)
     _test_cpu_s[report.nodeid] += used_s
     _cpu_s[file][report.when] += used_s
     _wall_s[file] += report.duration
     _num_tests[file] += report.when == "call"
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send what the collection has used to the process that prints, which with xdist is another one."""
-    if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output["collect_s"] = dict(_collect_s)
-    else:
-        _add_collected(_collect_s)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    _add_collected(getattr(node, "workeroutput", {}).get("collect_s", {}))  # empty if the process has crashed
-
-
-def _add_collected(collect_s: dict[str, float]) -> None:
-    for file, used_s in collect_s.items():
-        _cpu_s[file]["collect"] += used_s
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
