@@ -1,5 +1,6 @@
 """The settings tree seen as a flat list of keys, read from the types themselves so that nothing is listed twice."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +51,13 @@ def unwrapped(kind: inspect.Type) -> tuple[inspect.Type, str]:
     return kind, description
 
 
-def sections(tree: type[msgspec.Struct] = Settings, name: str = "") -> Iterator[Section]:
+@functools.cache
+def sections(tree: type[msgspec.Struct] = Settings) -> tuple[Section, ...]:
     """All tables in the order of the tree, the top first. Each holds its keys before the tables in it."""
+    return tuple(_sections(tree, ""))
+
+
+def _sections(tree: type[msgspec.Struct], name: str) -> Iterator[Section]:
     keys: list[Key] = []
     below: list[tuple[type[msgspec.Struct], str]] = []
     for field in msgspec.structs.fields(tree):
@@ -63,7 +69,7 @@ def sections(tree: type[msgspec.Struct] = Settings, name: str = "") -> Iterator[
             keys.append(Key(name, field.name, field.type, kind, description, default))
     yield Section(name, (tree.__doc__ or "").strip(), tuple(keys))
     for inner, dotted in below:
-        yield from sections(inner, dotted)
+        yield from _sections(inner, dotted)
 
 
 def value_of(settings: msgspec.Struct, key: Key) -> Any:

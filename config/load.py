@@ -139,7 +139,7 @@ class _Tree:
         """One for each old name that was given, in order."""
         self._names: dict[str, str] = {}
         """Dotted key → the name that this source gave it by."""
-        tables = list(sections())
+        tables = sections()
         self._sections = {table.name for table in tables}
         self._keys = {key.dotted: key for table in tables for key in table.keys}
 

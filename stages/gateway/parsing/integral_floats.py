@@ -24,7 +24,7 @@ def with_integers(body: bytes, kind: Any) -> bytes:
     """The body with integers instead of integral floats, in fields that `kind`, a struct, declares as integers. The
     body itself if it is not JSON."""
     try:
-        return _rewritten(body.strip(), _alternatives(types.type_info(kind)))
+        return _rewritten(body.strip(), _kinds_of(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
 
@@ -64,6 +64,12 @@ def _integers(value: Any) -> Any:
 def _is_integer(kinds: Kinds) -> bool:
     has_float = any(isinstance(kind, types.FloatType) for kind in kinds)
     return not has_float and any(isinstance(kind, types.IntType) for kind in kinds)
+
+
+@functools.cache
+def _kinds_of(kind: Any) -> Kinds:
+    """Of a struct. Looking at its whole tree takes milliseconds."""
+    return _alternatives(types.type_info(kind))
 
 
 @functools.cache
