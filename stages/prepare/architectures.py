@@ -7,7 +7,7 @@ one in `stages/prepare/gguf/architectures.py` for .gguf files.
 from typing import Any
 
 from pipeline.runtime.model.model_config import Architecture
-from pipeline.stages.prepare.encoders import bert
+from pipeline.stages.prepare.encoders import bert, modernbert, mpnet, nomic
 from pipeline.stages.prepare.families import (
     alibi,
     cohere,
@@ -24,9 +24,11 @@ from pipeline.stages.prepare.families import (
 from pipeline.stages.prepare.families.architecture import HfArchitecture
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys
 
+ENCODERS = (bert, mpnet, modernbert, nomic)
+
 HF_ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     name: architecture
-    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net, bert)
+    for family in (llama, gemma, phi, glm, olmo, cohere, layer_norm, gpt, alibi, experts, delta_net, *ENCODERS)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.runtime.model.model_config import Experts, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, Rope, RopeScaling, YarnRope
+from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.sources.source import ModelError
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.cli.profile.shape import shape
-from pipeline.runtime.model.model_config import Experts
+from pipeline.runtime.model.special_layers import Experts
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True, "rope_theta": 1e4}
 _BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}

@@ -4,8 +4,8 @@ from typing import Any
 
 from pipeline.cli.profile.family_shapes import FAMILY_SHAPES
 from pipeline.cli.profile.shape import shape
-from pipeline.runtime.model.model_config import Experts
 from pipeline.runtime.model.rope import Rope
+from pipeline.runtime.model.special_layers import Experts
 
 _SMOLLM2_135M = shape(
     "smollm2-135m",

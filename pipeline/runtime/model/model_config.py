@@ -9,6 +9,7 @@ import msgspec
 from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.model.pooler import Pooler, Task
 from pipeline.runtime.model.rope import LongRope, Rope, RopeScaling
+from pipeline.runtime.model.special_layers import DeltaNet, Eagle3, Experts
 
 Architecture = Literal[
     "llama",
@@ -60,6 +61,12 @@ Architecture = Literal[
     "xlm-roberta",
     "camembert",
     "distilbert",
+    "mpnet",
+    "modernbert",
+    "eurobert",
+    "nomic_bert",
+    "gte",
+    "new",
 ]
 """`model_type` of config.json."""
 
@@ -127,66 +134,9 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return msgspec.structs.replace(piece, index=int(number))
 
 
-class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The feed-forward layers that are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538)."""
-
-    num: int
-    num_per_token: int
-    """The experts that compute a token: those with the largest scores."""
-    intermediate_size: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores, the weights of the experts' results."""
-    normalized: bool = False
-    """Whether the weights of a token are divided by their sum. With softmax, this is the softmax of the chosen logits
-    alone."""
-    scale: float = 1.0
-    """Factor of the weights."""
-    router_bias: bool = False
-    """Whether the router has a bias."""
-    selection_bias: bool = False
-    """Whether a bias is added to the scores to choose experts, but not to their weights (DeepSeek-V3)."""
-    bias: bool = False
-    """Whether the matrices of experts have biases."""
-    shared_intermediate_size: int = 0
-    """Of the expert that computes every token; 0 if there is none."""
-    shared_gate: bool = False
-    """Whether the shared expert's result is multiplied with the sigmoid of a projection of its input."""
-    layers: list[int] | None = None
-    """The layers with experts; None: all. The others have a dense feed-forward layer."""
-
-
-class DeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The layers with a recurrent state in place of attention: gated DeltaNet (Yang et al., 2024, arXiv:2412.06464).
-    They have norms before them and before their feed-forward layer, and none after, whatever the others have."""
-
-    layers: list[int]
-    key_heads: int
-    value_heads: int
-    """A multiple of `key_heads`; adjacent value heads share a key head."""
-    tiled: bool = False
-    """Whether value heads that are `key_heads` apart do, and not adjacent ones, as in .gguf files."""
-    key_dim: int
-    value_dim: int
-    beta: float = 1.0
-    """Factor of the sigmoid that says how much of a state is replaced."""
-    eps: float
-    """Of the norm of each head's result."""
-
-
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
 QkNorm = Literal["head", "each_head", "all"]
-
-
-class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an EAGLE-3 head has besides a Llama layer."""
-
-    layers: list[int]
-    """Three layers of the model, in rising order; the head reads the hidden states before each of them."""
-    draft_vocab_size: int
-    """Rows of its LM head."""
-    norm_before_residual: bool = False
-    """Whether the residual begins with the normalized hidden states."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -224,6 +174,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether the results of attention and of the feed-forward layer are normalized."""
     residual_norms: bool = False
     """Whether the residual itself is normalized after each sum (BERT). Such models have no norm before the head."""
+    skips_first_norm: bool = False
+    """Whether attention of the first layer has no norm before it: that of embeddings is in its place (ModernBERT)."""
     parallel: bool = False
     """Whether the feed-forward layer has the same input as attention, not its result."""
     shared_norm: bool = False
@@ -258,6 +210,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """c in c * tanh(score / c)."""
     alibi_slopes: list[float] | None = None
     """For each head, what is subtracted from a score for each position that a key is before the query."""
+    distance_buckets: int = 0
+    """Buckets of distances between query and key, each with a bias of the scores of each head (T5, MPNet); 0: none."""
     sinks: bool = False
     """Whether each query head has a learned score that takes part in the softmax, without a key (attention sinks: Xiao
     et al., 2023, arXiv:2309.17453)."""
@@ -285,6 +239,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     out_bias: bool = False
     """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
+    down_bias: bool | None = None
+    """Whether the second matrix of the feed-forward layer has a bias; None: as the first."""
     qk_norm: bool = False
     """Whether queries and keys are normalized before RoPE."""
     qk_norm_kind: QkNorm = "head"

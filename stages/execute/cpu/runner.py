@@ -277,7 +277,8 @@ class CpuRunner(Runner):
         num_samples = is_sampled if num_drafts is None else is_sampled * (1 + num_drafts)
         self.inputs.fill(ids, starts, counts, table, num_samples, others)
         if self._config.type_rows is not None:
-            self.inputs.fill_types(self.rows.types_of(entry, positions))
+            has_types = self._config.token_types > 1
+            self.inputs.fill_types(self.rows.types_of(entry, positions) if has_types else 0)
         if self.adapters is not None:
             self.inputs.fill_adapters(self.rows.adapters[rows])
         if num_drafts is None:

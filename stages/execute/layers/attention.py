@@ -3,10 +3,12 @@
 The rows of queries and keys are loaded in the order that the kernels rotate (stages/execute/layers/rope.py).
 """
 
+import math
 import zlib
 
 import numpy as np
 
+from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import StoredMatrix
 from pipeline.runtime.model.model_config import ModelConfig
@@ -44,8 +46,9 @@ def attention_weights(
     if config.attention_gate:
         bias = weights.vector(f"{layer}.self_attn.gate_proj.bias", queries) if config.qkv_bias else None
         gate = Linear((weights.matrix(f"{layer}.self_attn.gate_proj.weight", queries, hidden),), bias)
+    has_norm = config.pre_norms and not (config.skips_first_norm and index == 0)
     return AttentionWeights(
-        norm=norm_weights(config, weights, f"{layer}.input_layernorm") if config.pre_norms else None,
+        norm=norm_weights(config, weights, f"{layer}.input_layernorm") if has_norm else None,
         qkv=Linear(qkv, qkv_bias),
         out=Linear((out,), out_bias),
         head_norms=head_norms,
@@ -53,6 +56,7 @@ def attention_weights(
         window_after=config.window_after_of(index),
         rope=config.rope_of(index),
         sinks=weights.vector(f"{layer}.self_attn.sinks", config.num_heads) if config.sinks else None,
+        biases=_distance_biases(config, weights) if config.distance_buckets else None,
         gate=gate,
         post_norm=norm_weights(config, weights, f"{layer}.self_attn_post_norm") if config.post_norms else None,
         residual_norm=norm_weights(config, weights, f"{layer}.self_attn_residual_norm")
@@ -73,6 +77,31 @@ def _head_norms(config: ModelConfig, weights: Weights, layer: str) -> HeadNorms 
     if config.norm_offset:
         query, key = query + config.norm_offset, key + config.norm_offset
     return HeadNorms(query, key)
+
+
+MAX_DISTANCE = 128
+"""From it on, distances share the last bucket."""
+
+
+def _distance_biases(config: ModelConfig, weights: Weights) -> FloatArray:
+    """What is added to scores, [num_heads, 2 * MAX_DISTANCE + 1], by the distance from the query to the key."""
+    table = weights.floats("model.distance_bias.weight", (config.distance_buckets, config.num_heads))
+    biases: FloatArray = np.ascontiguousarray(table[distance_buckets(config.distance_buckets)].T)
+    return biases
+
+
+def distance_buckets(num: int) -> LongArray:
+    """The bucket of each distance from -MAX_DISTANCE to MAX_DISTANCE: half of them for keys before the query and half
+    for keys after it, of each half one for each small distance, and the others for ranges that grow like a logarithm
+    (T5: Raffel et al., 2020, arXiv:1910.10683). In float32, as in transformers."""
+    half = num // 2
+    distances = np.arange(-MAX_DISTANCE, MAX_DISTANCE + 1)
+    sizes, exact = np.abs(distances), half // 2
+    logarithms = np.log(np.maximum(sizes, 1).astype(np.float32) / np.float32(exact))
+    ranges = logarithms / np.float32(math.log(MAX_DISTANCE / exact)) * np.float32(half - exact)
+    large = np.minimum(exact + ranges.astype(np.int64), half - 1)
+    buckets: LongArray = np.where(sizes < exact, sizes, large) + half * (distances > 0)
+    return buckets
 
 
 def head_indices(order: LongArray, size: int) -> LongArray:

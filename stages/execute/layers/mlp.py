@@ -17,6 +17,7 @@ def mlp_weights(config: ModelConfig, weights: Weights, index: int) -> MlpWeights
     gate_up_bias = down_bias = None
     if config.mlp_bias:
         gate_up_bias = weights.join_vectors([f"{name}.bias" for name in names], sizes)
+    if config.mlp_bias if config.down_bias is None else config.down_bias:
         down_bias = weights.vector(f"{layer}.mlp.down_proj.bias", hidden)
     has_norm = config.has_pre_norms(index) and not config.shared_norm
     return MlpWeights(

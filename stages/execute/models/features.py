@@ -31,6 +31,7 @@ class Feature(Enum):
     QUERY_GROWTH = "a factor of queries that depends on the position"
     ATTENTION_SOFTCAP = "capped attention scores"
     ALIBI = "ALiBi"
+    DISTANCE_BIASES = "biases of attention scores by distance"
     SINKS = "attention sinks"
     EXPERTS = "mixtures of experts"
     EXPERT_BIAS = "biases of experts"
@@ -67,6 +68,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.QUERY_GROWTH: config.query_growth != 0,
         Feature.ATTENTION_SOFTCAP: config.attention_softcap is not None,
         Feature.ALIBI: config.alibi_slopes is not None,
+        Feature.DISTANCE_BIASES: config.distance_buckets > 0,
         Feature.SINKS: config.sinks,
         Feature.EXPERTS: config.experts is not None,
         Feature.EXPERT_BIAS: config.experts is not None and config.experts.bias,
@@ -75,7 +77,7 @@ def features_of(config: ModelConfig) -> set[Feature]:
         Feature.LOGIT_SCALE: config.logit_scale != 1,
         Feature.LOGIT_SOFTCAP: config.logit_softcap is not None,
         Feature.HEAD_BIAS: config.head_bias,
-        Feature.NO_HEAD: not config.generates,
+        Feature.NO_HEAD: not (config.generates and config.causal),
         Feature.DELTA_NET: config.delta is not None,
         Feature.ATTENTION_GATE: config.attention_gate,
         Feature.ROPES: len(ropes) > 1,
@@ -90,6 +92,7 @@ TRITON: frozenset[Feature] = frozenset(Feature) - {
     Feature.ATTENTION_GATE,
     Feature.RESIDUAL_NORM,
     Feature.TOKEN_TYPES,
+    Feature.DISTANCE_BIASES,
     Feature.NO_HEAD,
 }
 """Features of the GPU program."""

@@ -18,7 +18,8 @@ have the same KV head, and each of them a part of its query heads.
 from dataclasses import dataclass
 
 from pipeline.errors import UserError
-from pipeline.runtime.model.model_config import DeltaNet, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.special_layers import DeltaNet
 
 PANEL = 16
 """Outputs are cut between panels of the packed weights."""

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.model.model_config import Eagle3, Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Layout, ModelConfig, Piece
+from pipeline.runtime.model.special_layers import Eagle3
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
 from pipeline.stages.prepare.progress import Progress

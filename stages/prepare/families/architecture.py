@@ -22,6 +22,10 @@ def no_windows(config: Mapping[str, Any], num_layers: int) -> Window:
     return None, None
 
 
+def as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config
+
+
 def no_fields(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     return NO_FIELDS
 
@@ -56,6 +60,10 @@ class HfArchitecture:
     """Further fields of ModelConfig. Takes the others. Raises ConfigFault for unsupported values."""
     layout: Callable[[ModelConfig], Layout] = llama_layout
     """The names and layout of its tensors in Hugging Face's checkpoints."""
+    other_layouts: tuple[Callable[[ModelConfig], Layout], ...] = ()
+    """Layouts of other writers."""
+    adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = as_it_is
+    """Changes a config.json before it is read."""
     heads: Heads = field(default_factory=lambda: DECODER_HEADS)
     """Those of its classes for labels."""
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from pipeline.runtime.model.model_config import Architecture, DeltaNet, Layout, ModelConfig, Piece
+from pipeline.runtime.model.model_config import Architecture, Layout, ModelConfig, Piece
+from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.stages.prepare.families.architecture import HfArchitecture, renamed
 from pipeline.stages.prepare.families.experts import NUM_EXPERTS, experts_of, sparse_layers
 from pipeline.stages.prepare.families.keys import ConfigFault, Keys

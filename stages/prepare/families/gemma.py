@@ -17,7 +17,8 @@ ACTIVATION = {"hidden_act": "hidden_activation"}
 
 
 def _common(keys: Keys, model: ModelConfig) -> dict[str, Any]:
-    keys.refuse_unless("use_bidirectional_attention", False, what="bidirectional attention")
+    if not keys.has_default("rope_by_layer"):  # Gemma 3's key
+        keys.refuse_unless("use_bidirectional_attention", False, what="bidirectional attention")
     return {"embedding_scale": model.hidden_size**0.5}
 
 
@@ -45,7 +46,12 @@ def _gemma2(keys: Keys, model: ModelConfig) -> dict[str, Any]:
 def _gemma3(keys: Keys, model: ModelConfig) -> dict[str, Any]:
     # transformers reads the key, and ignores it.
     keys.refuse_unless("attn_logit_softcapping", what="a soft cap of Gemma 3's attention scores")
-    return _scaled(keys, model)
+    fields = _scaled(keys, model)
+    if keys.flag("use_bidirectional_attention"):
+        # The window is that of both sides.
+        window = None if model.sliding_window is None else model.sliding_window // 2 + 1
+        fields |= {"causal": False, "sliding_window": window}
+    return fields
 
 
 def _layout(model: ModelConfig) -> Layout:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.runtime.model.model_config import DeltaNet, ModelConfig, Piece
+from pipeline.runtime.model.model_config import ModelConfig, Piece
+from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.stages.prepare.families.delta_net import conv_pieces, gate_pieces, input_pieces
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys, experts_of

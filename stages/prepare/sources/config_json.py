@@ -53,6 +53,7 @@ class ConfigReader:
     def _model(self, name: str, weight_files: list[Path], generation: dict[str, Any]) -> ModelConfig:
         name_of_kind = self.architecture()
         kind = HF_ARCHITECTURES[name_of_kind]
+        self._config = dict(kind.adapt(self._config))
         given = {key: alias for alias, key in kind.aliases.items() if self._config.get(alias) is not None}
         self._config = {**self._config, **{key: self._config[alias] for key, alias in given.items()}}
         llama_keys = {key: llama_key for llama_key, key in kind.keys.items()}

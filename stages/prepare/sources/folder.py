@@ -29,7 +29,7 @@ from pipeline.stages.prepare.sources.layout import (
 from pipeline.stages.prepare.sources.source import ModelError, is_file
 from pipeline.stages.prepare.sources.tokenizer_json import with_special_ids, write_tokenizer
 from pipeline.stages.prepare.tokenizers.tokenizer_check import check_decodes
-from pipeline.stages.prepare.weights.tensor_names import with_names_of
+from pipeline.stages.prepare.weights.tensor_names import with_layout_of
 from pipeline.stages.prepare.weights.tensors import Found, check_tensors, find_tensors
 from pipeline.stages.prepare.weights.tied_head import with_head_of
 from pipeline.stages.prepare.weights.unused_tensors import ignored, rules_of
@@ -115,7 +115,7 @@ def convert(
     model = reader.model(name, files, generation)
     model = with_special_ids(model, written, source)
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
-    model, tied = with_head_of(with_names_of(model, found), found)
+    model, tied = with_head_of(with_layout_of(model, found), found)
     modules = sentence_transformers.read(source)
     pooler = PoolerReader(config_path, config, model, found, modules).read(
         reader.head(), _score_tokens(config, config_path, written.tokenizer)

@@ -5,16 +5,17 @@ transformers loads a folder whatever class saved it: it adds or removes the pref
 (`rename_source_key` in core_model_loading.py, and conversion_mapping.py there).
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 
 import msgspec
 
 from pipeline.runtime.model.model_config import EXPERTS, Layout, ModelConfig, Piece
+from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.families.architecture import TEXT_PREFIX
 
 OUTSIDE = (
     *("model.embed_tokens", "model.embed_positions", "model.embed_token_types", "model.embed_norm", "model.norm"),
-    "lm_head",
+    *("model.distance_bias", "lm_head"),
 )
 """Llama's names of the modules that are not in a layer."""
 
@@ -40,6 +41,16 @@ FUSED = "mlp.experts.gate_up_proj"
 def is_part(layout: Layout) -> bool:
     """Whether the model is the text model of one for texts and images."""
     return layout.layers.startswith((TEXT_PREFIX, f"model.{TEXT_PREFIX}"))
+
+
+def with_layout_of(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The config with the layout of the architecture's writer whose tensors have these names."""
+    for layout in (None, *HF_ARCHITECTURES[config.architecture].other_layouts):
+        other = config if layout is None else msgspec.structs.replace(config, layout=layout(config))
+        found = with_names_of(other, names)
+        if found.layout.find("model.layers.0.self_attn.o_proj.weight")[0] in names:
+            return found
+    return with_names_of(config, names)
 
 
 def with_names_of(config: ModelConfig, names: Iterable[str]) -> ModelConfig:

@@ -175,6 +175,8 @@ def model_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["model.embed_token_types.weight"] = (config.token_types, hidden)
     if config.embedding_norm:
         shapes |= _norm_shapes(config, "model.embed_norm")
+    if config.distance_buckets:
+        shapes["model.distance_bias.weight"] = (config.distance_buckets, config.num_heads)
     for layer in range(config.num_layers):
         shapes |= _layer_shapes(config, layer)
     if not config.residual_norms:
@@ -197,13 +199,12 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     linears, vectors = _delta_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
     shapes: dict[str, Shape] = {f"{before}{name}": shape for name, shape in vectors.items()}
     linears |= _expert_linears(config) if config.has_experts(layer) else _mlp_linears(config)
-    norms: list[str] = []
+    norms = ["self_attn_residual_norm", "mlp_residual_norm"] if config.residual_norms else []
     if config.has_pre_norms(layer):
-        norms += ["input_layernorm", *([] if config.shared_norm else ["post_attention_layernorm"])]
+        norms += [] if config.skips_first_norm and layer == 0 else ["input_layernorm"]
+        norms += [] if config.shared_norm else ["post_attention_layernorm"]
     if config.has_post_norms(layer):
         norms += ["self_attn_post_norm", "mlp_post_norm"]
-    if config.residual_norms:
-        norms += ["self_attn_residual_norm", "mlp_residual_norm"]
     for norm in norms:
         shapes |= _norm_shapes(config, f"{before}{norm}")
     if config.experts is not None and config.experts.selection_bias and config.has_experts(layer):
@@ -255,13 +256,15 @@ def _delta_shapes(config: ModelConfig) -> tuple[Linears, dict[str, Shape]]:
 
 
 def _mlp_linears(config: ModelConfig) -> Linears:
-    return _gated_linears(config, "mlp.", config.intermediate_size, config.mlp_bias)
+    return _gated_linears(config, "mlp.", config.intermediate_size, config.mlp_bias, config.down_bias)
 
 
-def _gated_linears(config: ModelConfig, prefix: str, inner: int, has_bias: bool) -> Linears:
+def _gated_linears(
+    config: ModelConfig, prefix: str, inner: int, has_bias: bool, down_bias: bool | None = None
+) -> Linears:
     inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
     linears: Linears = {f"{prefix}{name}": (inner, config.hidden_size, has_bias) for name in inputs}
-    return {**linears, f"{prefix}down_proj": (config.hidden_size, inner, has_bias)}
+    return {**linears, f"{prefix}down_proj": (config.hidden_size, inner, has_bias if down_bias is None else down_bias)}
 
 
 def _expert_linears(config: ModelConfig) -> Linears:

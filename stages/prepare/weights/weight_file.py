@@ -56,6 +56,7 @@ TABLES: dict[str, Format] = {
 """Formats of matrices that keep more bits than the others, by Llama's names. The head's rounding errors reach the
 logits directly, and the embedding may be tied to it. A table of positions is small."""
 
+BIASES = ("model.distance_bias.weight",)
 NORMS_OF_HEADS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 ROUTERS = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
@@ -130,7 +131,7 @@ def _stored(name: str, shape: Shape, found: Format | None, quantization: Prepare
     `Format`."""
     wanted: Format
     # Norms and biases are small, and their rounding would affect every token. Some norms have weights for each head.
-    if len(shape) == 1 or name.endswith((*NORMS_OF_HEADS, *ROUTERS, *STATES, ".bias")):
+    if len(shape) == 1 or name.endswith((*BIASES, *NORMS_OF_HEADS, *ROUTERS, *STATES, ".bias")):
         return Stored("f32", shape)
     match quantization:
         case "none":

@@ -83,7 +83,7 @@ def test_the_clamped_swiglu_of_gpt_oss(library: ctypes.CDLL, limit: float) -> No
         values[0, 0], values[1, inner] = -60, 60
         identity = torch.eye(depth).tile(3, 1).bfloat16()
         from pipeline.kernels.matrix import Matrix
-        from pipeline.runtime.model.model_config import Experts
+        from pipeline.runtime.model.special_layers import Experts
         from pipeline.stages.execute.cpu.native.experts import stacked_parts
         from pipeline.stages.execute.program import Linear
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from pipeline.config.settings import IngestSettings, LimitSettings, Settings
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.model_config import DeltaNet, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.special_layers import DeltaNet
 from pipeline.runtime.token_outputs import prompt_logprob_bytes, token_output_bytes
 from pipeline.shm.arrays import ShmRef
 from pipeline.stages.ingest import stage as ingest_stage

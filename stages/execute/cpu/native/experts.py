@@ -14,7 +14,8 @@ import numpy as np
 from pipeline.kernels.cpu import native
 from pipeline.kernels.cpu.native import ActivationForm
 from pipeline.kernels.step_inputs import IntArray
-from pipeline.runtime.model.model_config import Experts, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.execute.cpu.native.memory import PAIR, NativeMemory, have_one_format, swiglu_order
 from pipeline.stages.execute.cpu.native.ranks import RankMemory
 from pipeline.stages.execute.program import ExpertsWeights, Linear

@@ -26,6 +26,7 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODERN = {"cls_token_id": 1, "sep_token_id": 2}
 AUTO = {"": AutoModel, "sequence": AutoModelForSequenceClassification, "tokens": AutoModelForTokenClassification}
 
 
@@ -48,6 +49,33 @@ VARIANTS: dict[str, Variant] = {
         "xlm-roberta", {"pad_token_id": 1, "type_vocab_size": 1, "num_labels": 1}, head="sequence"
     ),
     "camembert, tokens": Variant("camembert", {"pad_token_id": 1, "type_vocab_size": 1}, head="tokens"),
+    "mpnet": Variant("mpnet", {"pad_token_id": 1}),
+    "mpnet, sequence": Variant("mpnet", {"pad_token_id": 1, "num_labels": 2}, head="sequence"),
+    "modernbert": Variant("modernbert", {"local_attention": 12, **MODERN}),
+    "modernbert, sequence": Variant(
+        "modernbert",
+        {"local_attention": 13, "classifier_pooling": "mean", "norm_bias": True, "classifier_bias": True, **MODERN},
+        head="sequence",
+    ),
+    "modernbert, tokens": Variant("modernbert", {"attention_bias": True, **MODERN}, head="tokens"),
+    "eurobert": Variant("eurobert", {"num_key_value_heads": 2, "mask_token_id": 3}),
+    "eurobert, sequence": Variant("eurobert", {"classifier_pooling": "bos", "mask_token_id": 3}, head="sequence"),
+    "nomic_bert": Variant("nomic_bert"),
+    "nomic_bert, sequence": Variant("nomic_bert", {"num_labels": 3}, head="sequence"),
+    "gte": Variant("gte"),
+    "gte, two types": Variant("gte", {"type_vocab_size": 2}),
+    "gte, tokens": Variant("gte", {"type_vocab_size": 0, "num_labels": 4}, head="tokens"),
+    "gemma3, bidirectional": Variant(
+        "gemma3_text",
+        {
+            "use_bidirectional_attention": True,
+            "sliding_window": 21,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "distilbert": Variant(
         "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 128}, {}
     ),

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.kernels.stored_matrix import Format
-from pipeline.runtime.model.model_config import Experts, ModelConfig
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.runtime.model.special_layers import Experts
 from pipeline.stages.prepare.weights.tensors import expected_shapes
 from tests.k_quants import quantize
 from tests.stages.execute import checkpoints

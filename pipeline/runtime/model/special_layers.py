@@ -1,0 +1,62 @@
+"""Layers that only some models have."""
+
+from typing import Literal
+
+import msgspec
+
+
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The feed-forward layers that are mixtures of experts (Shazeer et al., 2017, arXiv:1701.06538)."""
+
+    num: int
+    num_per_token: int
+    """The experts that compute a token: those with the largest scores."""
+    intermediate_size: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores, the weights of the experts' results."""
+    normalized: bool = False
+    """Whether the weights of a token are divided by their sum. With softmax, this is the softmax of the chosen logits
+    alone."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    router_bias: bool = False
+    """Whether the router has a bias."""
+    selection_bias: bool = False
+    """Whether a bias is added to the scores to choose experts, but not to their weights (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether the matrices of experts have biases."""
+    shared_intermediate_size: int = 0
+    """Of the expert that computes every token; 0 if there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's result is multiplied with the sigmoid of a projection of its input."""
+    layers: list[int] | None = None
+    """The layers with experts; None: all. The others have a dense feed-forward layer."""
+
+
+class DeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The layers with a recurrent state in place of attention: gated DeltaNet (Yang et al., 2024, arXiv:2412.06464).
+    They have norms before them and before their feed-forward layer, and none after, whatever the others have."""
+
+    layers: list[int]
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`; adjacent value heads share a key head."""
+    tiled: bool = False
+    """Whether value heads that are `key_heads` apart do, and not adjacent ones, as in .gguf files."""
+    key_dim: int
+    value_dim: int
+    beta: float = 1.0
+    """Factor of the sigmoid that says how much of a state is replaced."""
+    eps: float
+    """Of the norm of each head's result."""
+
+
+class Eagle3(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an EAGLE-3 head has besides a Llama layer."""
+
+    layers: list[int]
+    """Three layers of the model, in rising order; the head reads the hidden states before each of them."""
+    draft_vocab_size: int
+    """Rows of its LM head."""
+    norm_before_residual: bool = False
+    """Whether the residual begins with the normalized hidden states."""
