@@ -21,7 +21,7 @@ from tests.stages.execute.pair import Pair, Request, make_runner
 
 NUM_BLOCKS = 60
 LENGTHS = (1, 25, 7, 90, 64, 16, 33, 128, 5, 48, 2, 70)
-BACK_ENDS = {"native": {}, "torch": {"kernels": "torch", "dtype": "float32"}}
+BACK_ENDS: dict[str, dict[str, Any]] = {"native": {}, "torch": {"kernels": "torch", "dtype": "float32"}}
 
 
 def folder_of(name: str, folder: Path) -> Path:
