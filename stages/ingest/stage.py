@@ -37,19 +37,19 @@ from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.outcomes import Outcomes
 from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
 from pipeline.stages.ingest.prompts.ids import Ids
-from pipeline.stages.ingest.prompts.prompt_cost import cost_chars
+from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
 from pipeline.stages.ingest.prompts.prompt_preparer import PromptPreparer
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.stages.ingest.retry_queue import RetryQueue
-from pipeline.stages.ingest.submit_queue import MIN_CHARS, Key, SubmitQueue
+from pipeline.stages.ingest.submit_queue import MIN_BYTES, Key, SubmitQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
-LONG_CHARS = 20_000
-"""Prompts of this length or more are encoded in a thread: about 10 ms of work."""
+LONG_BYTES = 20_000
+"""Prompts of this length or more, as UTF-8, are encoded in a thread: about 10 ms of work."""
 
-VERY_LONG_CHARS = 100_000
+VERY_LONG_BYTES = 100_000
 """Prompts of this length or more have threads of their own: those of shorter ones are free again after 50 ms or so."""
 
 MANY_IDS = 10_000
@@ -59,8 +59,8 @@ NUM_THREADS = 2
 """Threads for long prompts, and as many for very long ones. Each works for another key, so without keys one of each
 kind works."""
 
-ID_CHARS = 2
-"""What an id costs that is decoded, in characters of a text that is encoded."""
+ID_BYTES = 2
+"""What an id costs that is decoded, in bytes of a text that is encoded."""
 
 SLICE_S = 0.01
 
@@ -273,7 +273,7 @@ class IngestStage:
             return
         try:
             ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
-            is_long = cost_chars(submit) >= LONG_CHARS
+            is_long = cost_bytes(submit) >= LONG_BYTES
             if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
@@ -330,8 +330,8 @@ class IngestStage:
 
     async def _admit_from_thread(self, key: Key, submit: Submit, began_s: float, ids: Ids | None = None) -> None:
         assert self._preparer is not None
-        cost = MIN_CHARS + cost_chars(submit) + (0 if ids is None else len(ids) * ID_CHARS)
-        threads = self._very_long if cost >= VERY_LONG_CHARS else self._long
+        cost = MIN_BYTES + cost_bytes(submit) + (0 if ids is None else len(ids) * ID_BYTES)
+        threads = self._very_long if cost >= VERY_LONG_BYTES else self._long
         try:
             work = functools.partial(self._preparer.prepare_in_thread, submit, ids, cost)
             if self._waiting.is_suspect(submit):

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterator
 
 from pipeline.runtime.messages import Submit
 from pipeline.runtime.queues.fair_queue import FairQueue
-from pipeline.stages.ingest.prompts.prompt_cost import cost_chars
+from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes
 
-MIN_CHARS = 1024
+MIN_BYTES = 1024
 """The least that a request costs in the queue."""
 
 Key = tuple[int, int]
@@ -66,7 +66,7 @@ class SubmitQueue:
         if self.is_suspect(submit):
             self._suspects[key] = submit
         else:
-            self._others.push(key, submit, submit.scope_id, MIN_CHARS + cost_chars(submit))
+            self._others.push(key, submit, submit.scope_id, MIN_BYTES + cost_bytes(submit))
 
     def pop(self) -> tuple[Key, Submit]:
         """The prompt whose turn it is. Call it if `may_pop`."""

@@ -36,7 +36,7 @@ from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.prompts.ids import Ids, as_int32
 from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
 from pipeline.stages.ingest.prompts.prompt_checks import PromptChecks
-from pipeline.stages.ingest.prompts.prompt_cost import num_chars
+from pipeline.stages.ingest.prompts.prompt_cost import num_bytes
 from pipeline.stages.ingest.prompts.rejection import RequestRejected, param_of, received_rejection, rejection
 from pipeline.stages.ingest.templates import chat_templates
 from pipeline.stages.ingest.templates.budget import OutOfTime
@@ -336,7 +336,7 @@ class PromptProcessor:
             raise RequestRejected(Failure(400, "'messages' must not be an empty array", "messages"))
         max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
         if options.any_length or options.truncate:
-            max_chars = max(max_chars, TEMPLATE_GROWTH * num_chars(prompt))
+            max_chars = max(max_chars, TEMPLATE_GROWTH * num_bytes(prompt))
         try:
             return self.chat_templates.render(
                 prompt,

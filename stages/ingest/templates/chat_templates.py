@@ -118,7 +118,7 @@ class ChatTemplates:
         return RenderedChat(text, None if other is None else other[: len(text)], stage)
 
     def _budget(self, prompt: ChatPrompt) -> Budget:
-        num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_chars(prompt)
+        num_steps = int(STEPS_PER_S * self._timeout_s) + conversation.num_bytes(prompt)
         return Budget(num_steps, self._timeout_s, time.monotonic)
 
     def _knows_system(self) -> bool:

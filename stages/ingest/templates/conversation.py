@@ -139,24 +139,30 @@ def up_to_tag(text: str, prompt: ChatPrompt) -> str:
     return text[:index] if keeps_space else text[:index].rstrip()
 
 
-def num_chars(prompt: ChatPrompt) -> int:
+def length(text: str) -> int:
+    """Of a text as UTF-8, in bytes. What a text costs a tokenizer grows with these: a character of another alphabet
+    may become several tokens, and one such as U+FDFA is 18 letters for a model that normalizes it."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def num_bytes(prompt: ChatPrompt) -> int:
     """About how long the rendered chat is."""
     size = len(prompt.tools) + len(prompt.documents) + len(prompt.template_kwargs)
-    return size + sum(map(_message_chars, prompt.messages))
+    return size + sum(map(_message_bytes, prompt.messages))
 
 
-MESSAGE_CHARS = 40
+MESSAGE_BYTES = 40
 """About what a template adds to a message."""
 
 
-def _message_chars(message: ChatMessage) -> int:
+def _message_bytes(message: ChatMessage) -> int:
     """Of everything that a client may make long: templates write names and ids too, and all of it is searched."""
-    size = MESSAGE_CHARS + len(message.content or "") + len(message.reasoning or "")
-    size += len(message.role) + len(message.name or "") + len(message.tool_call_id or "")
+    size = MESSAGE_BYTES + length(message.content or "") + length(message.reasoning or "")
+    size += length(message.role) + length(message.name or "") + length(message.tool_call_id or "")
     if message.parts is not None:
-        size += MESSAGE_CHARS * len(message.parts)
+        size += MESSAGE_BYTES * len(message.parts)
     for call in message.tool_calls:
-        size += MESSAGE_CHARS + len(call.id) + len(call.name) + len(call.arguments)
+        size += MESSAGE_BYTES + length(call.id) + length(call.name) + length(call.arguments)
     return size
 
 

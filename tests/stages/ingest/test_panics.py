@@ -14,7 +14,7 @@ from pipeline.stages.ingest.prompts.bad_words import BadWord, as_ids
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
 
-LONG = "b" * ingest_stage.LONG_CHARS + tiny.PANICS
+LONG = "b" * ingest_stage.LONG_BYTES + tiny.PANICS
 """Long enough for the encoding thread."""
 
 MAX_MODEL_LEN = 100_000
@@ -44,7 +44,7 @@ PROMPTS = {
     "short": (tiny.submit(tiny.PANICS), "prompt"),
     "long": (tiny.submit(LONG), "prompt"),
     "chat": (tiny.submit(tiny.chat(tiny.PANICS + "</s>")), "messages"),
-    "long chat": (tiny.submit(tiny.chat("b" * ingest_stage.LONG_CHARS, tiny.PANICS)), "messages"),
+    "long chat": (tiny.submit(tiny.chat("b" * ingest_stage.LONG_BYTES, tiny.PANICS)), "messages"),
     "lookup": (
         msgspec.structs.replace(
             tiny.submit(tiny.PANICS, max_tokens=0), prompt_options=PromptOptions(any_length=True, with_token_strs=True)
@@ -54,7 +54,7 @@ PROMPTS = {
     "cut": (msgspec.structs.replace(tiny.submit(LONG), prompt_options=PromptOptions(truncate=5)), "prompt"),
     "bad words": (tiny.submit("hi", bad_words=["x", tiny.PANICS]), "bad_words"),
     "bad words of a long prompt": (
-        tiny.submit("b" * ingest_stage.LONG_CHARS, bad_words=[tiny.PANICS]),
+        tiny.submit("b" * ingest_stage.LONG_BYTES, bad_words=[tiny.PANICS]),
         "bad_words",
     ),
 }
@@ -69,7 +69,7 @@ def test_a_panic_is_a_400_that_names_the_field(rig: Rig, name: str) -> None:
         assert "tokenized" in failure.message and "retry-limit-in-match over" in failure.message
 
 
-@pytest.mark.parametrize("length", [1, ingest_stage.LONG_CHARS])
+@pytest.mark.parametrize("length", [1, ingest_stage.LONG_BYTES])
 @pytest.mark.parametrize("token_id", [2**31, 2**32 - 1])
 def test_ids_beyond_int32_are_a_400_that_names_the_prompt(tmp_path: Path, token_id: int, length: int) -> None:
     folder = tiny.folder(tmp_path)

@@ -255,7 +255,7 @@ def box() -> Iterator[m.BlackBox]:
     boxes.close()
 
 
-@pytest.mark.parametrize("size", [1, ingest_stage.LONG_CHARS])
+@pytest.mark.parametrize("size", [1, ingest_stage.LONG_BYTES])
 def test_the_request_that_ends_the_process_is_named_and_its_neighbours_are_not(
     tmp_path: Path, box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

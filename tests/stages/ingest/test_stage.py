@@ -193,7 +193,7 @@ def test_a_long_text_has_the_same_ids_as_when_encoded_directly(long_rig: Rig, sm
 
 
 def test_a_long_text_can_be_rejected(rig: Rig) -> None:
-    rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
+    rig.send(tiny.submit("x" * ingest_stage.LONG_BYTES), "gateway.0")
     assert rig.receive("gateway").failure.code == "context_length_exceeded"
     rig.until(lambda load: load.num_open == 0)
 
@@ -273,7 +273,7 @@ def test_an_error_in_a_worker_thread_ends_the_stage_with_its_message(
         Rig("ingest", model_dir=tiny.folder(tmp_path)) as rig,
     ):
         rig.start(tiny.facts())
-        rig.send(tiny.submit("x" * ingest_stage.LONG_CHARS), "gateway.0")
+        rig.send(tiny.submit("x" * ingest_stage.LONG_BYTES), "gateway.0")
         rig.receive("gateway")
 
 
