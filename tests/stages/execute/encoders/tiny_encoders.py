@@ -76,6 +76,8 @@ VARIANTS: dict[str, Variant] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3, sequence": Variant("qwen3", {"head_dim": 16, "num_key_value_heads": 2, "num_labels": 3}, head="sequence"),
+    "qwen3, tokens": Variant("qwen3", {"head_dim": 16, "num_key_value_heads": 2, "num_labels": 3}, head="tokens"),
     "distilbert": Variant(
         "distilbert", {"dim": 64, "hidden_dim": 96, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 128}, {}
     ),
