@@ -124,14 +124,14 @@ class Comparison:
                 self._note("requests/s", name, load.per_s)
                 self._note("CPU ms a request", name, load.cpu_s * 1000)
                 return
-            for length, texts in self.texts.items():
+            for length in self.texts:
                 for how, batch in BATCHES.items():
                     load = self._load(serving, length, 1, 1 if batch == 1 else INPUTS)
-                    self._note(FIGURE.format(length, how), name, statistics.mean(texts.num_tokens) / load.cpu_s)
+                    self._note(FIGURE.format(length, how), name, 1 / load.token_cpu_s)
                     self.vectors.setdefault(name, load.vectors)
 
     def _load(self, serving: children.Serving, length: str, num_clients: int, inputs: int) -> clients.Load:
-        texts, seconds = self.texts[length].texts, self.args.seconds
+        texts, seconds = self.texts[length], self.args.seconds
         return asyncio.run(
             clients.load(serving.url, serving.pid, self.model.name, texts, num_clients, inputs, WARM_S, seconds)
         )
