@@ -25,6 +25,7 @@ from pipeline.runtime.messages import Launch
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, notes_of
+from pipeline.runtime.model.pooler import HEAD_FILE
 from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
@@ -39,7 +40,7 @@ from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
-FORMAT = 22
+FORMAT = 23
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -97,7 +98,8 @@ def digest_of(folder: Path, progress: Progress = SILENT) -> str:
     config = ModelConfig.load(folder)
     made_as = msgspec.json.encode(msgspec.structs.replace(config, weight_files=[])).decode()
     with progress.measure(f"{config.name}: comparing weights") as advance:
-        return content_of([folder / "tokenizer.json", *config.weight_paths(folder)], made_as, advance)
+        head = [folder / HEAD_FILE] if config.pooler is not None and config.pooler.layers else []
+        return content_of([folder / "tokenizer.json", *head, *config.weight_paths(folder)], made_as, advance)
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:

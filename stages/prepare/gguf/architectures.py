@@ -11,7 +11,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.rope import Rope
 from pipeline.stages.prepare.families.alibi import mpt_slopes
 from pipeline.stages.prepare.families.architecture import LAYER_NORM, alibi_slopes
-from pipeline.stages.prepare.gguf import delta_net
+from pipeline.stages.prepare.gguf import delta_net, encoders
 from pipeline.stages.prepare.gguf.architecture import LAYER_EPS, GgufArchitecture, GgufKeys, experts_of
 from pipeline.stages.prepare.gguf.ropes import LINEAR, YARN, read_scaling
 
@@ -70,6 +70,14 @@ def _gemma3(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
         "rope_scaling": read_scaling(keys.metadata, keys.architecture, model.max_position, refused=(YARN,)),
         "sliding_rope": Rope(keys.number("rope.freq_base_swa", 1e4) or 1e4),
     }
+
+
+def _gemma_embedding(keys: GgufKeys, model: ModelConfig) -> dict[str, Any]:
+    """The file's window is that of both sides (LLAMA_SWA_TYPE_SYMMETRIC)."""
+    found = _gemma3(keys, model)
+    if "sliding_window" in found:
+        found["sliding_window"] = found["sliding_window"] // 2 + 1
+    return {**found, "query_scale": model.head_dim**-0.5, "logit_softcap": None}
 
 
 def _gemma_scale(model: ModelConfig, largest: int) -> float:
@@ -308,4 +316,13 @@ GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
         read=_mpt,
     ),
     **delta_net.ARCHITECTURES,
+    **encoders.ARCHITECTURES,
+    "gemma-embedding": GgufArchitecture(
+        models="EmbeddingGemma",
+        model_type="gemma3_text",
+        always={**GEMMA, **POST, "qk_norm": True, "causal": False},
+        read=_gemma_embedding,
+        reads_windows=True,
+        reads_scaling=True,
+    ),
 }

@@ -23,9 +23,10 @@ from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.encoders.pooler import with_pooler
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
-from pipeline.stages.prepare.gguf import delta_net
+from pipeline.stages.prepare.gguf import delta_net, encoders
 from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
@@ -107,6 +108,12 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
         config = _with_longrope(config, metadata, *long_factors)
     refuse_changes(metadata, _architecture(metadata)[0], config)
 
+    def floats(tensor: GgufTensor) -> "np.ndarray[Any, Any]":
+        return np.concatenate([piece.reshape(-1) for piece in _pieces(tensor, None, False, path)])
+
+    pooler = encoders.pooler_of(metadata, _architecture(metadata)[0], config, tensors, floats)
+    config = with_pooler(config, pooler)
+
     names = {name: gguf_name(name, differing_names(architecture, config)) for name in expected_shapes(config)}
     shapes = _checked_shapes(path, tensors, config, names)
     formats = {name: format_of(tensors[names[name]].kind) for name in shapes}
@@ -128,6 +135,8 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     matrices = {name: target for name, target in targets.items() if len(target.shape) > 1}
     if converted := summary((tensors[names[name]].kind, target.format) for name, target in matrices.items()):
         (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
+    if pooler is not None:
+        pooler.write(folder)
     generation_config.save(_sampling(metadata), folder)
     if notes := notes + unused(metadata, _architecture(metadata)[0]):
         (folder / NOTES).write_text("".join(f"{note}\n" for note in notes), encoding="utf-8")
@@ -232,8 +241,8 @@ def _config(metadata: Metadata, tensors: dict[str, GgufTensor]) -> ModelConfig:
 
 
 ENCODERS = frozenset(
-    {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert", "eurobert"}
-    | {"t5encoder", "gemma-embedding", "llama-embed"}
+    {"nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert", "eurobert", "t5encoder"}
+    | {"llama-embed"}
 )
 """Architectures of files for embeddings, most of them with a WordPiece vocabulary."""
 
@@ -242,7 +251,7 @@ def _architecture(metadata: Metadata) -> tuple[str, GgufArchitecture]:
     found = metadata.need("general.architecture", str)
     if found in GGUF_ARCHITECTURES:
         return found, GGUF_ARCHITECTURES[found]
-    what = "an encoder, which writes no text and" if found in ENCODERS else "which"
+    what = "an encoder that" if found in ENCODERS else "which"
     raise ModelError(
         f"{metadata.path}: general.architecture is {shown(found)}, {what} is not supported; `pipeline models "
         "--supported` lists those that are"

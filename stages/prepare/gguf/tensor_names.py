@@ -13,6 +13,7 @@ NAMES = {
     "output": "lm_head",
     "position_embd": "model.embed_positions",
     "token_embd_norm": "model.embed_norm",
+    "token_types": "model.embed_token_types",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -29,6 +30,8 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "post_attention_norm": "self_attn_post_norm",
     "post_ffw_norm": "mlp_post_norm",
+    "attn_output_norm": "self_attn_residual_norm",
+    "layer_output_norm": "mlp_residual_norm",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",

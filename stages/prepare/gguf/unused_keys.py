@@ -43,7 +43,10 @@ def refuse_changes(metadata: Metadata, architecture: str, config: ModelConfig) -
     scaling = config.rope_scaling
     usual = 0.1 * math.log(scaling.factor) + 1.0 if isinstance(scaling, YarnRope) and scaling.factor > 1 else 1.0
     expected: dict[str, tuple[tuple[Any, ...], str]] = {
-        "attention.causal": ((True,), "attention to later tokens"),
+        "attention.causal": (
+            (config.causal,),
+            "attention to later tokens" if config.causal else "attention to earlier tokens only",
+        ),
         "attention.key_length_swa": ((config.head_dim,), "another size of heads in layers with a window"),
         "attention.value_length_swa": ((config.head_dim,), "another size of heads in layers with a window"),
         "rope.dimension_count_swa": ((rotary_dim,), "another rotary embedding in layers with a window"),

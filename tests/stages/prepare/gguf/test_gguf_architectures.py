@@ -45,6 +45,7 @@ from tests.stages.prepare.gguf.architectures import (
     save,
     saved,
 )
+from tests.stages.prepare.gguf.test_gguf_encoders import ENCODERS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -150,4 +151,5 @@ def test_blocks_of_experts_stay_as_they_are(tmp_path: Path) -> None:
 def test_every_architecture_of_gguf_files_is_tested() -> None:
     tested = {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()}
     elsewhere = {"llama", "qwen2", "qwen3", *delta_net.ARCHITECTURES}  # test_architectures.py, test_gguf_recurrent.py
-    assert tested | elsewhere == set(GGUF_ARCHITECTURES)
+    encoders = {gguf.MODEL_ARCH_NAMES[one.arch] for one in ENCODERS.values()}
+    assert tested | elsewhere | encoders == set(GGUF_ARCHITECTURES)

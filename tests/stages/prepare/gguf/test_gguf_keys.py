@@ -65,7 +65,6 @@ def test_values_that_change_nothing_are_accepted_and_other_unused_keys_are_named
     assert notes_of(prepared(file(tmp_path, **harmless))) == []
     unused = {
         "llama.attention.scale": 0.5,
-        "llama.pooling_type": 1,
         "general.sampling.mirostat": 2,
         "general.sampling.temp": 0.5,
         "tokenizer.chat_template.rag": "{{ messages }}",
@@ -73,7 +72,7 @@ def test_values_that_change_nothing_are_accepted_and_other_unused_keys_are_named
     assert notes_of(prepared(file(tmp_path, **harmless, **unused))) == [
         "the file's keys 'general.sampling.mirostat' are not used as recommendations for sampling",
         "the file's keys 'tokenizer.chat_template.rag' are not used as chat templates",
-        "the file's keys 'llama.attention.scale', 'llama.pooling_type' are not used",
+        "the file's keys 'llama.attention.scale' are not used",
     ]
 
 
@@ -146,6 +145,6 @@ def test_an_encoder_is_refused_by_name_before_anything_else_is_read(tmp_path: Pa
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    message = f"general.architecture is '{architecture}', an encoder, which writes no text and is not supported"
+    message = f"general.architecture is '{architecture}', an encoder that is not supported"
     with pytest.raises(ModelError, match=message):
         prepare(Settings(model=str(tmp_path / "encoder.gguf"), cache_dir=str(tmp_path / "cache")))
