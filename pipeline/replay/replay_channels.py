@@ -1,6 +1,6 @@
 """The channels of a stage that is replayed, without sockets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -88,6 +88,17 @@ class ReplayOutbox(Outbox[T], Generic[T]):
             return False
         self._replay.sent(self.peer, body, message)
         self.num_sent += 1
+        return True
+
+    def send_all(self, messages: Sequence[T]) -> bool:
+        if self.is_detached or not messages:
+            return True
+        if self._replay.is_refused(self.peer):
+            self.num_refused += 1
+            return False
+        for message in messages:
+            self._replay.sent(self.peer, self._encoder.encode(message), message)
+        self.num_sent += len(messages)
         return True
 
     def wake(self) -> None:

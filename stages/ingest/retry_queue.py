@@ -1,8 +1,9 @@
 """Messages that a full edge refused, refused in order until it accepts them."""
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.runtime.replay_context import ReplayContext
@@ -23,13 +24,31 @@ class RetryQueue:
         self._replay_context = replay_context
         replay_context().perform("send again", lambda *_: self.retry())
         self._refused: dict[Outbox[Any], deque[Any]] = {}
+        self._together: dict[Outbox[Any], list[Any]] | None = None
+        """Messages of a `together` block."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_messages(self) -> int:
         return sum(len(refused) for refused in self._refused.values())
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Send what is sent inside of it at its end, to each edge as one message of the transport."""
+        self._together = {}
+        try:
+            yield
+        finally:
+            messages, self._together = self._together, None
+            for outbox, each in messages.items():
+                if outbox in self._refused or not outbox.send_all(each):
+                    self._refused.setdefault(outbox, deque()).extend(each)
+                    self._start_timer()
+
     def send(self, outbox: Outbox[Any], message: Any) -> None:
+        if self._together is not None:
+            self._together.setdefault(outbox, []).append(message)
+            return
         refused = self._refused.get(outbox)
         if refused is None and outbox.send(message):
             return

@@ -64,6 +64,9 @@ ID_BYTES = 2
 
 SLICE_S = 0.01
 
+MAX_TOGETHER = 32
+"""Prompts whose ids are sent together at most: they wait for each other for about a millisecond."""
+
 SWITCH_S = 0.001
 """How long the loop waits for the GIL while a thread renders a template; Python's default is 5 ms."""
 
@@ -251,11 +254,15 @@ class IngestStage:
         """Prepare prompts for a slice of time, at least one."""
         end = self._stage.replay_context.monotonic() + SLICE_S
         while self._has_work and not self._stopping:
-            key, submit = self._waiting.pop()
-            with self._stage.breadcrumb.at(*key):
-                self._begin(key, submit)
-            if self._stage.replay_context.monotonic() > end:
-                return
+            with self._retry_queue.together():
+                for _ in range(MAX_TOGETHER):
+                    key, submit = self._waiting.pop()
+                    with self._stage.breadcrumb.at(*key):
+                        self._begin(key, submit)
+                    if self._stage.replay_context.monotonic() > end:
+                        return
+                    if not self._has_work or self._stopping:
+                        break
 
     def _work_alone(self) -> None:
         """Prepare a suspect."""

@@ -6,7 +6,7 @@ rules of pipeline.runtime.transport.inbox, and `ModelStage` those of pipeline.ru
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -84,12 +84,13 @@ class Network:
         """That of one process, as a message about its start brings it, however late."""
         return self._segments_of.get((name, incarnation))
 
-    def send(self, edge: Edge, message: Any) -> bool:
+    def send(self, edge: Edge, *messages: Any) -> bool:
+        """Send one message, or several as one, of which the receiver may take some earlier than the others."""
         _, _, receiver, incarnation = edge
-        if _may_be_full(edge, message) and self.rng.random() < self.refusal_rate:
+        if _may_be_full(edge, messages[0]) and self.rng.random() < self.refusal_rate:
             return False
         if self.incarnations.get(receiver) == incarnation:  # else its reader is dead
-            self.fifos.setdefault(edge, deque()).append(self._encoder.encode(message))
+            self.fifos.setdefault(edge, deque()).extend(map(self._encoder.encode, messages))
         return True
 
     def killed(self, name: str) -> None:
@@ -214,6 +215,13 @@ class ModelOutbox(Outbox[Any]):
         if self.is_detached:
             return True
         is_sent = self._network.send((*self._from, self.peer, self.incarnation), message)
+        self.was_refused |= not is_sent
+        return is_sent
+
+    def send_all(self, messages: Sequence[Any]) -> bool:
+        if self.is_detached or not messages:
+            return True
+        is_sent = self._network.send((*self._from, self.peer, self.incarnation), *messages)
         self.was_refused |= not is_sent
         return is_sent
 

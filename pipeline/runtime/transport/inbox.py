@@ -123,7 +123,7 @@ class Inbox(Generic[T]):
         self._early: deque[tuple[Envelope, bytes]] = deque()
         """Messages of processes whose predecessor is not known to be dead yet."""
         self._released: deque[tuple[Envelope, bytes]] = deque()
-        """Those that can be taken now."""
+        """Those that can be taken now, before any that arrives later."""
         self.num_received = 0
         self.num_stale = 0
         """Messages from earlier incarnations, which are dropped."""
@@ -263,11 +263,13 @@ class Inbox(Generic[T]):
                 return edge.envelope, body
         while self._may_have_message:
             try:
-                head, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                head, body, *others = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._may_have_message = False
                 break
             envelope = self._envelopes.decode(head)
+            if others:  # sent together
+                self._released.extend((envelope, other) for other in others)
             edge_of_sender = self._rings.get(envelope.sender)
             if edge_of_sender is None or edge_of_sender.envelope.incarnation != envelope.incarnation:
                 return envelope, body

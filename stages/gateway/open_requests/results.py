@@ -46,7 +46,8 @@ class ResultHandler:
     def handle(self, message: m.Deltas | m.Accepted | m.Rejected) -> None:
         match message:
             case m.Deltas():
-                self.deltas(message)
+                with self._table.sender.together():
+                    self.deltas(message)
             case m.Accepted():
                 self.accepted(message)
             case m.Rejected():

@@ -1,6 +1,8 @@
 """Sends the messages of open requests to ingest and schedule, in order, also those that full sockets refuse."""
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.runtime import messages as m
@@ -25,6 +27,8 @@ class StageSender:
         """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
         self._closed: deque[m.Closed] = deque(maxlen=MAX_REPEATED)
         """The last ones that were sent to schedule."""
+        self._closing: list[m.Closed] | None = None
+        """Those of a `together` block."""
 
     @property
     def is_full(self) -> bool:
@@ -34,9 +38,15 @@ class StageSender:
         """The replica of ingest for a new request."""
         return topology.shard(request_id, len(self._ingests))
 
-    def submit(self, submit: m.Submit, ingest: int) -> bool:
-        """Send a new request to this replica of ingest. Returns False if its queue is full."""
-        return self._ingests[ingest].send(submit)
+    def submit(self, submits: Sequence[m.Submit]) -> list[int | None]:
+        """Send new requests, those of one ingest together. Returns the replica of ingest that each was sent to, or None
+        if its queue is full."""
+        to: dict[int, list[m.Submit]] = {}
+        for submit in submits:
+            to.setdefault(self.ingest_of(submit.request_id), []).append(submit)
+        is_sent = {ingest: self._ingests[ingest].send_all(each) for ingest, each in to.items()}
+        ingests = (self.ingest_of(submit.request_id) for submit in submits)
+        return [ingest if is_sent[ingest] else None for ingest in ingests]
 
     def submit_again(self, prompt_request: PromptRequest) -> None:
         """Send a request, which a stage has lost, again, now or when there is room."""
@@ -57,10 +67,24 @@ class StageSender:
             self._send(ingest, abort)
         self._send(self._schedule, abort)
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Send what is closed inside of it at its end, as one message of the transport."""
+        self._closing = []
+        try:
+            yield
+        finally:
+            closing, self._closing = self._closing, None
+            if self._unsent or not self._schedule.send_all(closing):
+                self._unsent.extend((self._schedule, closed) for closed in closing)
+
     def close(self, request_id: int, attempt: int) -> None:
         """Have schedule forget a request."""
         self._closed.append(closed := m.Closed(request_id, attempt))
-        self._send(self._schedule, closed)
+        if self._closing is not None:
+            self._closing.append(closed)
+        else:
+            self._send(self._schedule, closed)
 
     def repeat_closed(self) -> None:
         """Schedule has died. Its successor may have got requests, and even finished them, before this gateway learned

@@ -191,12 +191,11 @@ class RequestTable:
         request.usage = usage
         self._abort_ids.add(request)
         self.admission.keep(request, reply_bytes, reply_bytes)
-        for prompt, estimate, size in zip(parsed.prompts, estimates, sizes, strict=True):
-            submit = new_submit(self._stage, parsed, prompt)
-            ingest = self.sender.ingest_of(submit.request_id)
-            if not self.sender.submit(submit, ingest):
-                self.release(request)
-                raise overloaded("the queue to its stages is full")
+        submits = [new_submit(self._stage, parsed, prompt) for prompt in parsed.prompts]
+        ingests = self.sender.submit(submits)
+        for submit, ingest, estimate, size in zip(submits, ingests, estimates, sizes, strict=True):
+            if ingest is None:
+                continue
             prompt_request = PromptRequest(submit, request, new_sequences(parsed), estimate, size, size, ingest)
             request.prompt_requests.append(prompt_request)
             request.sequences += prompt_request.sequences
@@ -208,6 +207,9 @@ class RequestTable:
                 most = self.admission.most_output(parsed.options.max_tokens)
                 self.metrics.opened(parsed.num_sequences, parsed.n, most)
             self._stage.log.debug("opened", extra=log_fields(prompt_request, response_id=request.id))
+        if None in ingests:
+            self.release(request)
+            raise overloaded("the queue to its stages is full")
         self._set_deadline(request)
         return request
 

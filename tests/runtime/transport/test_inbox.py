@@ -25,6 +25,27 @@ def test_messages_of_one_sender_arrive_in_order(channels):
     assert (outbox.num_sent, inbox.num_received, inbox.last_sender) == (3000, 3000, "peer.0")
 
 
+def test_messages_that_are_sent_together_arrive_in_order_with_the_others(channels):
+    inbox = channels.inbox()
+    outbox = channels.outbox(bound=10)
+    sent = [m.Ping(nonce) for nonce in range(100)]
+    assert outbox.send(sent[0]) and outbox.send_all(sent[1:70]) and outbox.send_all([])
+    assert outbox.send(sent[70]) and outbox.send_all(sent[71:]), "each is one message of the edge's bound"
+    assert receive(inbox, 100) == sent
+    assert (outbox.num_sent, inbox.num_received) == (100, 100)
+
+
+def test_a_full_edge_refuses_all_that_is_sent_together(channels):
+    outbox = channels.outbox(bound=2)
+    assert outbox.send_all([m.Ping(0), m.Ping(1)]) and outbox.send(m.Ping(2))
+    assert not outbox.send_all([m.Ping(3), m.Ping(4)])
+    assert (outbox.num_sent, outbox.num_refused) == (3, 1)
+    inbox = channels.inbox()
+    assert receive(inbox, 3) == [m.Ping(0), m.Ping(1), m.Ping(2)]
+    until(lambda: outbox.send_all([m.Ping(3), m.Ping(4)]))
+    assert receive(inbox, 2) == [m.Ping(3), m.Ping(4)]
+
+
 def test_an_outbox_can_send_before_the_peer_listens(channels):
     outbox = channels.outbox()
     assert outbox.send(m.Ping(1))

@@ -18,6 +18,7 @@ from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.fill_in import FAMILIES
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import PARSERS, RESPONSES, ZMQ, Received, parse_again
+from tests.stages.gateway.apis.poolers import CLASSIFIER
 from tests.stages.gateway.gate import CHAT, MODEL, Gate
 from tests.stages.gateway.http.test_resumption import points_of, send
 from tests.stages.gateway.peers import RawPeer
@@ -62,7 +63,7 @@ def test_a_body_is_parsed_again_to_the_same_request(tmp_path: Path, found: Found
     added = [{"id": i, "content": text, "special": True} for i, text in enumerate(FAMILIES[0][:3])]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
     (route,) = (one for one in ROUTES if one.handler == handler)
-    with Gate(tmp_path) as gate:
+    with Gate(tmp_path, pooler=CLASSIFIER if handler == "classify" else None) as gate:
         headers = {"X-Request-Id": "mine", RESUMABLE: "1"}
         body = json.dumps(example_of(route, MODEL)).encode()
         reply = gate.do(gate.client.post, route.path, content=body, headers=headers)
