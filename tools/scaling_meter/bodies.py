@@ -15,13 +15,16 @@ from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
+from pipeline.stages.gateway.apis.cohere.parsing import parse_embed
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
 from pipeline.stages.gateway.apis.infill.parsing import parse_infill
 from pipeline.stages.gateway.apis.ollama import parsing as ollama
 from pipeline.stages.gateway.apis.openai.invocations import parse_invocation
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from pipeline.stages.gateway.apis.pooling.parsing import parse_classify, parse_pooling
 from pipeline.stages.gateway.apis.responses.body import renamed
 from pipeline.stages.gateway.apis.responses.parsing import StoredSize, parse_response
+from pipeline.stages.gateway.apis.scoring.parsing import parse_rerank, parse_score
 from pipeline.stages.gateway.apis.tokens.parsing import parse_tokens_only
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http.routes import ROUTES
@@ -88,6 +91,11 @@ PARSERS: Mapping[str, tuple[Parse, dict[str, Any]]] = {
     "/v1/completions": (parse_completion, {"model": "m", "prompt": "a"}),
     "/v1/responses": (_of_response, {"model": "m", "input": "a"}),
     "/v1/embeddings": (parse_embeddings, {"model": "m", "input": "a"}),
+    "/v2/embed": (parse_embed, {"model": "m", "texts": ["a"]}),
+    "/score": (parse_score, {"model": "m", "text_1": "a", "text_2": ["b"]}),
+    "/rerank": (parse_rerank, {"model": "m", "query": "a", "documents": ["b"]}),
+    "/classify": (parse_classify, {"model": "m", "input": "a"}),
+    "/pooling": (parse_pooling, {"model": "m", "input": "a"}),
     "/v1/messages": (parse_messages, CHAT | {"max_tokens": 1}),
     "/v1/messages/count_tokens": (parse_count_tokens, CHAT),
     "/inference/v1/generate": (parse_tokens_only, {"model": "m", "token_ids": [1], "sampling_params": {}}),
@@ -108,6 +116,9 @@ PARSERS: Mapping[str, tuple[Parse, dict[str, Any]]] = {
 SAME: Mapping[str, str] = {
     "/v1/chat/completions/render": "/v1/chat/completions",
     "/v1/completions/render": "/v1/completions",
+    "/v1/score": "/score",
+    "/v1/rerank": "/rerank",
+    "/v2/rerank": "/rerank",
 }
 """Routes that read their body as another one does"""
 

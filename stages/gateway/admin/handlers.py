@@ -127,7 +127,7 @@ class ServerApi:
 
     def _card(self) -> ModelCard:
         facts = self._readiness.require_ready()
-        return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults)
+        return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults, self._limits.tasks)
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         status = self._readiness.status

@@ -1,5 +1,6 @@
 """Replies about the server and its model."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -9,6 +10,7 @@ from pipeline.config.settings import Settings
 from pipeline.config.show import as_toml
 from pipeline.runtime.messages import ExecuteFacts
 from pipeline.runtime.model.generation_config import GenerationDefaults
+from pipeline.runtime.model.pooler import Task
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.errors import invalid
 from pipeline.version import VERSION
@@ -33,6 +35,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: Annotated[str | None, Meta(description="The model that an adapter changes.")] = None
     max_model_len: Annotated[int, Meta(description="Longest prompt and output together, in tokens.")]
     quantization: Quantization
+    tasks: Annotated[
+        list[str],
+        Meta(description="generate, embed, token_embed, classify, token_classify, score: what it can be asked for."),
+    ]
     default_sampling_params: Annotated[
         dict[str, int | float],
         Meta(
@@ -41,13 +47,16 @@ class ModelCard(msgspec.Struct, kw_only=True):
     ]
 
     @classmethod
-    def of(cls, name: str, created: int, facts: ExecuteFacts, defaults: GenerationDefaults) -> "ModelCard":
+    def of(
+        cls, name: str, created: int, facts: ExecuteFacts, defaults: GenerationDefaults, tasks: Sequence[Task]
+    ) -> "ModelCard":
         return cls(
             id=name,
             root=name,
             created=created,
             max_model_len=facts.max_model_len,
             quantization=facts.quantization,
+            tasks=list(tasks),
             default_sampling_params=recommended(defaults),
         )
 

@@ -110,7 +110,8 @@ def _info(model: ServedModel, facts: WeightFacts) -> dict[str, Any]:
 def _capabilities(model: ServedModel) -> list[str]:
     formats = model.formats
     found = {
-        "completion": True,
+        "completion": "generate" in model.config.tasks,
+        "embedding": "embed" in model.config.tasks and not model.config.generates,
         "tools": formats.tools is not None,
         "thinking": formats.reasoning is not None,
         "insert": find_fill_in_tokens(formats.added) is not None,

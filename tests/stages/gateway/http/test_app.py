@@ -255,6 +255,7 @@ class TestModels:
         assert (body["object"], model["id"], model["object"]) == ("list", MODEL, "model")
         assert model["max_model_len"] == FACTS.max_model_len
         assert model["quantization"] == "none"
+        assert model["tasks"] == ["generate", "embed"]
         assert model["default_sampling_params"] == {}
         assert gate.client.get(f"/v1/models/{MODEL}").json() == model
 
