@@ -8,6 +8,7 @@ from pipeline.deploy.replicas import ReplicaInfo, RoutedReplicas
 from pipeline.metrics.stats import KeyUsage
 
 _SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?(.*)")
+_COMMENT = re.compile(r"# (HELP|TYPE) ([A-Za-z_:][A-Za-z0-9_:]*) ")
 STATES = ("ok", "draining", "down")
 
 
@@ -75,8 +76,8 @@ def of_replicas(texts: Mapping[str, str]) -> str:
     for replica, text in texts.items():
         name = ""
         for line in text.split("\n"):  # not splitlines: a label may have other separators
-            if line.startswith("# "):
-                _, kind, name, *_ = line.split(" ", 3)
+            if comment := _COMMENT.match(line):
+                kind, name = comment.groups()
                 comments, _ = families.setdefault(name, ([], []))
                 if not any(other.startswith(f"# {kind} ") for other in comments):
                     comments.append(line)

@@ -142,5 +142,5 @@ class FixedLease:
 def _health_of(body: bytes) -> _Health:
     try:
         return msgspec.json.decode(body, type=_Health)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _Health()

@@ -308,21 +308,21 @@ def _joined(body: bytes, answers: list[Any]) -> Any:
             known = joined.get(name, 0)
             joined[name] = known + value if type(value) is int and type(known) is int else value
     if "num_aborted" in joined:
-        num_ids = _num_ids(body)
-        joined["num_aborted"] = min(num_ids, joined["num_aborted"])
+        num_ids, num = _num_ids(body), joined["num_aborted"]
+        joined["num_aborted"] = min(num_ids, num) if type(num) is int else 0
         joined["num_unknown"] = num_ids - joined["num_aborted"]
     return joined
 
 
 def _num_ids(body: bytes) -> int:
     """Ids in a body that a replica has taken: it is read as there, so what only the replica ignores does not count."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return len(set(_abort_bodies.decode(body).request_ids))
     return 0
 
 
 def _decoded(data: bytes) -> Any:
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(data)
     return {}
 
@@ -353,7 +353,7 @@ async def _metrics_of(upstream: Upstream) -> str:
         status, body = await fetch(upstream, "/metrics", ALL_TIMEOUT_S)
     except UpstreamLost:
         return ""
-    return body.decode() if status == 200 else ""
+    return body.decode("utf-8", "replace") if status == 200 else ""
 
 
 @web.middleware

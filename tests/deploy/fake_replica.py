@@ -35,15 +35,16 @@ class FakeReplica:
 
     def __init__(self, num_tokens: int = 20) -> None:
         self.num_tokens = num_tokens
-        self.health: tuple[int, dict[str, Any]] = 200, {"status": "ok", "kv_blocks": {"total": 100}}
+        self.health: tuple[int, dict[str, Any] | bytes] = 200, {"status": "ok", "kv_blocks": {"total": 100}}
         self.at: Callable[[int], str] = lambda _: ""
         """By token: "" goes on, "die" ends the connection, "tear" does so within an event, "without_point" before its
         point, or the code of a failure."""
-        self.refuses: tuple[int, dict[str, Any]] | None = None
+        self.refuses: tuple[int, dict[str, Any] | bytes] | None = None
         self.has_points = True
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         """Requests: first line, headers, body."""
         self.open: set[asyncio.StreamWriter] = set()
+        self.num_probes = 0
         self.hold: asyncio.Event | None = None
         self.padding = 0
         """Bytes of each event, besides its token."""
@@ -86,6 +87,7 @@ class FakeReplica:
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if first.startswith("GET /health"):
+                    self.num_probes += 1
                     status, answer = self.health
                     self._reply(writer, status, answer)
                     continue
@@ -107,7 +109,7 @@ class FakeReplica:
             writer.close()
 
     def _reply(self, writer: asyncio.StreamWriter, status: int, answer: Any) -> None:
-        data = json.dumps(answer).encode()
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
 

@@ -43,6 +43,8 @@ RETRIED = ("stage_died", "shutting_down", "draining", "stage_unresponsive", "lat
 say for `stage_unresponsive`."""
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """A whole reply is collected up to this size, so that it can be asked for again. A longer one is passed on."""
+NO_ERROR_BODY = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What looking for an error in a body raises that has none."""
 STREAM_TYPES = tuple({family.media_type for family in FAMILIES})
 
 log = logging.getLogger("pipeline.deploy")
@@ -79,7 +81,7 @@ class Attempt:
     @property
     def error_code(self) -> str:
         """The code in the body of an error reply."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(*NO_ERROR_BODY):
             return str(json.loads(self.body)["error"]["code"])
         return ""
 
@@ -379,6 +381,6 @@ class RelayedRequest:
 
 
 def _message_of(attempt: Attempt) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(*NO_ERROR_BODY):
         return str(json.loads(attempt.body)["error"]["message"])
     return "the replica refused it"
