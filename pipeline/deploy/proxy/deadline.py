@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 TIMED_PATHS = frozenset(
     {
         "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions", "/v1/completions/render",
-        "/v1/responses", "/v1/embeddings", "/inference/v1/generate", "/invocations",
+        "/v1/responses", "/v1/embeddings", "/inference/v1/generate", "/invocations", "/pooling", "/classify",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     }
 )  # fmt: skip
 """Routes whose bodies have `timeout_s`. Others ignore it."""
