@@ -10,7 +10,7 @@ from pipeline.kernels.step_inputs import IntArray
 from pipeline.runtime.messages import ADAPTER_FAILED, ExecuteFacts, GenerationOptions, Step
 from pipeline.stages.execute.adapters.slots import AdapterSlots
 from pipeline.stages.execute.grammar_masks.masks import Masks
-from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.pooling.pool import Pool
 from pipeline.stages.execute.rows import GroupArray, RowTable, Take
 from pipeline.stages.execute.sampling_features import SamplingFeature
 

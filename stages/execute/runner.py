@@ -20,8 +20,8 @@ from pipeline.stages.execute.adapters.slots import AdapterMemory, AdapterSlots, 
 from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
 from pipeline.stages.execute.kv import KVPlan, kv_dtype
-from pipeline.stages.execute.pooler_head import PoolerHead
-from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.pooling.head import PoolerHead
+from pipeline.stages.execute.pooling.pool import Pool
 from pipeline.stages.execute.program import Norm
 from pipeline.stages.execute.row_changes import RowChanges, RowMirror
 from pipeline.stages.execute.rows import RowTable

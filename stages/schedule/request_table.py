@@ -189,7 +189,7 @@ class RequestStates:
             return self._open_beam(request, index, limit, outputs, finish)
         ids = np.concatenate((request.prompt, outputs)) if len(outputs) else request.prompt
         assert len(ids) <= limit, f"request {request.request_id:x} has {len(ids)} ids, at most {limit} are allowed"
-        order = (self._policy.rank(request), self._place(request), self._next_seq)
+        order = (self._policy.rank(request), self._order_of(request), self._next_seq)
         if finish == Finish.NONE and len(ids) == limit:
             finish = Finish.LENGTH
         sequence = Sequence(
@@ -212,8 +212,8 @@ class RequestStates:
             self._output_buffer.add_closing(sequence, len(ids), finish)
         return self._opening_of(sequence, outputs)
 
-    def _place(self, request: RequestState) -> float:
-        """The place in the order of a request's rank: its arrival, or with an encoder its turn among scopes."""
+    def _order_of(self, request: RequestState) -> float:
+        """What orders requests of a rank: the arrival, or with an encoder the turn among scopes."""
         if self._shares is None:
             return request.arrival_s
         waiting = self._lifecycle.waiting

@@ -10,7 +10,7 @@ from pipeline.kernels.step_inputs import IntArray, LongArray, StepInputs
 from pipeline.runtime.messages import Finish
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.drafts.speculation import Speculator, Verified, merged
-from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.pooling.pool import Pool
 from pipeline.stages.execute.program import LogitArray
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES, prompt_token_indices
 from pipeline.stages.execute.publishing import Sampled

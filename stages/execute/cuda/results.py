@@ -14,7 +14,7 @@ from pipeline.stages.execute.cuda.launched_step import LaunchedStep
 from pipeline.stages.execute.cuda.rows.batches import BoolArray
 from pipeline.stages.execute.cuda.rows.device_rows import DeviceRows
 from pipeline.stages.execute.drafts.speculation import Speculator, merged
-from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.pooling.pool import Pool
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
 from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.execute.rows import RowTable

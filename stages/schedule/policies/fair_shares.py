@@ -1,5 +1,5 @@
-"""The order of texts that are computed whole: each scope gets an equal share of the tokens, whoever came first with how
-many texts.
+"""The order of texts that are computed whole: each scope gets an equal share of the tokens, however many
+texts it has and whenever they came.
 
 Start-time fair queueing (Goyal et al., 1996, "Start-time Fair Queuing"). A text's tag is the virtual time at which its
 scope has had the tokens of all its texts before, and the text with the smallest tag goes first. A scope without waiting

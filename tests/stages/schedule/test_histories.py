@@ -353,42 +353,6 @@ def test_a_step_that_is_planned_before_settling_is_the_step_that_would_come_afte
     assert late.num_early_plans == 0
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_speculation_changes_no_token(data: st.DataObject) -> None:
-    load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40), st.integers(1, 2)), min_size=1, max_size=8))
-    depth = data.draw(st.integers(1, 3))
-    outputs, num_steps = [], []
-    for most in (0, 3, 15):
-        limits = config(
-            num_blocks=12,
-            max_model_len=128,
-            num_speculative_tokens=most,
-            max_num_drafts=16,
-            adaptive_speculation=False,
-        )
-        bench = Bench(limits, depth)
-        for prompt, max_tokens, n in load:
-            bench.admit(prompt, max_tokens, n)
-        num_steps.append(bench.run())
-        bench.check_outputs()
-        outputs.append(bench.received)
-        assert bench.scheduler.speculation.num_draft_tokens > 0 or most == 0 or max(each[1] for each in load) < 3
-    assert all(other == outputs[0] for other in outputs)
-
-
-def test_accepted_proposals_save_steps() -> None:
-    num_steps = []
-    for most in (0, 7):
-        limits = config(num_speculative_tokens=most, max_num_drafts=16, adaptive_speculation=False)
-        bench = Bench(limits, depth=1)
-        bench.executor.skill = 0.97
-        bench.admit(range(20), max_tokens=100)
-        num_steps.append(bench.run())
-        bench.check_outputs()
-    assert num_steps[1] < num_steps[0] / 3
-
-
 def test_most_steps_of_decoding_rows_are_planned_before_settling() -> None:
     bench = Bench(config(), depth=1)
     bench.plans_early = True

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
+from tests.stages.schedule.test_histories import PROMPTS
 
 GROUPS = ((FULL, KVGroup(20), KVGroup(20)), (FULL, KVGroup(33)), (FULL, FULL), (KVGroup(17),), (FULL,))
 """Windows that end in the middle of a block, at its end, and right behind it."""
@@ -139,3 +140,39 @@ def test_rejected_ids_release_no_block_of_a_window(groups: tuple[KVGroup, ...]) 
         assert bench.scheduler.speculation.counts().num_accepted_tokens == 0
         assert (bench.scheduler.speculation.counts().num_draft_tokens > 0) == (most > 0)
     assert held[0] == held[1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_speculation_changes_no_token(data: st.DataObject) -> None:
+    load = data.draw(st.lists(st.tuples(PROMPTS, st.integers(1, 40), st.integers(1, 2)), min_size=1, max_size=8))
+    depth = data.draw(st.integers(1, 3))
+    outputs, num_steps = [], []
+    for most in (0, 3, 15):
+        limits = config(
+            num_blocks=12,
+            max_model_len=128,
+            num_speculative_tokens=most,
+            max_num_drafts=16,
+            adaptive_speculation=False,
+        )
+        bench = Bench(limits, depth)
+        for prompt, max_tokens, n in load:
+            bench.admit(prompt, max_tokens, n)
+        num_steps.append(bench.run())
+        bench.check_outputs()
+        outputs.append(bench.received)
+        assert bench.scheduler.speculation.num_draft_tokens > 0 or most == 0 or max(each[1] for each in load) < 3
+    assert all(other == outputs[0] for other in outputs)
+
+
+def test_accepted_proposals_save_steps() -> None:
+    num_steps = []
+    for most in (0, 7):
+        limits = config(num_speculative_tokens=most, max_num_drafts=16, adaptive_speculation=False)
+        bench = Bench(limits, depth=1)
+        bench.executor.skill = 0.97
+        bench.admit(range(20), max_tokens=100)
+        num_steps.append(bench.run())
+        bench.check_outputs()
+    assert num_steps[1] < num_steps[0] / 3

@@ -340,8 +340,7 @@ class NativeProgram(Program):
 
     def costs(self) -> list[tuple[float, float, bool]]:
         """For each op of the step in the inputs: bytes that it must move, operations, whether they are on integers."""
-        inputs, library = self._inputs, self._library
-        out = (ctypes.c_double * 3)()
+        inputs, library, out = self._inputs, self._library, (ctypes.c_double * 3)()
         costs = []
         for i in range(library.program_size(self._handle)):
             library.program_cost(self._handle, i, inputs.num_tokens, inputs.num_rows, inputs.num_samples, out)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime import messages as m
-from pipeline.stages.execute.pooling import Pool
+from pipeline.stages.execute.pooling.pool import Pool
 from tests.stages.execute.cuda.conftest import on_device
 from tests.stages.execute.cuda.driver import CudaDriver
 from tests.stages.execute.driver import i32, make_step, row_add, take

@@ -1,5 +1,5 @@
 """Embeddings and logits of labels: pools the hidden states of a prompt's tokens, after the last norm, and applies the
-model's layers after that (stages/execute/pooler_head.py).
+model's layers after that (stages/execute/pooling/head.py).
 
 Embeddings are not normalized here, nor are logits activated. Shapes: T tokens, H hidden_size.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.runtime.messages import Pooling
 from pipeline.runtime.model.model_config import ModelConfig
-from pipeline.stages.execute.pooler_head import PoolerHead
+from pipeline.stages.execute.pooling.head import PoolerHead
 from pipeline.stages.execute.program import Norm
 
 DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
