@@ -91,13 +91,24 @@ LONGEST = (
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Pause the garbage collector, which would search all imported modules and all tests again and again. They live
-    until the end, so it need not search them later either."""
+    until the end, so it need not search them later either, nor begin as often as by default."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """What measures its own steps freezes its objects and unfreezes all. Searching all modules takes a second."""
+    try:
+        return (yield)
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

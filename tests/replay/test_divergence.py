@@ -1,7 +1,6 @@
 """The replay of a stage that deviates from the recorded one reports the deviation and its place."""
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,12 +11,6 @@ from pipeline.errors import UserError
 from pipeline.replay import format as f
 from tests.rig import Rig
 from tests.stages.schedule.neighbours import FACTS, Neighbours
-
-
-@pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The executor's loop, between a fake supervisor and a fake scheduler."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +30,6 @@ SCHEDULE = "schedule.0"
 def rig(tiny_dir: Path) -> Iterator[Rig]:
     with Rig("execute", settings(), tiny_dir) as rig:
         yield rig
-    gc.unfreeze()
 
 
 def begin(rig: Rig) -> m.ExecuteFacts:
@@ -172,7 +170,6 @@ def test_arrays_in_shared_memory_are_read_and_released_once(tiny_dir: Path, tmp_
         results = [rig.receive("schedule", m.StepResult) for _ in range(11)]
         assert [ids_of(rig, result) for result in results] == [[]] * 10 + [expected]
         assert rig.nothing("schedule")
-    gc.unfreeze()
 
 
 def test_large_results_are_sent_by_reference_and_their_slabs_are_freed(tiny_dir: Path) -> None:
@@ -194,7 +191,6 @@ def test_large_results_are_sent_by_reference_and_their_slabs_are_freed(tiny_dir:
             rig.send(m.Release([s.offset for s in slabs], [s.generation for s in slabs], SCHEDULE), SCHEDULE)
             rig.send(make_step(drops=list(range(num))), SCHEDULE)
             rig.receive("schedule", m.StepResult)
-    gc.unfreeze()
 
 
 def test_an_invalid_step_ends_the_stage(tiny_dir: Path) -> None:
@@ -202,7 +198,6 @@ def test_an_invalid_step_ends_the_stage(tiny_dir: Path) -> None:
         begin(rig)
         rig.send(make_step([(0, 0, 1, True)]), SCHEDULE)
         rig.receive("schedule", m.StepResult)
-    gc.unfreeze()
 
 
 def test_an_unusable_model_ends_the_stage_before_it_is_ready(tmp_path: Path) -> None:
@@ -242,7 +237,6 @@ def test_swapped_blocks_are_in_the_segment_and_are_restored(tiny_dir: Path) -> N
             made += ids_of(rig, rig.receive("schedule", m.StepResult))
         assert made == expected
         del swap
-    gc.unfreeze()
 
 
 def test_lists_of_copies_in_shared_memory_are_released(tiny_dir: Path) -> None:
@@ -255,7 +249,6 @@ def test_lists_of_copies_in_shared_memory_are_released(tiny_dir: Path) -> None:
         assert rig.receive("schedule", m.StepResult).copy_s > 0
         release = rig.receive("schedule", m.Release)
         assert sorted(release.offsets) == sorted(one.offset for one in lists if isinstance(one, ShmRef))
-    gc.unfreeze()
 
 
 def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tmp_path: Path) -> None:
@@ -273,9 +266,7 @@ def test_an_executor_with_swap_space_is_recorded_and_replayed(tiny_dir: Path, tm
             rig.send(step, SCHEDULE)
         results = [rig.receive("schedule", m.StepResult) for _ in steps]
         assert [result.copy_s > 0 for result in results] == [False, True, False, True]
-    gc.unfreeze()
     replay("execute", recording, out, paced=False, inline=True)
-    gc.unfreeze()
     found = compare(out, recording)
     assert (found.difference, found.num_same) == ("", 4)
 
@@ -295,7 +286,6 @@ def test_an_instant_executor_releases_lists_of_copies_too(tiny_dir: Path) -> Non
         assert sorted(rig.receive("schedule", m.Release).offsets) == sorted(
             one.offset for one in lists if isinstance(one, ShmRef)
         )
-    gc.unfreeze()
 
 
 def test_an_instant_executor_returns_records_like_a_model(tiny_dir: Path) -> None:
@@ -315,4 +305,3 @@ def test_an_instant_executor_returns_records_like_a_model(tiny_dir: Path) -> Non
         assert len(rig.bytes_of(first.prompt_logprobs)) == (num - 2) * logprob_bytes(1) + (num - 1) * 4
         assert len(rig.bytes_of(second.token_outputs)) == 2 * logprob_bytes(3)
         assert len(rig.bytes_of(second.prompt_logprobs)) == logprob_bytes(1)
-    gc.unfreeze()

@@ -1,6 +1,5 @@
 """The executor loads LoRA adapters beside its steps: other rows go on meanwhile."""
 
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -92,9 +91,7 @@ def test_other_rows_go_on_while_an_adapter_is_loaded(
         assert len(found) == 6 and min(found) >= 0
         assert len(packing_threads) == num_packed == 2, "no step has read an adapter"
         assert all(thread.name.startswith("adapters") for thread in packing_threads)
-    gc.unfreeze()
     replay("execute", recording, out, paced=False, inline=True)
-    gc.unfreeze()
     compared = compare(out, recording)
     assert compared.difference == "" and compared.num_same >= 6 + 3
 
@@ -111,4 +108,3 @@ def test_an_adapter_that_cannot_be_loaded_is_reported_and_fails_its_row(folder: 
         rig.send(make_step([(0, 0, 5, True)], adds=[row_add(0, PROMPT, [3], options)], step_id=1), SCHEDULE)
         (error,) = rig.receive("schedule", m.StepResult).errors
         assert error.startswith(m.ADAPTER_FAILED)
-    gc.unfreeze()

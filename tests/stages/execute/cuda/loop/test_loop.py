@@ -1,6 +1,5 @@
 """The executor's loop on a GPU, between a fake supervisor and a fake scheduler; kernels are interpreted."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(
         results = [rig.receive("schedule", m.StepResult) for _ in range(4)]
         rig.send(make_step(drops=[0, 1], step_id=5), SCHEDULE)
         results.append(rig.receive("schedule", m.StepResult))
-    gc.unfreeze()
     assert [result.step_id for result in results] == [1, 2, 3, 4, 5]
     # The last step was planned before the third step's stop of the first row was known.
     ended = [*expected[0][:3], -1]
@@ -58,7 +56,6 @@ def test_steps_planned_ahead_continue_from_ids_the_scheduler_has_not_seen(
     assert finishes == [[none, none], [none, none], [stopped, none], [none, none], []]
     assert all(result.compute_s > 0 and result.wait_s >= 0 for result in results)
     replay("execute", recording, out, paced=False, inline=True)
-    gc.unfreeze()
     found = compare(out, recording)
     assert (found.difference, found.num_same) == ("", 5)
 
@@ -69,7 +66,6 @@ def test_a_restarted_schedule_begins_without_rows(slight_dir: Path) -> None:
     expected = Driver(slight_dir, on_cpu(config)).generate([PROMPT], 4, options=options)[0]
     with Rig("execute", config, slight_dir) as rig:
         continues_for_a_restarted_schedule(rig, expected, options)
-    gc.unfreeze()
 
 
 def test_blocks_are_copied_to_the_segment_and_back(slight_dir: Path) -> None:
@@ -97,7 +93,6 @@ def test_blocks_are_copied_to_the_segment_and_back(slight_dir: Path) -> None:
         rig.send(make_step([(2, 6, 1, True), (3, 6, 1, True)], step_id=4), SCHEDULE)
         made.append(ids_of(rig, rig.receive("schedule", m.StepResult)))
         del swap
-    gc.unfreeze()
     assert made == [[expected[0]], [expected[1]] * 2, [expected[2]] * 2]
 
 
