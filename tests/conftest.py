@@ -34,9 +34,10 @@ from pipeline.stages.prepare.stage import prepare
 from tests import long_tests, pairwise
 from tests.e2e.server import Server
 from tests.house import pythons
+from tests.slices import part_of
 
 # An example may take long if another process has the core.
-hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.register_profile("without deadline", deadline=None, max_examples=part_of(100, 30))
 hypothesis.settings.load_profile("without deadline")
 
 ALONE = (
@@ -97,18 +98,9 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.unfreeze = lambda: None  # of code that measures its own steps, and would unfreeze all
         gc.set_threshold(10_000)
         gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, object, object]:
-    """What measures its own steps freezes its objects and unfreezes all. Searching all modules takes a second."""
-    try:
-        return (yield)
-    finally:
-        if not gc.get_freeze_count():
-            gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -47,6 +47,7 @@ LONG = (
     "tests/e2e/recovery/test_life_and_death.py::"
     "test_a_server_that_was_suspended_for_longer_than_the_hang_timeout_goes_on",
     "tests/e2e/recovery/test_life_and_death.py::test_a_signal_under_load_finishes_streams_and_leaves_no_process[2]",
+    "tests/e2e/recovery/test_life_and_death.py::test_a_signal_under_load_finishes_streams_and_leaves_no_process[1]",
     "tests/e2e/recovery/test_life_and_death.py::test_a_signal_during_startup_ends_the_start[2]",
     "tests/e2e/recovery/test_life_and_death.py::test_a_stage_in_an_endless_loop_is_killed_and_streams_go_on[execute]",
     "tests/e2e/recovery/test_life_and_death.py::test_each_stage_that_is_stopped_is_killed_and_requests_go_on",
@@ -87,6 +88,9 @@ LONG = (
     "tests/e2e/test_scopes.py::test_keys_can_share_the_prefix_cache",
     "tests/e2e/test_alone.py::test_a_recording_ends_with_the_command_that_started_it",
     "tests/e2e/models/test_lora.py::test_beam_search_with_an_adapter",
+    "tests/e2e/models/test_beam_search.py::test_the_replay_of_a_search_is_bit_identical[execute]",
+    "tests/e2e/start/test_start.py::"
+    "test_a_server_that_stops_while_kernels_compile_leaves_nothing_incomplete[the-quick-library]",
     "tests/e2e/models/test_quantized_checkpoints.py::test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its"
     "_dequantized_weights[fp8",
     "tests/e2e/models/test_quantized_checkpoints.py::test_a_server_of_a_quantized_checkpoint_gives_the_tokens_of_its"

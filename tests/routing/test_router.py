@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline.routing.key_caches import KeyCaches
 from pipeline.routing.policies import POLICIES, ConsistentHash, PredictedTTFT, Prompt
 from pipeline.routing.router import Lease, ReplicaSpec, Router
+from tests.slices import part_of
 
 SPEC = ReplicaSpec(kv_tokens=6400, tokens_per_s=1000.0, open_s=0.001)
 KEY_TOKENS = 64
@@ -54,7 +55,7 @@ def test_caches_are_lrus_that_keep_prefixes_longest(uses: list[tuple[int, int, i
     assert all(replica != 1 for chain in CHAINS for replica, _ in caches.matches(chain))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=part_of(60, 20))
 @given(st.sampled_from(sorted(POLICIES)), st.randoms(use_true_random=False), st.booleans())
 def test_any_history_keeps_the_load_right(policy: str, rng: random.Random, learns: bool) -> None:
     one = router(policy, learns=learns)

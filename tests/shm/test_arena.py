@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from pipeline.shm.arena import UNIT, Arena, incarnation_of
 from pipeline.shm.arrays import INLINE_BYTES, ShmRef
+from tests.slices import part_of
 
 READERS = ("schedule.0", "gateway.0", "gateway.1")
 NUM_BYTES = 16 * INLINE_BYTES + 40  # the last 40 bytes are no whole unit
@@ -132,7 +133,7 @@ class ArenaHistory(RuleBasedStateMachine):
         assert whole.offset == 0
 
 
-ArenaHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ArenaHistory.TestCase.settings = settings(max_examples=part_of(60, 20), stateful_step_count=40, deadline=None)
 TestArena = ArenaHistory.TestCase
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import CONTROL_REQUESTS, MessageDecoder
 from tests.runtime.messages.samples import COMPLETED_OPTIONS, GIVEN_OPTIONS, SAMPLES
+from tests.slices import part_of
 
 SNAPSHOT = Path(__file__).parents[2] / "data" / "wire.json"
 """Sample → its MessagePack in hex. Appending a field extends a line here; any other change breaks older or newer
@@ -104,7 +105,7 @@ def test_an_appended_field_is_ignored_by_older_decoders(name):
 DECODERS = [MessageDecoder[Any](union) for union in [*INBOXES.values(), m.Envelope, m.Launch]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_only_decode_errors(data):
     for decoder in DECODERS:
@@ -114,7 +115,7 @@ def test_random_bytes_raise_only_decode_errors(data):
             continue
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 @given(
     name=st.sampled_from(sorted(SAMPLES)),
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),

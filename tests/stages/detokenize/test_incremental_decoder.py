@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
+from tests.slices import part_of
 from tests.stages.detokenize.vocabularies import CHARACTERS, byte_fallback, byte_ids, byte_level, id_of
 
 LEVEL = Vocabulary(byte_level())
@@ -49,13 +50,13 @@ def settled_by(tail: list[int], skip: bool) -> str:
     return texts[0][: [*same, False].index(False)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=part_of(400, 100), deadline=None)
 @given(any_ids(byte_level(), max_size=40), st.booleans())
 def test_byte_level_text_equals_a_full_decode(ids, skip):
     assert grown(LEVEL, [], ids, skip) == decoded(byte_level(), ids, skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 @given(any_ids(byte_level(), max_size=6), any_ids(byte_level(), max_size=12), st.booleans())
 def test_byte_level_text_continues_after_the_prompt(tail, ids, skip):
     # A lone surrogate at the prompt's end: Python waits for its third byte, although none completes a character.
@@ -93,7 +94,7 @@ FALLBACK_TOKENS = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=part_of(400, 100), deadline=None)
 @given(
     pieces=st.lists(
         st.one_of(
@@ -134,7 +135,7 @@ def shown_bytes(data: bytes) -> str:
     return text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=part_of(400, 100), deadline=None)
 @given(ids=any_ids(byte_fallback(), max_size=30), skip=st.booleans())
 def test_byte_fallback_keeps_valid_characters_next_to_invalid_bytes(ids, skip):
     tokenizer = byte_fallback(0)
@@ -191,7 +192,7 @@ def words(cleanup: bool = True, prefix: str = "##") -> Tokenizer:
     return tokenizer
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=part_of(400, 100), deadline=None)
 @given(
     ids=st.lists(st.one_of(st.integers(0, 31), st.sampled_from([32, 10**6, -1])), max_size=12),
     num_tail=st.integers(0, 4),
@@ -301,7 +302,7 @@ def test_a_vocabulary_file_in_another_form_has_the_same_tokens(tmp_path, change)
     assert vocabulary.special_ids == Vocabulary(whole).special_ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @given(ids=st.lists(st.integers(0, 49_200), max_size=40), skip=st.booleans())
 def test_the_default_models_text_equals_a_full_decode(smollm2_dir, ids, skip):
     vocabulary, tokenizer = smollm2(smollm2_dir)

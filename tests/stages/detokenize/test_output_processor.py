@@ -14,6 +14,7 @@ from pipeline.stages.detokenize.output_processor import OutputProcessor
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.vocabulary import Vocabulary
 from tests.rig import raw
+from tests.slices import part_of
 from tests.stages.detokenize.test_stop_matcher import expected
 from tests.stages.detokenize.vocabularies import byte_ids, byte_level, id_of
 
@@ -131,7 +132,7 @@ def outcome(ids: list[int], finish: int, options: m.GenerationOptions) -> tuple[
     return result, ids[:num_ids], m.Finish.STOP, found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=part_of(500, 125), deadline=None)
 @given(OUTPUTS, FINISHES, OPTIONS, st.lists(st.integers(0, 24), max_size=6))
 def test_the_text_depends_only_on_ids_and_options(ids, finish, options, cuts):
     client, _ = run_one(ids, finish, options, cuts)
@@ -141,7 +142,7 @@ def test_the_text_depends_only_on_ids_and_options(ids, finish, options, cuts):
     assert client.closing[5] == (closing, reason)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=part_of(150, 40), deadline=None)
 @given(plans=st.lists(st.tuples(OUTPUTS, FINISHES, OPTIONS), min_size=1, max_size=5), data=st.data())
 def test_many_sequences_at_once_with_full_sockets_and_resent_ids(plans, data):
     """Messages mix entries of any sequences, the gateway's socket is sometimes full, and ids arrive twice."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.runtime import messages as m
 from pipeline.stages.detokenize.output_processor import PART_IDS, OutputProcessor
+from tests.slices import part_of
 from tests.stages.detokenize.test_output_processor import (
     BYTES,
     END,
@@ -39,7 +40,7 @@ def offsets_by_id(ids: list[int], options: m.GenerationOptions) -> list[int]:
     return shown
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=part_of(600, 150), deadline=None)
 @given(OUTPUTS, FINISHES, OPTIONS, st.integers(0, 24), st.sampled_from([1, 2, 7, PART_IDS]))
 @example(ids_of("a☔b"), m.Finish.LENGTH, m.GenerationOptions(), 2, 1)  # inside a character
 @example(ids_of("xENDy"), m.Finish.LENGTH, m.GenerationOptions(stop=["END"]), 2, 1)  # inside a stop string

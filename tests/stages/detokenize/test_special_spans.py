@@ -14,6 +14,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.text.incremental_decoder import IncrementalDecoder
 from pipeline.text.special_spans import unpacked
 from pipeline.text.vocabulary import Vocabulary
+from tests.slices import part_of
 from tests.stages.detokenize.test_output_processor import BYTES, END, VOCABULARY, ids_of, opening
 from tests.stages.detokenize.vocabularies import byte_fallback, byte_level, id_of
 
@@ -85,7 +86,7 @@ def generate(processor: OutputProcessor, ids: list[int], begin: int, cuts: Seque
             return
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @given(OUTPUTS, OPTIONS, st.lists(st.integers(0, 40), max_size=6), st.integers(0, 40), st.booleans())
 @example(
     [*ids_of("a"), END, *SPELLED],

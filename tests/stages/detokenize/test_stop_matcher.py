@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.stages.detokenize.stop_matcher import StopMatcher, StopStrings
+from tests.slices import part_of
 
 
 def match_pieces(stops: list[str], pieces: list[str], *, include_stop: bool = False) -> tuple[str, str | None]:
@@ -25,7 +26,7 @@ def expected(stops: list[str], text: str, include_stop: bool) -> tuple[str, str 
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=part_of(500, 125), deadline=None)
 @given(
     stops=st.lists(st.text("abé", max_size=5), max_size=6),
     pieces=st.lists(st.text("abé", max_size=6), max_size=12),
@@ -35,7 +36,7 @@ def test_any_pieces_follow_the_rule(stops, pieces, include_stop):
     assert match_pieces(stops, pieces, include_stop=include_stop) == expected(stops, "".join(pieces), include_stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), text=st.text("abc", max_size=30))
 def test_only_a_possible_start_of_a_stop_string_is_held_back(stops, text):
     matcher = StopMatcher(StopStrings(stops), include_stop=False)

@@ -13,6 +13,7 @@ from pipeline.supervisor.restart.recovery import (
     Recovery,
     RestartBudget,
 )
+from tests.slices import part_of
 
 STAGES = ("ingest.0", "ingest.1", "schedule.0", "execute.0", "detokenize.0")
 GATEWAYS = ("gateway.0", "gateway.1")
@@ -201,5 +202,5 @@ class Histories(RuleBasedStateMachine):
                     assert (epoch, other) in informed
 
 
-Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+Histories.TestCase.settings = settings(max_examples=part_of(80, 20), stateful_step_count=30, deadline=None)
 TestHistories = Histories.TestCase

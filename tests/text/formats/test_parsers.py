@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.slices import part_of
 from tests.text.formats.replies import NAMES, Reply, formats, parsed, read, specials_of
 
 HERMES = '<tool_call>\n{"name": "find", "arguments": {"text": "a}</tool_call>\\"", "n": [1, {}]}}\n</tool_call>'
@@ -219,7 +220,7 @@ TEXTS = st.lists(ALPHABET, max_size=24).map("".join)
 SPECIALS = ("<|python_tag|>", "<|eot_id|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 200), max_size=12),
@@ -244,7 +245,7 @@ def test_parsing_does_not_depend_on_where_the_text_is_split(
     assert read(form.parser("auto", NAMES, tail), text) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @given(text=TEXTS, tools=st.sampled_from(["hermes", "llama3", "mistral"]))
 def test_a_reply_without_calls_loses_no_text(text: str, tools: str) -> None:
     reply = parsed(tools, text)

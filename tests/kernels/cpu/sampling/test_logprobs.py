@@ -16,6 +16,7 @@ from pipeline.kernels.sampling.logprob_inputs import LogprobInputs
 from pipeline.kernels.sampling.logprobs import write_logprobs
 from pipeline.runtime.token_outputs import logprob_dtype
 from tests.kernels.cpu.samplers import ISAS, Rows, load
+from tests.slices import part_of
 
 INF = float("inf")
 Record = Callable[..., bytes]
@@ -104,7 +105,7 @@ LOGIT = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @fuzz(st.lists(LOGIT | st.just(INF), min_size=1, max_size=90), st.integers(1, 9), st.integers(0, 1000), st.data())
 def test_any_logits_have_logprobs_that_are_never_nan(
     logprobs: Record, values: list[float], times: int, num_top: int, data: st.DataObject

@@ -14,6 +14,7 @@ from pipeline.kernels.sampling.penalties import penalize
 from pipeline.kernels.sampling.sample import probabilities_reference
 from tests.kernels.cpu.samplers import ISAS
 from tests.kernels.cpu.sampling.native import INF, Native
+from tests.slices import part_of
 
 VOCABULARIES = [1, 7, 63, 64, 65, 2048, 32003, 49152]
 
@@ -217,7 +218,7 @@ LOGIT = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=part_of(150, 40), deadline=None)
 @given(
     st.lists(LOGIT, min_size=1, max_size=90),
     st.integers(1, 40),
@@ -244,7 +245,7 @@ def test_any_logits_are_filtered_and_sampled_correctly(
     assert_samples_right(native, logits, keys, temperature, top_k, top_p, min_p)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=part_of(150, 40), deadline=None)
 @given(st.lists(st.one_of(LOGIT, st.just(INF)), min_size=1, max_size=200), st.integers(0, 2**64 - 1))
 def test_greedy_returns_the_first_of_the_largest(native: Native, values: list[float], key: int) -> None:
     logits = np.array(values, np.float32)

@@ -14,6 +14,7 @@ from pipeline.stages.ingest.prompts.pooled_text import TokenTypesError
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
+from tests.slices import part_of
 
 WORDS = "abcdefghij"
 VOCABULARY = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {word: 3 + index for index, word in enumerate(WORDS)}
@@ -41,7 +42,7 @@ def tokenizer_of(post_processor: Any) -> Tokenizer:
 texts = st.lists(st.sampled_from(WORDS), max_size=9).map(" ".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=part_of(400, 100), deadline=None)
 @given(
     name=st.sampled_from(sorted(POST_PROCESSORS)),
     text=texts,

@@ -18,6 +18,7 @@ from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from tests.fakes import inline
+from tests.slices import part_of
 from tests.stages.ingest import models as tiny
 
 
@@ -175,7 +176,7 @@ def test_bos_and_eos_tokens_come_from_the_models_config(tmp_path: Path) -> None:
     assert (ids[0], ids[-1], len(ids)) == (256, 257, 3)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=part_of(300, 75), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prompt=st.one_of(
         st.text(st.characters()).map(m.TextPrompt),

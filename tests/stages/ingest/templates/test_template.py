@@ -12,6 +12,7 @@ from pipeline.errors import UserError
 from pipeline.runtime.messages import ChatMessage, ChatPrompt
 from pipeline.stages.ingest.templates.chat_templates import require_valid
 from pipeline.stages.ingest.templates.template import MAX_WORDS_CHARS, ChatTemplate, TemplateFailure, TextTooLong
+from tests.slices import part_of
 from tests.stages.ingest.templates import chats
 
 USER = [ChatMessage("user", "hi")]
@@ -126,7 +127,7 @@ def test_rendering_stops_at_the_length_limit() -> None:
         render("{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}", max_chars=5000)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=part_of(100, 25), deadline=None)
 @given(st.lists(st.tuples(st.text(st.characters()), st.text(st.characters())), max_size=5))
 def test_message_content_is_never_interpreted_as_a_template(pairs: list[tuple[str, str]]) -> None:
     messages = [ChatMessage(role, content) for role, content in pairs]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.stages.schedule.kv_cache import prefix
 from pipeline.stages.schedule.kv_cache.block_pool import BlockPool
+from tests.slices import part_of
 
 
 def key(number: int) -> bytes:
@@ -93,7 +94,7 @@ def test_releasing_twice_fails_an_assertion() -> None:
         pool.release([block])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=part_of(100, 25), deadline=None)
 @given(st.data())
 def test_any_history_keeps_every_block_in_exactly_one_state(data: st.DataObject) -> None:
     pool = BlockPool(data.draw(st.integers(1, 8)))

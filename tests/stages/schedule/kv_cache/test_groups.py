@@ -14,6 +14,7 @@ from pipeline.stages.schedule.kv_cache.lookup import PrefixLookup
 from pipeline.stages.schedule.kv_cache.prefix import group_key
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from tests.fakes import inline
+from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
 
 BLOCK_SIZE = 16
@@ -243,7 +244,7 @@ def longest(there: list[set[int]], groups: tuple[KVGroup, ...], num_keys: int, i
     return 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @given(data=st.data(), windows=st.lists(st.sampled_from([1, 16, 17, 18, 40, 64, 90]), max_size=3))
 def test_the_longest_prefix_is_the_one_on_which_all_groups_agree(data: st.DataObject, windows: list[int]) -> None:
     groups = (FULL, *map(KVGroup, windows))

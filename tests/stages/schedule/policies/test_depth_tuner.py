@@ -16,6 +16,7 @@ from pipeline.stages.schedule.policies.depth_tuner import (
     DepthTuner,
     TuningRound,
 )
+from tests.slices import part_of
 
 FIRST_ROUND = 500
 """Steps until the end of a class's first round."""
@@ -194,7 +195,7 @@ def test_it_is_deterministic() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 1e6) | st.floats(-1, 0)), max_size=400))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=part_of(60, 20), deadline=None)
 def test_the_depth_is_always_1_or_2(steps: list[tuple[int, float]]) -> None:
     auto = DepthTuner()
     for _ in range(3):

@@ -13,6 +13,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.stages.schedule.policies.quarantine import GROUP_SIZES, Quarantine
 from pipeline.supervisor.crashes.crash_counts import MAX_CRASHES, CrashCounts
 from tests.fakes import inline
+from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
 
 MAX_DEATHS = 4
@@ -47,7 +48,7 @@ def test_a_request_that_kills_each_executor_fails_alone(num_requests: int) -> No
     assert all(len(ids) == 8 for seq, ids in bench.received.items() if seq != poison)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=part_of(60, 20), deadline=None)
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**32))
 def test_of_several_that_kill_each_executor_no_other_fails(
     num_poisons: int, num_others: int, depth: int, seed: int
@@ -209,7 +210,7 @@ class SchedulerLives:
             self.open -= failing.errors.keys()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=part_of(200, 50), deadline=None)
 @given(st.integers(1, 100), st.integers(0, 2**32))
 def test_a_request_that_kills_each_scheduler_fails_alone(num_requests: int, seed: int) -> None:
     rng = Random(seed)

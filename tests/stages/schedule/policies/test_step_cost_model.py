@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.stages.schedule.policies.step_cost_model import NUM_KNOWN, NUM_SAME_WAY, StepCostModel
+from tests.slices import part_of
 
 Features = tuple[int, int, int, float]
 
@@ -212,7 +213,7 @@ steps = st.tuples(
 
 
 @given(st.lists(steps, min_size=1, max_size=60), st.integers(1, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=part_of(150, 40), deadline=None)
 def test_predictions_are_never_negative_nor_unreasonably_large(
     history: list[tuple[int, int, int, int, float]], times: int
 ) -> None:
@@ -238,7 +239,7 @@ coefficient = st.one_of(st.just(0.0), st.floats(1e-10, 1e-2))
     st.integers(0, 32_768),
     st.integers(0, 300),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=part_of(300, 75), deadline=None)
 def test_the_largest_chunk_is_the_largest_that_fits(
     coefficients: tuple[float, float, float, float, float],
     budget_s: float,
