@@ -163,11 +163,17 @@ def table_of(findings: list[CheckResult]) -> StackedTable:
             _amount(finding.allowed, finding),
             _amount(finding.worst, finding),
             _amount(finding.allowed_worst, finding),
-            f"{finding.num_same} of {finding.num_texts}"
-            + (f", {finding.num_undecided} undecided" if finding.num_undecided else ""),
+            _texts(finding),
             "pass" if finding.passed else "FAIL",
         )
     return table
+
+
+def _texts(finding: CheckResult) -> str:
+    if not finding.num_texts:
+        return "–"
+    undecided = f", {finding.num_undecided} undecided" if finding.num_undecided else ""
+    return f"{finding.num_same} of {finding.num_texts}{undecided}"
 
 
 def _amount(value: float, finding: CheckResult) -> str:

@@ -47,6 +47,7 @@ class CheckResult:
     allowed_worst: float
     is_share: bool
     num_texts: int
+    """0 if the model generates none."""
     num_same: int
     num_undecided: int
     """Outputs that diverge at a position where transformers is undecided."""
@@ -60,6 +61,7 @@ class CheckResult:
 def judge(plan: CheckPlan, ours: ProgramResults, theirs: ReferenceResults) -> list[CheckResult]:
     """The results of each way to compute the model."""
     spread = float(np.mean([logits.std() for logits in theirs.logits.values()]))
+    spread = spread or float(np.concatenate([*theirs.logits.values()]).std())  # one logit each: those of all rows
     findings = []
     for way, texts in ours.texts.items():
         rows = [made for made in ours.made if made.way == way]
@@ -92,8 +94,8 @@ def judge(plan: CheckPlan, ours: ProgramResults, theirs: ReferenceResults) -> li
                 worst=max(differences),
                 allowed_worst=allowed_worst,
                 is_share=not ours.exact,
-                num_texts=len(texts),
-                num_same=sum(same),
+                num_texts=len(texts) if any(theirs.texts) else 0,
+                num_same=sum(same) if any(theirs.texts) else 0,
                 num_undecided=sum(tie and not equal for tie, equal in zip(ties, same, strict=True)),
             )
         )

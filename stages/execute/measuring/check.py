@@ -15,6 +15,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.kv import kv_block_bytes, state_slot_bytes
 from pipeline.stages.execute.measuring.planned import Entry, row_add, step, take
+from pipeline.stages.execute.measuring.pooled_check import PooledComparison
 from pipeline.stages.execute.stage import SPIN_COUNT
 
 CHUNKS = (33, 7)
@@ -97,12 +98,14 @@ def _ours(settings: Settings, folder: Path, plan: CheckPlan) -> ProgramResults:
     try:
         # A GPU's float32 matmuls are as exact as a CPU's, but sum in another order.
         exact = settings.execute.dtype == "float32"
+        config = ModelConfig.load(folder)
         ours = ProgramResults(
-            f"{runner.name}, {settings.execute.dtype}",
-            exact,
-            chooses_experts=ModelConfig.load(folder).experts is not None,
+            f"{runner.name}, {settings.execute.dtype}", exact, chooses_experts=config.experts is not None
         )
-        _PlanComparison(runner, ours, plan).all()
+        if config.generates:
+            _PlanComparison(runner, ours, plan).all()
+        else:
+            PooledComparison(runner, config, ours, plan).all()
         return ours
     finally:
         runner.close()

@@ -11,6 +11,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.check_model.pooled_reference import loader_of
 from pipeline.stages.prepare.families.architecture import text_part
 from pipeline.stages.prepare.families.keys import ConfigFault
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, read, shown
@@ -70,8 +71,12 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
         _check_keys(config_path, data)
         raise ModelError(f"{config_path}: transformers does not take this config: {why(error, config)}") from error
     try:
-        shrunk = AutoConfig.for_model(kind, **{**config, **shrink(full)})
-        model = AutoModelForCausalLM.from_config(shrunk, dtype=torch.float32)
+        is_encoder = HF_ARCHITECTURES[kind].always.get("causal") is False if kind in HF_ARCHITECTURES else False
+        is_encoder = is_encoder or bool(config.get("use_bidirectional_attention"))
+        changes = shrink(full) | (_encoder_ids(full) if is_encoder else {})
+        shrunk = AutoConfig.for_model(kind, **{**config, **changes})
+        loader = loader_of(config, is_encoder=is_encoder) or AutoModelForCausalLM
+        model = loader.from_config(shrunk, dtype=torch.float32)
     except Exception as error:
         _check_keys(config_path, data)
         raise ModelError(
@@ -86,7 +91,8 @@ def make(config_path: Path, folder: Path, seed: int) -> None:
             if name.endswith(ROUTERS):
                 # Like a trained router, it is rarely undecided, and then between experts with small weights.
                 parameter.mul_(4)
-    model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id, model.generation_config.bos_token_id = EOS_ID, BOS_ID
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
     # Not that of the model's class, which may be of another kind.
@@ -156,6 +162,13 @@ def shrink(config: Any) -> dict[str, Any]:
     if getattr(config, "original_max_position_embeddings", None) is not None:
         changes["original_max_position_embeddings"] = MAX_POSITION if "long_factor" in rope else ORIGINAL_POSITION
     return changes
+
+
+def _encoder_ids(config: Any) -> dict[str, Any]:
+    """The ids of special tokens that encoders have, within the vocabulary. Positions begin after that of padding."""
+    names = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value if value < VOCAB_SIZE else 0 for name, value in found.items() if value is not None}
 
 
 def _fewer_experts(config: Any, num_layers: int, hidden_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.check_model import gguf_reference
+from pipeline.stages.prepare.check_model import pooled_reference as pooled
 from pipeline.stages.prepare.check_model.random_checkpoint import why
 from pipeline.stages.prepare.families.architecture import TEXT_PARTS
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, shown
@@ -69,6 +70,8 @@ def how_compared(source: Path, folder: Path, num_tokens: int) -> list[str]:
     checkpoint."""
     if not gguf_reference.is_gguf(source):
         return []
+    if not ModelConfig.load(folder).generates:
+        raise ModelError(f"{source}: check-model compares .gguf files of models that generate text only")
     return gguf_reference.how_compared(source, ModelConfig.load(folder), num_tokens + NUM_GREEDY)
 
 
@@ -101,6 +104,9 @@ def plan_of(folder: Path, num_tokens: int) -> CheckPlan:
     ids = [token for token in ids if token < config.vocab_size] or [0]
     text = (ids * (num_tokens // len(ids) + 1))[:num_tokens]
     random = np.random.default_rng(0).integers(0, config.vocab_size, num_tokens).tolist()
+    if config.position_offset and not config.causal:
+        # transformers does not count padding tokens as positions, and no text has them.
+        random = [token if token != config.position_offset - 1 else token + 1 for token in random]
     sharing = text[:PREFIX] + random[: num_tokens // 4]
     return CheckPlan([text, sharing, random[num_tokens // 3 :], *(text[-length:] for length in SHORT)])
 
@@ -112,6 +118,9 @@ class Reference:
         """`folder` may be a .gguf file, of which prepare has made `prepared`; `overrides` is the setting
         `hf_overrides`."""
         self._folder, self._overrides, self._prepared = folder, hf_overrides.parse(overrides), prepared
+        config = None if prepared is None else ModelConfig.load(prepared)
+        self._pooled = prepared if config is not None and not config.generates else None
+        """The prepared folder of a model that generates no text."""
         self._model = self._load(torch.float32)
 
     def compute(self, plan: CheckPlan, ours: ProgramResults) -> ReferenceResults:
@@ -122,17 +131,24 @@ class Reference:
         """
         wanted = {made.ids for made in ours.made}
         if ours.exact:
-            return ReferenceResults(_logits(self._model, wanted), self._greedy_texts(plan))
+            return ReferenceResults(self._logits(self._model, wanted), self._greedy_texts(plan))
         self._round()
-        exact, texts = _logits(self._model, wanted), self._greedy_texts(plan)
-        return ReferenceResults(exact, texts, _logits(self._load(torch.bfloat16), wanted))
+        exact, texts = self._logits(self._model, wanted), self._greedy_texts(plan)
+        return ReferenceResults(exact, texts, self._logits(self._load(torch.bfloat16), wanted))
+
+    def _logits(self, model: Any, wanted: Iterable[Ids]) -> dict[Ids, Logits]:
+        if self._pooled is None:
+            return _logits(model, wanted)
+        return pooled.results_of(model, wanted, self._folder, self._pooled)
 
     def _load(self, dtype: torch.dtype) -> Any:
         if self._prepared is not None and gguf_reference.is_gguf(self._folder):
             return gguf_reference.load(self._folder, dtype, ModelConfig.load(self._prepared))
-        return _load(self._folder, dtype, self._overrides)
+        return _load(self._folder, dtype, self._overrides, is_pooled=self._pooled is not None)
 
     def _greedy_texts(self, plan: CheckPlan) -> list[list[int]]:
+        if self._pooled is not None:
+            return [[] for _ in plan.prompts]
         return [self._greedy(prompt) for prompt in plan.prompts]
 
     @torch.inference_mode()
@@ -149,11 +165,13 @@ class Reference:
     @torch.no_grad()
     def _round(self) -> None:
         for name, parameter in self._model.named_parameters():
+            if self._pooled is not None and not pooled.is_rounded(name, self._model):
+                continue
             if parameter.dim() > 1 and "conv1d" not in name:  # prepare stores convolutions in float32
                 parameter.copy_(parameter.bfloat16())
 
 
-def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any:
+def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any], *, is_pooled: bool = False) -> Any:
     """The checkpoint in transformers. Raises ModelError if transformers can't load it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -164,6 +182,8 @@ def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any
     if config.get("attn_logit_softcapping"):
         how["attn_implementation"] = "eager"  # the default ignores softcaps
     loader: Any = AutoModelForImageTextToText if config.get("model_type") in TEXT_PARTS else AutoModelForCausalLM
+    if is_pooled:
+        loader = pooled.loader_of(config, is_encoder=True)
     try:
         if overrides:
             config = hf_overrides.applied(config, overrides)
@@ -173,7 +193,7 @@ def _load(folder: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> Any
     except Exception as error:  # transformers documents no exceptions
         raise ModelError(f"transformers can't load {folder}: {why(error, config)}") from error
     _compute_in_sequence(model)
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(key for key in info["missing_keys"] if not (is_pooled and key.startswith("pooler."))):
         raise ModelError(
             f"{folder}: transformers finds no weights for {shown(missing[0])} and makes up {len(missing)} tensors, so "
             "there is nothing to compare with"
