@@ -36,8 +36,17 @@ def run(launch: m.Launch) -> None:
         stage.log.warning("the instant executor returns made-up ids and runs no model")
         num_swap_blocks = NUM_BLOCKS if settings.execute.swap_bytes else 0
         block_size, vocab_size = settings.schedule.block_size, config.vocab_size
-        hidden_size = config.hidden_size
-        stage.ready(m.ExecuteFacts(NUM_BLOCKS, block_size, max_model_len, vocab_size, num_swap_blocks, hidden_size))
+        facts = m.ExecuteFacts(
+            NUM_BLOCKS,
+            block_size,
+            max_model_len,
+            vocab_size,
+            num_swap_blocks,
+            executor.hidden_size,
+            generates=config.generates,
+            is_encoder=not config.causal,
+        )
+        stage.ready(facts)
         while True:
             messages: list[m.ExecuteInbox] = stage.inbox.wait_all(IDLE_S)
             for message in messages:
@@ -75,7 +84,7 @@ class Instant:
         self._first = min(FIRST_ID, config.vocab_size // 2)
         self._num_ids = max(1, min(NUM_IDS, config.vocab_size - self._first))
         self._ends = np.array(config.eos_ids, np.int32)
-        self._hidden_size = config.hidden_size
+        self.hidden_size = config.hidden_size if config.pooler is None else config.pooler.width
         self._widths = np.zeros(max_num_seqs, np.int64)
         """Bytes of the logprobs of an id; likewise for the prompt's ids below."""
         self._prompt_widths = np.zeros(max_num_seqs, np.int64)
@@ -119,4 +128,4 @@ class Instant:
         self._generations[row] = add.generation
         self._num_prompt[row] = add.num_prompt
         self._prompt_widths[row] = prompt_logprob_bytes(options) if add.index == 0 else 0
-        self._widths[row] = token_output_bytes(options, self._hidden_size, add.num_prompt)
+        self._widths[row] = token_output_bytes(options, self.hidden_size, add.num_prompt)
