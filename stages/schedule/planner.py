@@ -44,9 +44,6 @@ class Planner:
         """Of the last plan, if it can be repeated."""
         self._num_stages = state.config.num_stages
         self._states = state.kv_cache_manager.states
-        self._is_encoder = state.config.is_encoder
-        self._began_long = False
-        """Whether the last step of an encoder began with a long text: then short ones go first."""
 
     def repeat(self) -> m.Step | None:
         """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else
@@ -279,10 +276,7 @@ class Planner:
             row = add.row
             num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
             need = min(num_tokens, int(self._states.next_cuts[row])) - num_computed
-            is_long = bool(rows.is_long[row])
-            if self._is_encoder and not budget.shape.num_chunk_tokens:
-                self._began_long = is_long
-            count = budget.chunk(num_computed, need, is_long, is_sure=is_sure, whole=self._is_encoder)
+            count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
             if self._states.is_on:
                 count = int(self._states.writable(np.array([row]), np.array([count]))[0])
             if count:  # otherwise it has its row now and computes in a later step
@@ -293,9 +287,6 @@ class Planner:
         """The sequence to start next, if there are blocks for it: one that triggered a preemption, then preempted ones
         by order, swapped or not, then new ones."""
         lifecycle, manager = self._lifecycle, self._kv_cache_manager
-        if self._is_encoder:
-            prefers_short = self._began_long and not budget.shape.num_chunk_tokens
-            return lifecycle.waiting.choose_whole(budget.fits, prefers_short=prefers_short)
         waiting = lifecycle.waiting.choose(
             budget.has_room_for_long, manager.prefixes.num_cached_blocks, self._block_size
         )
@@ -337,11 +328,10 @@ class Planner:
 
     def _start(self, sequence: Sequence, is_preempted_for: bool) -> m.RowAdd | None:
         """Start a sequence, or return None if there are too few blocks. One block is left for each running row, unless
-        the sequence triggered a preemption. Those of an encoder need none."""
+        the sequence triggered a preemption."""
         request, ids = sequence.request, sequence.ids  # the ids move into the row
         num_prompt = len(request.prompt)
-        num_running = 0 if is_preempted_for or self._is_encoder else len(self._rows)
-        started = self._lifecycle.start(sequence, num_running)
+        started = self._lifecycle.start(sequence, 0 if is_preempted_for else len(self._rows))
         if started is None:
             return None
         row, found, (table, *others) = started

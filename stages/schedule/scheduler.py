@@ -15,6 +15,7 @@ import msgspec
 
 from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
+from pipeline.stages.schedule.encoder_planner import EncoderPlanner
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.planner import Planner
@@ -44,7 +45,7 @@ class Scheduler:
         self.lifecycle = lifecycle = SequenceLifecycle(state)
         self._in_flight = state.in_flight
         self._request_table = RequestStates(state, lifecycle)
-        self._planner = Planner(state, lifecycle)
+        self._planner = (EncoderPlanner if config.is_encoder else Planner)(state, lifecycle)
         self._settlement = Settlement(state, lifecycle, Beams(state, lifecycle))
 
     # ------------------------------------------------------------------------------------------------- requests

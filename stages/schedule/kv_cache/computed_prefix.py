@@ -78,9 +78,12 @@ class ComputedPrefixes:
         self._block_size = config.block_size
         self._max_chunk = config.max_chunk
         self._prefix_caching = config.prefix_caching
+        self._is_encoder = config.is_encoder
 
     def find(self, sequence: Sequence) -> ComputedPrefix:
         """The longest computed prefix of a sequence that starts: shared, forked or in swap space."""
+        if self._is_encoder:
+            return ComputedPrefix([FoundBlocks(0, [])], 0, self._ends(len(sequence.ids), 0))
         keys: list[bytes] = []
         if self._prefix_caching and not sequence.request.needs_full_prefill:
             keys = self._keys_of(sequence)

@@ -101,6 +101,8 @@ class KVCacheManager:
 
     def most_blocks(self, num_ids: int) -> int:
         """Blocks of all groups that a sequence of `num_ids` ids holds at most."""
+        if self.windows.is_plain:
+            return -(-num_ids // self._block_size)
         return kv_groups.most_blocks(self.groups, num_ids, self._max_chunk, self._block_size)
 
     def may_start(self, num_available: int, num_needed: int, num_running: int) -> bool:

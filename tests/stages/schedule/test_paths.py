@@ -123,6 +123,8 @@ SETTINGS = {
     "max_loras": Feature(2),
     "waits_for_adapters": Feature(True, settings={"max_loras": 1}),
     "states": Feature(StateConfig(num_slots=20, decode_interval=16, min_interval=16), RowFlag.STATE),
+    "generates": Feature(True),  # else no row decodes: test_encoders.py
+    "is_encoder": Feature(False),  # it has a planner of its own
 }
 
 SCRATCH = {"ahead"}

@@ -115,6 +115,8 @@ def test_every_limit_comes_from_the_settings() -> None:
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
     assert found.pop("states") == StateConfig()
     assert found == {
+        "generates": True,
+        "is_encoder": False,
         "max_loras": 3,
         "num_stages": 2,
         "waits_for_adapters": True,

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Measures what an input of /v1/embeddings costs besides the model: CPU time of each process, with an instant executor.
+
+    tools/serving_bench/embedding_costs.py --model FOLDER
+    tools/serving_bench/embedding_costs.py --model FOLDER --inputs 64 --tokens 25 --check
+
+One client sends the requests, one after the other, each with the same number of inputs. CPU time is the kernel's, of
+all threads of a process.
+
+--check: exit with 1 if an input costs more than 0.4 ms of CPU with 64 inputs in a request, or more than 1 ms alone.
+"""
+
+import argparse
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.cli.profile.alone.chain import _wait_until_ready  # noqa: E402
+from pipeline.cli.profile.alone.clock import used  # noqa: E402
+from pipeline.supervisor.admin.admin_client import Admin, find_servers  # noqa: E402
+
+MAX_MS = {64: 0.4, 1: 1.0}
+TEXT = "the sailor looked at the sea and thought of a story that his mother had told him long ago"
+STOP_S = 20.0
+
+
+def body_of(number: int, num_inputs: int, num_words: int) -> bytes:
+    """No two inputs are alike."""
+    words = TEXT.split()
+    inputs = [
+        f"{number} {i} " + " ".join(words[(number * 7 + i * 3 + k) % len(words)] for k in range(num_words))
+        for i in range(num_inputs)
+    ]
+    return json.dumps({"input": inputs, "encoding_format": "base64"}).encode()
+
+
+def measure(address: tuple[str, int], pids: dict[str, int], num_inputs: int, num_words: int, total: int) -> float:
+    """Print the milliseconds of CPU that an input takes in each process, and return their sum."""
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    bodies = [body_of(number, num_inputs, num_words) for number in range(total // num_inputs)]
+    before, begun = {}, 0.0
+    for number, body in enumerate([*bodies[: max(1, len(bodies) // 5)], None, *bodies]):
+        if body is None:
+            before, begun = {name: used(pid) for name, pid in pids.items()}, time.monotonic()
+            continue
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        data = reply.read()
+        if reply.status != 200:
+            raise SystemExit(f"request {number}: {data[:300].decode()}")
+    took_s, num = time.monotonic() - begun, len(bodies) * num_inputs
+    shares = {name: 1e3 * used(pid).since(before[name]).cpu_s / num for name, pid in pids.items()}
+    everything = sum(share for name, share in shares.items() if not name.startswith("execute"))
+    stages = "  ".join(f"{name} {share:.3f}" for name, share in shares.items())
+    print(f"{num_inputs:3} inputs a request: {everything:.3f} ms of CPU an input without execute "
+          f"({1e3 * took_s / num:.3f} ms of time)  {stages}")  # fmt: skip
+    connection.close()
+    return everything
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="an embedding model, as for serve")
+    parser.add_argument("--inputs", type=int, nargs="+", default=[64, 1], help="inputs of a request (default: 64 1)")
+    parser.add_argument("--words", type=int, default=18, help="words of an input (default: 18)")
+    parser.add_argument("--total", type=int, default=6400, help="inputs to send for each measurement")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("serve", nargs="*", help="further options of serve, behind --")
+    args = parser.parse_args()
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "serve",
+        "--instant",
+        "--port",
+        "0",
+        "--model",
+        args.model,
+        *args.serve,
+    ]
+    is_good = True
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT) as server:
+        try:
+            address = _wait_until_ready(server)
+            (name,) = [name for name in find_servers() if name.startswith(f"{server.pid}-")]
+            with Admin(name) as admin:
+                pids = {stage.name: stage.pid for stage in admin.stats().stages}
+            pids["supervisor"] = server.pid
+            for num_inputs in args.inputs:
+                total = args.total if num_inputs > 1 else args.total // 8
+                cost = measure(address, pids, num_inputs, args.words, total)
+                is_good &= cost <= MAX_MS.get(num_inputs, MAX_MS[1])
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(STOP_S)
+    return 0 if is_good or not args.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
