@@ -27,7 +27,7 @@ from pipeline.cli.profile.alone.clock import used  # noqa: E402
 from pipeline.supervisor.admin.admin_client import Admin, find_servers  # noqa: E402
 
 MAX_MS = {64: 0.4, 1: 1.0}
-TEXT = "the sailor looked at the sea and thought of a story that his mother had told him long ago"
+TEXT = "the sailor looked at the sea and thought of a story that his mother had heard from her own long ago"
 STOP_S = 20.0
 
 

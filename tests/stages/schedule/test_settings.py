@@ -111,12 +111,13 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_num_drafts=20,
         eos_ids=[2, 7],
         max_num_top=21,
+        generates=False,
     )
     found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
     assert found.pop("states") == StateConfig()
+    assert not found.pop("is_encoder")  # it changes others: test_encoders.py
     assert found == {
-        "generates": True,
-        "is_encoder": False,
+        "generates": False,
         "max_loras": 3,
         "num_stages": 2,
         "waits_for_adapters": True,
