@@ -12,8 +12,9 @@ A prompt is bounded before it is read in, and output as it grows; `most_bytes` i
 reach, as far as its fields bound it.
 """
 
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -103,15 +104,15 @@ def _texts_bytes(texts: Iterable[str]) -> int:
     return sum(map(text_bytes, texts)) + VALUE_BYTES
 
 
-def typical_tokens(prompt: m.Prompt) -> int:
-    """An estimate of a prompt's tokens: exact for ids."""
+def typical_tokens(prompt: m.Prompt, length: Callable[[str], int]) -> int:
+    """An estimate of a prompt's tokens: exact for ids. `length` is `utf8_bytes`."""
     match prompt:
         case m.IdsPrompt(ids):
             return len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
         case m.TextPrompt(text, pair):
-            return utf8_bytes(text + (pair or "")) // BYTES_PER_TOKEN
+            return (length(text) + length(pair or "")) // BYTES_PER_TOKEN
         case m.ChatPrompt(messages):
-            return sum(utf8_bytes(one.content or "") for one in messages) // BYTES_PER_TOKEN
+            return sum(length(one.content or "") for one in messages) // BYTES_PER_TOKEN
 
 
 def utf8_bytes(text: str) -> int:
@@ -164,7 +165,8 @@ def measured(parsed: ParsedRequest) -> ParsedRequest:
     """The request with its size. The time for that grows with everything that the client sent: call it where the body
     is parsed."""
     sizes = [prompt_bytes(one) for one in parsed.prompts]
-    size = RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one) for one in parsed.prompts])
+    length = functools.cache(utf8_bytes)  # a query is in the prompt of each of a thousand documents
+    size = RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one, length) for one in parsed.prompts])
     return msgspec.structs.replace(parsed, size=size)
 
 

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 
 from pipeline.runtime.model.pooler import LogitActivation
-from pipeline.stages.gateway.apis.embeddings.reply import encoded
 from pipeline.stages.gateway.apis.pooling.bodies import (
     ClassifyData,
     ClassifyReply,
@@ -18,7 +17,7 @@ from pipeline.stages.gateway.apis.pooling.bodies import (
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
-from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
+from pipeline.stages.gateway.replies.large_json import PackedBase64, PackedList, encode_large
 from pipeline.stages.gateway.replies.pooled import activated, numbers_of, vector_of, vectors_of
 
 _encoder = msgspec.json.Encoder()
@@ -69,14 +68,20 @@ class PoolingDialect(Dialect):
 
     def whole(self, request: Request) -> bytes:
         data: Any = PackedList(
-            _encoder.encode(PoolingData(index=i, data=encoded(self._numbers(request, one), is_base64=self.is_base64)))
-            for i, one in enumerate(request.sequences)
+            encode_large(PoolingData(index=i, data=self._data(request, one))) for i, one in enumerate(request.sequences)
         )
         return encode_large(
             PoolingReply(
                 id=request.id, created=request.created, model=request.parsed.model, data=data, usage=_usage_of(request)
             )
         )
+
+    def _data(self, request: Request, sequence: SequenceOutput) -> Any:
+        """The numbers for `encode_large`: those of a long text's tokens are millions."""
+        numbers = self._numbers(request, sequence)
+        if self.is_base64:
+            return PackedBase64(numbers)
+        return numbers.tolist() if numbers.ndim == 1 else PackedList(_encoder.encode(row.tolist()) for row in numbers)
 
     def _numbers(self, request: Request, sequence: SequenceOutput) -> Any:
         if (options := request.parsed.embedding) is not None:

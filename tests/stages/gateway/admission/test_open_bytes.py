@@ -161,7 +161,7 @@ class TestEstimate:
         ],
     )
     def test_it_is_exact_for_ids_and_by_bytes_for_text(self, prompt: m.Prompt, num_tokens: int) -> None:
-        assert open_bytes.typical_tokens(prompt) == num_tokens
+        assert open_bytes.typical_tokens(prompt, open_bytes.utf8_bytes) == num_tokens
 
 
 class TestManyPrompts:

@@ -3,6 +3,7 @@
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
 from pipeline.stages.gateway.apis.ollama.parsing import parse_chat as parse_ollama_chat
 from pipeline.stages.gateway.apis.ollama.parsing import parse_embed as parse_ollama_embed
 from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_completion
+from pipeline.stages.gateway.apis.pooling import reply as pooling_reply
 from pipeline.stages.gateway.apis.pooling.parsing import parse_classify, parse_pooling
 from pipeline.stages.gateway.apis.scoring.parsing import parse_rerank, parse_score
+from pipeline.stages.gateway.replies import large_json
 from tests.stages.gateway.apis.poolers import (
     CLASSIFIER,
     CROSS_ENCODER,
@@ -243,6 +246,36 @@ class TestPooling:
         expected[:2] /= np.linalg.norm(expected[:2], axis=1, keepdims=True)
         assert np.allclose(numbers, expected)
         assert (data["object"], reply["id"][:5]) == ("pooling", "pool-")
+
+    @pytest.mark.parametrize("encoding", ["float", "base64"])
+    def test_vectors_of_many_tokens_are_encoded_in_parts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+    ) -> None:
+        """The encoders hold Python's lock: half a second for the 8,192 tokens of one text."""
+        sizes, encode, b64encode = list[int](), msgspec.json.encode, base64.b64encode
+
+        def encoding_json(value: Any, **hooks: Any) -> bytes:
+            sizes.append(len(body := encode(value, **hooks)))
+            return body
+
+        def encoding_base64(data: Any) -> bytes:
+            sizes.append(len(body := b64encode(data)))
+            return body
+
+        encoder = SimpleNamespace(encode=encoding_json)
+        monkeypatch.setattr(pooling_reply, "_encoder", encoder)
+        monkeypatch.setattr(large_json, "msgspec", SimpleNamespace(json=encoder))
+        monkeypatch.setattr(large_json, "base64", SimpleNamespace(b64encode=encoding_base64))
+        vectors = np.random.default_rng(1).normal(size=(50_000, 8))
+        with gate_of(tmp_path, EMBEDDER) as gate:
+            body = BODY | {"task": "token_embed", "encoding_format": encoding, "use_activation": False}
+            response = gate.post(body, "/pooling")
+            give(gate, gate.begin(), vectors)
+            found = response.result().json()["data"][0]["data"]
+        if encoding == "base64":
+            found = np.frombuffer(base64.b64decode(found), "<f4").reshape(-1, 8)
+        assert np.array_equal(np.asarray(found, "<f4"), vectors.astype("<f4"))
+        assert 0 < max(sizes) <= 4 * large_json.BASE64_BYTES // 3
 
     def test_each_token_has_labels(self, tmp_path: Path) -> None:
         with gate_of(tmp_path, TAGGER) as gate:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.apis.scoring.parsing import parse_cohere_rerank, parse_rerank, parse_score
+from pipeline.stages.gateway.parsing import prompt_fields
 from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, gate_of, give, limits_of
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
@@ -103,6 +105,24 @@ class TestParse:
             assert parsed(parse_cohere_rerank, RERANK, limits).prompt_options.truncate == -1
         assert not parsed(parse_cohere_rerank, RERANK).prompt_options.truncates_right
         assert parsed(parse_cohere_rerank, RERANK, limits_of(EMBEDDER)).prompt_options.truncates_right
+
+    def test_a_query_is_measured_once_and_not_for_each_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """1,024 documents and a query of 3.8 MB that is not ASCII kept the thread of large bodies for six seconds."""
+        query, measured = "é" * 1000, list[str]()
+        for module, name in ((prompt_fields, "_num_bytes"), (open_bytes, "utf8_bytes")):
+            monkeypatch.setattr(module, name, _noting(getattr(module, name), measured))
+        body = RERANK | {"query": query, "documents": ["a"] * 64}
+        request = open_bytes.measured(parsed(parse_rerank, body, limits_of(CROSS_ENCODER)))
+        assert request.size is not None and request.size.num_tokens == [(2 * len(query) + 1) // 4] * 64
+        assert measured.count(query) == 2 and max(map(len, measured)) == len(query)
+
+
+def _noting(function: Any, given: list[str]) -> Any:
+    def noting(text: str) -> Any:
+        given.append(text)
+        return function(text)
+
+    return noting
 
 
 class TestCosines:
