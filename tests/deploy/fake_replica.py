@@ -35,7 +35,7 @@ class FakeReplica:
 
     def __init__(self, num_tokens: int = 20) -> None:
         self.num_tokens = num_tokens
-        self.health: tuple[int, dict[str, Any] | bytes] = 200, {"status": "ok", "kv_blocks": {"total": 100}}
+        self.health: tuple[int, Any] = 200, {"status": "ok", "kv_blocks": {"total": 100}}
         self.at: Callable[[int], str] = lambda _: ""
         """By token: "" goes on, "die" ends the connection, "tear" does so within an event, "without_point" before its
         point, or the code of a failure."""

@@ -38,7 +38,7 @@ class PackedBase64:
     """The JSON of numbers in base64, in some pieces."""
 
     def __init__(self, numbers: "np.ndarray[Any, Any]") -> None:
-        data = memoryview(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
         self._pieces = [
             base64.b64encode(data[begin : begin + BASE64_BYTES]) for begin in range(0, len(data), BASE64_BYTES)
         ]
