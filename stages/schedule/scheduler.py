@@ -143,7 +143,8 @@ class Scheduler:
         the next steps of these need nothing of its result, and it ends none of them."""
         step = self.in_flight[0]
         return (
-            self.lifecycle.is_steady
+            not self.config.is_encoder
+            and self.lifecycle.is_steady
             and self.rows.num_changes == step.num_changes
             and may_plan_ahead(step.flags)
             and not result.errors
@@ -174,6 +175,11 @@ class Scheduler:
         return self._settlement.traced_request_ids
 
     # --------------------------------------------------------------------------------------------------- counts
+
+    @property
+    def expects_step(self) -> bool:
+        """Whether a step is likely to follow the result of the one in flight: a text of an encoder ends with it."""
+        return self.num_waiting > 0 if self.config.is_encoder else len(self.rows) > 0
 
     @property
     def num_running(self) -> int:

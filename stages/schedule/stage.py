@@ -327,7 +327,7 @@ class ScheduleStage:
         """Settle a result, after the next step was sent if that needs nothing of it: the executor waits. Other messages
         of this turn are handled before the next step, as they may change it."""
         scheduler = self._scheduler
-        if len(scheduler.in_flight) == 1 and scheduler.num_running:
+        if len(scheduler.in_flight) == 1 and scheduler.expects_step:
             self._execute.wake()  # it sleeps, and a step follows in most cases
         may_plan = self._is_single and not (self._is_handing_over or self._has_lost_ranks)
         if may_plan and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
