@@ -3,6 +3,7 @@
 The model is prepared once, and one server serves all tests that don't end it.
 """
 
+import functools
 import gc
 import os
 import signal
@@ -27,6 +28,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import httpx._transports.default
 import hypothesis
 
 from pipeline.config.settings import Settings
@@ -39,6 +41,9 @@ from tests.slices import part_of
 # An example may take long if another process has the core.
 hypothesis.settings.register_profile("without deadline", deadline=None, max_examples=part_of(100, 30))
 hypothesis.settings.load_profile("without deadline")
+
+# Each of httpx's clients would read the system's certificates, 25 ms of CPU time.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
 
 ALONE = (
     # Limits of wall-clock or CPU time.
