@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from pipeline.client.llm import LLM
     from pipeline.client.logprobs import Logprob
     from pipeline.client.outputs import CompletionOutput, RequestOutput
-    from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+    from pipeline.client.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 _HOMES = {
     "AsyncClient": "pipeline.client.client",
@@ -26,6 +31,7 @@ _HOMES = {
     "Client": "pipeline.client.blocking_client",
     "CompletionOutput": "pipeline.client.outputs",
     "ConnectionLost": "pipeline.client.errors",
+    "ClassificationRequestOutput": "pipeline.client.pooling_outputs",
     "EmbeddingRequestOutput": "pipeline.client.pooling_outputs",
     "ForeignServer": "pipeline.client.errors",
     "LLM": "pipeline.client.llm",
@@ -46,6 +52,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "Client",
     "CompletionOutput",
     "ConnectionLost",

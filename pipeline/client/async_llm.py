@@ -25,7 +25,7 @@ from pipeline.client.connection.open_request import OpenRequest, RequestParts
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks, with_vllm_names
 from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
-from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params
+from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params, with_task
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
     Conversation,
@@ -299,7 +299,9 @@ class AsyncLLM:
         """As `embed`, with vLLM's signature: an iterator with one output, whose vector is a numpy array."""
         params = checked_pooling_params(pooling_params, "pooling_params")
         options = options_of(priority, cache_salt, timeout_s, adapter)
-        checked = prompt_of(prompt, "prompt", info_for(params, await self.ready()))
+        info = await self.ready()
+        params = with_task(params, params.task, info.tasks, "pooling_params")
+        checked = prompt_of(prompt, "prompt", info_for(params, info))
         yield await self.pool(checked, params, lambda *_: None, options, request_id)
 
     async def abort(self, request_id: str) -> None:

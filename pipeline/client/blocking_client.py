@@ -20,7 +20,7 @@ from pipeline.client.connection.stream import Stream
 from pipeline.client.connection.wire import OutputDelta
 from pipeline.client.errors import ConnectionLost
 from pipeline.client.logprobs import Logprob
-from pipeline.client.pooling_outputs import FloatVector
+from pipeline.client.pooling_outputs import Floats
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,10 +90,10 @@ class Client:
         return BlockingStream(self, self._do(generate()))
 
     @_parameters_of(AsyncClient.embed)
-    def embed(self, *args: Any, **options: Any) -> FloatVector:
+    def embed(self, *args: Any, **options: Any) -> Floats:
         """As `AsyncClient.embed`. Returns the vector: float32 [dimensions], of length 1 (L2)."""
 
-        async def embed() -> FloatVector:
+        async def embed() -> Floats:
             return await self._client.embed(*args, **options).embedded()
 
         return self._do(embed())

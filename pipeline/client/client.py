@@ -26,7 +26,7 @@ from pipeline.client.connection.wire import (
 )
 from pipeline.client.errors import ConnectionLost
 from pipeline.client.inputs.checks import checked_reconnect_timeout
-from pipeline.client.inputs.pooling_params import PoolingParams
+from pipeline.client.inputs.pooling_params import EMBED, PoolingParams
 from pipeline.client.inputs.request_options import checked
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.runtime.security import api_keys
@@ -59,6 +59,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Index in `addresses` of the gateway that this client is connected to. `max_open_requests` is its own."""
     poolings: list[str] = []
     """The values of `pooling` for embeddings; empty if the server has no embeddings over ZeroMQ."""
+    tasks: list[str] = []
+    """What the model can be asked for, in vLLM's words; empty if the server does not say."""
 
 
 class AsyncClient:
@@ -120,6 +122,7 @@ class AsyncClient:
             addresses=welcome.addresses,
             gateway=welcome.gateway,
             poolings=welcome.poolings,
+            tasks=welcome.tasks,
         )
 
     def _default_params(self, defaults: Mapping[str, int | float]) -> SamplingParams:
@@ -202,15 +205,12 @@ class AsyncClient:
         timeout_s: float | None = None,
         adapter: str | None = None,
     ) -> Stream:
-        """Compute the embedding of a text or token ids. The stream has no outputs: await `Stream.embedded()`.
+        """Compute what the model's pooler makes of a text or token ids: an embedding, unless `params.task` says
+        otherwise. The stream has no outputs: await `Stream.embedded()`.
 
-        Raises as `generate` does, and ValueError if the server has no embeddings over ZeroMQ.
+        Raises as `generate` does, and ValueError if the server can't do it over ZeroMQ.
         """
-        params = params or PoolingParams()
-        if params.pooling not in self.info.poolings:
-            known = " or ".join(self.info.poolings)
-            why = f"pooling must be {known}" if known else "it has no embeddings over ZeroMQ; use POST /v1/embeddings"
-            raise ValueError(f"the server {self.info.server} can't compute this embedding: {why}")
+        params = self._pooling_of(params or PoolingParams())
         return self._session.open_stream(
             p.Generate(
                 request_id=self._session.next_id(),
@@ -223,6 +223,20 @@ class AsyncClient:
                 name=_checked_name(name),
             )
         )
+
+    def _pooling_of(self, params: PoolingParams) -> PoolingParams:
+        """The parameters as this server understands them. Raises ValueError if it can't do what they ask for."""
+        info, task = self.info, params.task or EMBED
+        if not info.tasks:  # an older server, which has embeddings of models that generate text
+            if task != EMBED or not info.poolings:
+                raise ValueError(f"the server {info.server} has no task {task} over ZeroMQ")
+            params = msgspec.structs.replace(params, pooling=params.pooling or "last")
+        elif task not in info.tasks:
+            raise ValueError(f"the model has no task {task}: its tasks are {', '.join(info.tasks)}")
+        if params.pooling is not None and params.pooling not in info.poolings:
+            known = " or ".join(info.poolings)
+            raise ValueError(f"the server {info.server} can't compute this embedding: pooling must be {known}")
+        return msgspec.structs.replace(params, task=task if info.tasks else None)
 
     async def __aenter__(self) -> "AsyncClient":
         return self

@@ -3,14 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pipeline.client.client import ServerInfo
 from pipeline.client.inputs.batch import BatchItem
-from pipeline.client.inputs.pooling_params import PoolingParams, pooling_params_for
+from pipeline.client.inputs.pooling_params import EMBED, PoolingParams, pooling_params_for, with_task
 from pipeline.client.inputs.prompts import Prompt, info_for, is_one_prompt, prompt_of
 from pipeline.client.inputs.request_options import RequestOptions
-from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+from pipeline.client.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from pipeline.errors import PromptError, UserError
 
 T = TypeVar("T")
@@ -18,9 +23,16 @@ T = TypeVar("T")
 Pooling = PoolingParams | Sequence[PoolingParams] | None
 """One for all prompts, or one for each. None is PoolingParams()."""
 
-EMBED = "embed"
-OTHER_TASKS = ("classify", "score", "token_embed", "token_classify", "plugin")
-"""vLLM's tasks that need a model with another head, or vectors that the server does not return."""
+
+RequestOptionValues = tuple[int | Sequence[int] | None, str | None, float | None, str | None]
+"""priority, cache_salt, timeout_s, adapter"""
+
+
+class TextPair(NamedTuple):
+    """Two texts for a cross-encoder."""
+
+    first: str
+    second: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,8 @@ class PoolingMethods(ABC):
     ) -> list[EmbeddingRequestOutput]:
         """Compute the embeddings of one prompt or many, in their order. See `generate` for the options and errors.
 
-        A vector has the model's hidden size, or `PoolingParams.dimensions`, and length 1 (L2).
+        A vector has the model's own length, or `PoolingParams.dimensions` numbers, and is normalized (L2) unless the
+        parameters or the model's files say otherwise.
         `truncate_prompt_tokens` is for prompts whose parameters don't set it.
         """
         outputs = self.encode(
@@ -108,7 +121,7 @@ class PoolingMethods(ABC):
         prompts: Prompt | Iterable[Prompt],
         pooling_params: Pooling = None,
         *,
-        pooling_task: str = EMBED,
+        pooling_task: str | None = None,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
@@ -117,13 +130,8 @@ class PoolingMethods(ABC):
         timeout_s: float | None = None,
         adapter: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """As `embed`, with vectors as numpy arrays, float32 [dimensions]. `pooling_task` must be `embed`."""
-        if pooling_task != EMBED:
-            known = f", which {', '.join(OTHER_TASKS)} need" if pooling_task in OTHER_TASKS else ""
-            raise UserError(
-                f"pooling_task must be {EMBED!r}, not {pooling_task!r}: the served models generate text, and have no "
-                f"other heads or outputs per token{known}"
-            )
+        """As `embed`, with numpy arrays, float32, of any task: `embed`, `token_embed`, `classify`, `token_classify` or
+        `score`. The default is the first that the model has."""
         return self._pool(
             prompts,
             PromptNames("prompt" if is_one_prompt(prompts) else "prompts", is_one_prompt(prompts)),
@@ -131,6 +139,7 @@ class PoolingMethods(ABC):
             truncate_prompt_tokens,
             (priority, cache_salt, timeout_s, adapter),
             (progress, use_tqdm),
+            pooling_task,
         )
 
     def score(
@@ -148,11 +157,12 @@ class PoolingMethods(ABC):
         timeout_s: float | None = None,
         adapter: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The cosine similarity of texts' embeddings, as vLLM computes it with a model that is no cross-encoder.
+        """Scores of pairs of texts: a cross-encoder's, or else the cosine similarity of their embeddings, as in vLLM.
 
         Scores one text against each of `data_2`, or the texts of two lists of the same length in pairs. Errors are
         those of `embed`.
         """
+        options, drawing = (priority, cache_salt, timeout_s, adapter), (progress, use_tqdm)
         first, second = _several(data_1), _several(data_2)
         if len(first) != 1 and len(first) != len(second):
             raise PromptError(
@@ -160,24 +170,66 @@ class PoolingMethods(ABC):
             )
         if not first or not second:
             raise PromptError("data_1 and data_2 must have at least one text each")
+        if "score" in self.info.tasks:
+            return self._score_pairs(first, second, pooling_params, truncate_prompt_tokens, options, drawing)
         outputs = self._pool(
             [*first, *second],
             PairNames("data", is_one=False, num_first=len(first)),
             pooling_params,
             truncate_prompt_tokens,
-            (priority, cache_salt, timeout_s, adapter),
-            (progress, use_tqdm),
+            options,
+            drawing,
+            EMBED,
         )
         left, right = outputs[: len(first)], outputs[len(first) :]
         pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
         return [ScoringRequestOutput.of(one, other) for one, other in pairs]
 
-    def classify(self, *args: Any, **options: Any) -> NoReturn:
-        """Not supported: no served model has a classification head. Raises UserError."""
-        raise UserError(
-            "LLM.classify needs a model with a classification head, and the served models generate text: use generate "
-            "with StructuredOutputsParams(choice=[…]), or train a classifier on LLM.embed"
+    def _score_pairs(
+        self,
+        first: list[Any],
+        second: list[Any],
+        pooling_params: PoolingParams | None,
+        truncate_prompt_tokens: int | None,
+        options: RequestOptionValues,
+        drawing: tuple[bool, bool | None],
+    ) -> list[ScoringRequestOutput]:
+        firsts = first if len(first) > 1 else first * len(second)
+        pairs = [TextPair(*texts) for texts in zip(firsts, second, strict=True)]
+        for name, texts in (("data_1", first), ("data_2", second)):
+            if (wrong := next((i for i, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
+                raise PromptError(f"{name}[{wrong}] must be a text, not {type(texts[wrong]).__name__}")
+        names = PairNames("data", is_one=False, num_first=0)
+        outputs = self._pool(pairs, names, pooling_params, truncate_prompt_tokens, options, drawing, "score")
+        return [ScoringRequestOutput.of_pair(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: Pooling = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = True,
+        use_tqdm: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        timeout_s: float | None = None,
+        adapter: str | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the labels of one prompt or many. Options and errors are those of `embed`."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task="classify",
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            progress=progress,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            adapter=adapter,
         )
+        return [ClassificationRequestOutput.of(output) for output in outputs]
 
     def reward(self, *args: Any, **options: Any) -> NoReturn:
         """Not supported: no served model has a reward head. Raises UserError."""
@@ -192,8 +244,9 @@ class PoolingMethods(ABC):
         names: PromptNames,
         pooling_params: Pooling,
         truncate_prompt_tokens: int | None,
-        request_options: tuple[int | Sequence[int] | None, str | None, float | None, str | None],
+        request_options: RequestOptionValues,
         drawing: tuple[bool, bool | None],
+        task: str | None,
     ) -> list[PoolingRequestOutput]:
         given = [prompts] if names.is_one else prompts
         params = pooling_params_for(
@@ -202,8 +255,11 @@ class PoolingMethods(ABC):
         options = self._options(given, *request_options)
 
         def item(one: Any, name: str) -> BatchItem[PoolingRequestOutput]:
-            pooling, own = next(params), next(options)
-            prompt = prompt_of(one, name, info_for(pooling, self.info))
+            pooling, own = with_task(next(params), task, self.info.tasks, "pooling_params"), next(options)
+            text = one.first if isinstance(one, TextPair) else one
+            prompt = prompt_of(text, name, info_for(pooling, self.info))
+            if isinstance(one, TextPair):
+                prompt = prompt._replace(prompt={**prompt.prompt, "pair": one.second})
             return BatchItem(name, lambda llm, progress: llm.pool(prompt, pooling, progress, own))
 
         return self._run(given, names, item, *drawing)

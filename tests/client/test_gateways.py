@@ -55,10 +55,13 @@ async def test_the_load_counts_slots_that_are_taken_or_waited_for() -> None:
     [
         ({"dimensions": 0}, "dimensions must be from 1 to"),
         ({"dimensions": "2"}, "dimensions must be an integer, not '2'"),
-        ({"pooling": "cls"}, "pooling must be last or mean, not 'cls'"),
+        ({"pooling": "sum"}, "pooling must be last or .* or weighted_mean, not 'sum'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be from -1"),
         ({"truncation_side": "middle"}, "truncation_side must be left or right, not 'middle'"),
-        ({"normalize": False}, "normalize must be None or True, not False: embeddings have length 1"),
+        ({"normalize": 2}, "normalize must be None, True or False, not 2"),
+        ({"normalize": False, "use_activation": True}, "are one parameter"),
+        ({"task": "plugin"}, "task must be embed or .* or score, not 'plugin'"),
+        ({"prompt_name": 1}, "prompt_name must be a string, not int"),
     ],
 )
 def test_invalid_pooling_parameters_are_errors(fields: dict[str, object], words: str) -> None:

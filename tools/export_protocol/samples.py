@@ -59,6 +59,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
         addresses=["tcp://0.0.0.0:8001", "tcp://0.0.0.0:8002"],
         gateway=1,
         poolings=["last", "mean"],
+        tasks=["generate", "embed"],
         defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 512},
     ),
     "generate the best": generate(8, 1, prompt="x", n=2, best_of=4),
@@ -92,6 +93,7 @@ SAMPLES: dict[str, p.ClientMessage | p.ServerMessage] = {
     ),
     "generate what is predicted": generate(16, 1, prompt="x", prediction=p.Prediction("content", "the same")),
     "compute an embedding": generate(13, 0, prompt="x", pooling="mean", dimensions=2),
+    "score a pair": generate(14, 0, prompt="x", pair="y", task="score", use_activation=False),
     "generate from a chat with tools": generate(
         11,
         1,

@@ -69,6 +69,7 @@ const MESSAGES = {
     ["addresses", plain, []],
     ["gateway", plain, 0],
     ["poolings", plain, []],
+    ["tasks", plain, []],
   ],
   accepted: [
     ["request_id", u64],

@@ -1,4 +1,4 @@
-"""One open request for an embedding."""
+"""One open request for what the model's pooler makes: an embedding, or labels."""
 
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +11,7 @@ from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.prompts import CheckedPrompt
 from pipeline.client.inputs.request_options import RequestOptions
 from pipeline.client.inputs.sampling_params import SamplingParams
-from pipeline.client.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from pipeline.client.pooling_outputs import Floats, PoolingOutput, PoolingRequestOutput
 from pipeline.errors import ServerFailed, UserError
 
 ABORTED = "the request was aborted, or its time was up, before its embedding was computed"
@@ -40,11 +40,13 @@ class OpenEmbedding(OpenRequest):
         if self._stream is None:
             raise ServerFailed(ABORTED)
         async with self._as_user_errors():
-            vector = await self._stream.embedded()
-        if not vector.size:
+            numbers: Floats = await self._stream.embedded()
+        if not numbers.size:
             raise ServerFailed(ABORTED)
         cached = self._stream.num_cached_tokens or 0
-        return PoolingRequestOutput(self.name, PoolingOutput(vector), list(self.prompt_ids), num_cached_tokens=cached)
+        if (self._pooling.task or "").startswith("token_"):
+            numbers = numbers.reshape(len(self.prompt_ids), -1)
+        return PoolingRequestOutput(self.name, PoolingOutput(numbers), list(self.prompt_ids), num_cached_tokens=cached)
 
     def _opened(self) -> Stream:
         options = self._options._asdict()

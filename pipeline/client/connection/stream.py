@@ -21,7 +21,7 @@ from pipeline.client.connection.received import ReceivedOutput
 from pipeline.client.connection.wire import OutputDelta, error_of, output_of, packed, unpacked
 from pipeline.client.errors import ConnectionLost, RequestError
 from pipeline.client.logprobs import Logprob, logprobs_of, num_logprobs
-from pipeline.client.pooling_outputs import FloatVector
+from pipeline.client.pooling_outputs import Floats
 from pipeline.client.protocol.conversation import Conversation
 from pipeline.client.protocol.generation import GenerationFields
 from pipeline.client.protocol.sampling import SamplingFields
@@ -117,8 +117,8 @@ class Stream:
         if self._error is not None:
             raise self._error
 
-    async def embedded(self) -> FloatVector:
-        """Wait for the embedding: float32 [dimensions], of length 1 (L2). Raises the error of a request that failed."""
+    async def embedded(self) -> Floats:
+        """Wait for the result: float32, flat, as in `Finished.embedding`. Raises the error of a request that failed."""
         await self.closed()
         return np.frombuffer(self.embedding, "<f4").astype(np.float32)
 

@@ -112,7 +112,10 @@ def prompt_of(prompt: Any, where: str, info: ServerInfo) -> CheckedPrompt:
 
 
 def info_for(params: SamplingParams | PoolingParams, info: ServerInfo) -> ServerInfo:
-    """The limits for a prompt with these parameters: no maximum length if the server truncates the prompt."""
+    """The limits for a prompt with these parameters: no maximum length if the server truncates the prompt. Models that
+    don't generate text take one more token, because none follows."""
+    if isinstance(params, PoolingParams) and info.tasks and "generate" not in info.tasks:
+        info = msgspec.structs.replace(info, max_model_len=info.max_model_len + 1)
     return msgspec.structs.replace(info, max_model_len=sys.maxsize) if params.truncate_prompt_tokens else info
 
 

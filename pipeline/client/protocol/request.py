@@ -51,6 +51,15 @@ Pooling = Annotated[
         "for models that generate text."
     ),
 ]
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+"""vLLM's tasks that generate no text."""
+PromptName = Annotated[
+    str,
+    Meta(description="The prompt of the model's files that goes before each text, such as query or document."),
+]
+UseActivation = Annotated[
+    bool, Meta(description="false: logits in place of probabilities or scores; vectors are not normalized.")
+]
 NumLogprobs = Annotated[int, Meta(ge=0, description="Return log probabilities, with this many top logprobs.")]
 
 
@@ -129,6 +138,16 @@ class Request(RequestFields, kw_only=True, omit_defaults=True):
     logprobs: NumLogprobs | None = None
     pooling: Pooling | None = None
     dimensions: Dimensions | None = None
+    task: (
+        Annotated[
+            PoolingTask,
+            Meta(description="What the model's pooler makes of the prompt. With `pooling` alone it is embed."),
+        ]
+        | None
+    ) = None
+    pair: Annotated[str, Meta(description="With `task` and `prompt`: the second text of a pair.")] | None = None
+    prompt_name: PromptName | None = None
+    use_activation: UseActivation | None = None
 
     stream: ClassVar[None] = None
     """What the bodies over HTTP choose of the reply's form: nothing here. Each request streams."""

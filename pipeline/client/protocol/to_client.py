@@ -47,7 +47,14 @@ class Welcome(WireMessage, frozen=True, tag="welcome"):
         list[str],
         Meta(
             description="Which hidden states an embedding can be made of: last (the last token's), mean (the mean of "
-            "all). Empty if the server has no embeddings over ZeroMQ."
+            "all), and others. Empty if the server has no embeddings over ZeroMQ."
+        ),
+    ] = []
+    tasks: Annotated[
+        list[str],
+        Meta(
+            description="What the model can be asked for: generate, embed, token_embed, classify, token_classify, "
+            "score. Empty if the server is older than this field."
         ),
     ] = []
 
@@ -124,7 +131,11 @@ class Finished(WireMessage, frozen=True, tag="finished"):
     ] = []
     embedding: Annotated[
         bytes,
-        Meta(description="If `generate` has `pooling`: float32, little-endian; of length 1 (L2). Else empty."),
+        Meta(
+            description="If `generate` has `task` or `pooling`: float32, little-endian. An embedding, of length 1 (L2) "
+            "if it is normalized; or a number for each label; of tasks for tokens, those of each token, one after the "
+            "other. Else empty."
+        ),
     ] = b""
 
 

@@ -36,14 +36,7 @@ from pipeline.stages.gateway.parsing.prompt_fields import (
 Inputs = Annotated[str | list[str | Id | list[Id]], Meta(description="A text, texts, ids, or lists of ids.")]
 POOLINGS: tuple[str, ...] = get_args(get_args(Pooling)[0])
 """What `pooling` may be."""
-PromptName = Annotated[
-    str,
-    Meta(description="The prompt of the model's files that goes before each text, such as query or document."),
-]
 Normalize = Annotated[bool, Meta(description="Whether vectors have length 1; default what the model's files say.")]
-UseActivation = Annotated[
-    bool, Meta(description="false: logits in place of probabilities or scores; vectors are not normalized.")
-]
 
 
 class PoolingBody(msgspec.Struct, kw_only=True):

@@ -45,4 +45,5 @@ def welcome_of(
         addresses=addresses,
         gateway=gateway,
         poolings=list(POOLINGS) if "embed" in limits.tasks else [],
+        tasks=list(limits.tasks),
     )

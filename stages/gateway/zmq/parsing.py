@@ -12,14 +12,14 @@ from pipeline.http_server import request_ids
 from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
 from pipeline.stages.gateway.apis.openai.reply import CHAT, COMPLETION
+from pipeline.stages.gateway.apis.pooling.parsing import task_request
 from pipeline.stages.gateway.errors import ApiError, invalid, of_validation
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.build import check_num_messages, details_of, parsed_request_of
 from pipeline.stages.gateway.parsing.chat.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.pooling import embedding_request
+from pipeline.stages.gateway.parsing.pooling import prefix_of
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
 from pipeline.stages.gateway.parsing.token_detail_options import check_num_top
 
@@ -47,10 +47,11 @@ _received: MessageDecoder[list[bytes]] = MessageDecoder(list[bytes])
 def parse_generate(generate: ReceivedGenerate, limits: RequestLimits) -> ParsedRequest:
     """Check a request, with the rules and errors of HTTP. Raises ApiError."""
     request, received = _request_of(generate.request, limits.caps), _received_of(generate.received)
-    if request.pooling is not None:
-        return _embedding(generate, request, received, limits)
-    if request.dimensions is not None:
-        raise invalid("dimensions", "'dimensions' needs 'pooling', which requests an embedding", "invalid_value")
+    if request.task is not None or request.pooling is not None:
+        return _pooled(generate, request, received, limits)
+    for name in ("dimensions", "pair", "prompt_name", "use_activation"):
+        if getattr(request, name) is not None:
+            raise invalid(name, f"'{name}' needs 'task' or 'pooling'", "invalid_value")
     most = most_ids(request.truncate_prompt_tokens, limits.max_prompt_tokens)
     prompt_limits = msgspec.structs.replace(limits, max_prompt_tokens=most)
     # `logprob_token_ids` alone request logprobs, as in vLLM's SamplingParams.
@@ -81,21 +82,35 @@ def parse_generate(generate: ReceivedGenerate, limits: RequestLimits) -> ParsedR
     )
 
 
-def _embedding(
+def _pooled(
     generate: ReceivedGenerate, request: p.Request, received: list[bytes], limits: RequestLimits
 ) -> ParsedRequest:
-    """Check a request for an embedding. Raises ApiError."""
+    """Check a request for what the model's pooler makes. Raises ApiError."""
     if request.messages is not None:
-        raise invalid("prompt", "'pooling' needs a text or token ids as prompt, not a chat")
+        raise invalid("prompt", "'task' and 'pooling' need a text or token ids as prompt, not a chat")
     if received:
-        raise invalid("received", "'received' is not allowed with 'pooling': there is no output", "invalid_value")
-    return embedding_request(
+        raise invalid("received", "'received' is not allowed with 'task' or 'pooling'", "invalid_value")
+    if request.pooling is not None and request.task not in (None, "embed"):
+        raise invalid("pooling", f"'pooling' is not allowed with task = {request.task}", "invalid_value")
+
+    def prompts(most: int | None) -> list[m.Prompt]:
+        prompt = _prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))
+        if isinstance(prompt, m.TextPrompt):
+            prefix = prefix_of(limits, ("prompt_name", request.prompt_name)) if request.pair is None else ""
+            return [m.TextPrompt(prefix + prompt.text, request.pair)]
+        for name in ("pair", "prompt_name"):
+            if getattr(request, name) is not None:
+                raise invalid(name, f"'{name}' is not allowed with token ids as prompt", "invalid_value")
+        return [prompt]
+
+    return task_request(
         request,
-        EMBEDDINGS,
-        lambda most: [_prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))],
+        request.task or "embed",
+        prompts,
         "prompt",
         limits,
         request_id=request_ids.checked(generate.name, "name"),
+        pooling=request.pooling,
         timings=bool(request.timings),
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol.request import Dimensions, Pooling
+from pipeline.client.protocol.request import Dimensions, Pooling, PromptName, UseActivation
 from pipeline.http_server import request_ids
 from pipeline.stages.gateway.apis.embeddings.reply import EMBEDDINGS
 from pipeline.stages.gateway.errors import invalid
@@ -15,8 +15,6 @@ from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, Reques
 from pipeline.stages.gateway.parsing.pooling import (
     InputBody,
     Normalize,
-    PromptName,
-    UseActivation,
     embedding_request,
     inputs_of,
 )

@@ -5,10 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeline.client.protocol.request import Dimensions
-from pipeline.stages.gateway.parsing.pooling import InputBody, UseActivation
-
-PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+from pipeline.client.protocol.request import Dimensions, PoolingTask, UseActivation
+from pipeline.stages.gateway.parsing.pooling import InputBody
 
 
 class ClassifyBody(InputBody, kw_only=True):

@@ -18,7 +18,7 @@ from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.large_json import PackedBase64, PackedList, encode_large
-from pipeline.stages.gateway.replies.pooled import activated, numbers_of, vector_of, vectors_of
+from pipeline.stages.gateway.replies.pooled import Floats, activated, numbers_of, vector_of, vectors_of
 
 _encoder = msgspec.json.Encoder()
 
@@ -78,15 +78,17 @@ class PoolingDialect(Dialect):
 
     def _data(self, request: Request, sequence: SequenceOutput) -> Any:
         """The numbers for `encode_large`: those of a long text's tokens are millions."""
-        numbers = self._numbers(request, sequence)
+        numbers = self.numbers(request, sequence)
         if self.is_base64:
             return PackedBase64(numbers)
         return numbers.tolist() if numbers.ndim == 1 else PackedList(_encoder.encode(row.tolist()) for row in numbers)
 
-    def _numbers(self, request: Request, sequence: SequenceOutput) -> Any:
+    def numbers(self, request: Request, sequence: SequenceOutput) -> Floats:
+        """float32: a vector or logits, or a matrix with those of each token. Raises ApiError."""
         if (options := request.parsed.embedding) is not None:
             return vector_of(sequence, options) if self.width is None else vectors_of(sequence, options, self.width)
         logits = numbers_of(sequence)
         if self.width is not None:
             logits = logits.reshape(-1, self.width)
-        return activated(logits, self.activation).astype("<f4")
+        numbers: Floats = activated(logits, self.activation).astype("<f4")
+        return numbers

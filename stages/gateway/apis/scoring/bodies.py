@@ -5,7 +5,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pipeline.stages.gateway.parsing.pooling import PoolingBody, UseActivation
+from pipeline.client.protocol.request import UseActivation
+from pipeline.stages.gateway.parsing.pooling import PoolingBody
 
 Texts = Annotated[str | list[str], Meta(description="A text or texts.")]
 
