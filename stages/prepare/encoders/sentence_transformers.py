@@ -27,6 +27,8 @@ LENGTHS = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta", "distilbert", "camembert")
 )
 CONFIG = "config.json"
+WITH_CONFIG = ("Pooling", "Dense", "LogitScore")
+"""Modules whose folder has a config.json."""
 MAX_MODULES = 16
 MAX_PROMPTS = 256
 MAX_PROMPT_CHARS = 16_384
@@ -121,6 +123,13 @@ def extra_files(source: Path) -> list[str]:
     return [f"{folder}/{name}" for folder in folders for name in (CONFIG, SINGLE)]
 
 
+def configs(source: Path) -> list[str]:
+    """Of these, the files that the folder must have."""
+    if find(source, MODULES) is None:
+        return []
+    return [f"{module.path}/{CONFIG}" for module in _modules(source) if _kind(module) in WITH_CONFIG]
+
+
 def read(source: Path) -> Modules | None:
     """What the files of a folder say; None if it has no modules.json. Raises ModelError, naming the file and the
     field, if they are invalid or have a module that is not supported."""
@@ -144,8 +153,12 @@ def _modules(source: Path) -> list[_Module]:
     return modules
 
 
+def _kind(module: _Module) -> str:
+    return module.type.rpartition(".")[2]
+
+
 def _add(found: Modules, module: _Module, source: Path) -> None:
-    kind, path = module.type.rpartition(".")[2], source / MODULES
+    kind, path = _kind(module), source / MODULES
     name = f"{module.path}/{CONFIG}"
     match kind:
         case "Transformer":

@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
+from pipeline.stages.prepare.encoders.sentence_transformers import MODULES, configs, extra_files
 from pipeline.stages.prepare.files import require_inside, shown
 from pipeline.stages.prepare.progress import Progress, Report
 from pipeline.stages.prepare.sources.layout import INDEX, NAMED_TEMPLATES, READ_SUFFIXES, SINGLE, shards_of
@@ -127,6 +128,9 @@ def _wanted(source: HubSource, commit: str, names: Iterable[str]) -> list[str]:
         raise ModelError(f"{source} has no weights as *.safetensors{_others(top)}")
     read = [name for name in top if name.endswith(READ_SUFFIXES) and not name.endswith(".safetensors")]
     read += [name for name in NAMED_TEMPLATES if name in names]
+    if MODULES in top:
+        modules = Path(hf_hub_download(source.repo, MODULES, revision=commit))
+        read += [name for name in extra_files(modules.parent) if name in names]
     return [*read, *weights]
 
 
@@ -188,7 +192,15 @@ def _is_complete(folder: Path) -> bool:
     else:
         weights = list(folder.glob("*.safetensors")) or [folder / SINGLE]
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-    return has_tokenizer and all(path.is_file() for path in weights)
+    return has_tokenizer and all(path.is_file() for path in weights) and _has_modules(folder)
+
+
+def _has_modules(folder: Path) -> bool:
+    """Whether a snapshot has the configurations that its modules.json names, if it has that file."""
+    try:
+        return all((folder / name).is_file() for name in configs(folder))
+    except ModelError:
+        return True  # reported when it is read
 
 
 def _words(error: Exception, source: HubSource) -> tuple[str, bool]:

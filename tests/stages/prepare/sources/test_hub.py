@@ -118,6 +118,27 @@ def test_a_hub_model_is_fetched_once_and_served_from_the_hubs_cache(
     assert "fetching" not in machine.log
 
 
+def test_the_modules_of_sentence_transformers_are_fetched(
+    machine: Machine, hub: FakeHub, files: dict[str, bytes]
+) -> None:
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")]
+    for module, path in zip(modules, ("", "1_Pooling", "2_Normalize"), strict=True):
+        module["path"] = path
+    more = {
+        "modules.json": json.dumps(modules).encode(),
+        "1_Pooling/config.json": b'{"pooling_mode": "lasttoken"}',
+        "3_Other/config.json": b"{}",
+    }
+    hub.repos["org/tiny"] = Repo({COMMIT: {**files, **more}})
+    pooler = ModelConfig.load(machine.prepare("org/tiny")).pooler
+    assert pooler is not None and pooler.pooling == "last"
+    assert more.keys() & hub.fetched() == {"modules.json", "1_Pooling/config.json"}
+    # A copy without them, as of a version that read no modules, is completed.
+    (path,) = machine.home.glob("hf/hub/models--org--tiny/snapshots/*/1_Pooling/config.json")
+    path.unlink()
+    assert machine.prepare(f"org/tiny@{COMMIT}") and path.is_file()
+
+
 def test_one_file_of_weights_is_fetched_rather_than_the_shards_beside_it() -> None:
     """As transformers does."""
     from pipeline.stages.prepare.sources import hub  # imports huggingface_hub, which the other tests do elsewhere
