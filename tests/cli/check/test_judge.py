@@ -74,7 +74,7 @@ def test_a_rounded_program_may_lose_as_much_as_transformers_in_bfloat16() -> Non
 def test_vectors_of_a_model_without_texts_are_judged_by_their_own_size() -> None:
     """A vector twenty times as large may differ twenty times as much, and no other one."""
     vector = np.random.default_rng(0).standard_normal(100).astype(np.float32)
-    vectors = {(1,): vector, (2,): 20 * vector}
+    vectors: dict[tuple[int, ...], Any] = {(1,): vector, (2,): 20 * vector}
     for change, passes in (({(2,): 1e-3}, True), ({(1,): 5e-5}, True), ({(1,): 1e-3}, False), ({(2,): 1e-2}, False)):
         made = [ComputedCase("whole", ids, theirs + np.float32(change.get(ids, 0))) for ids, theirs in vectors.items()]
         ours = ProgramResults("any", True, made, {"whole": [[]]})

@@ -134,9 +134,9 @@ def test_the_modules_of_sentence_transformers_are_fetched(
     assert pooler is not None and pooler.pooling == "last"
     assert more.keys() & hub.fetched() == {"modules.json", "1_Pooling/config.json"}
     # A copy without them, as of a version that read no modules, is completed.
-    (path,) = machine.home.glob("hf/hub/models--org--tiny/snapshots/*/1_Pooling/config.json")
-    path.unlink()
-    assert machine.prepare(f"org/tiny@{COMMIT}") and path.is_file()
+    (config,) = machine.home.glob("hf/hub/models--org--tiny/snapshots/*/1_Pooling/config.json")
+    config.unlink()
+    assert machine.prepare(f"org/tiny@{COMMIT}") and config.is_file()
 
 
 def test_one_file_of_weights_is_fetched_rather_than_the_shards_beside_it() -> None:
