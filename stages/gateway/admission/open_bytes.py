@@ -278,17 +278,30 @@ def output_bytes(cost: OutputCost, sequence: "Output") -> int:
     return size + int(cost.token_output_bytes * len(sequence.token_outputs)) if sequence.token_outputs else size
 
 
-def most_bytes(parsed: ParsedRequest, hidden_size: int | None) -> tuple[int, float]:
+def most_bytes(parsed: ParsedRequest, hidden_size: int | None, max_model_len: int | None = None) -> tuple[int, float]:
     """The size of a measured request without output, and what one more output id of each of its sequences adds at
     most."""
     size = size_of(parsed).reply_bytes + sum(submitted_bytes(parsed, fixed_bytes(parsed.options)))
-    return size, len(parsed.prompts) * parsed.num_sequences * output_cost(parsed, hidden_size).most_id_bytes
+    num = len(parsed.prompts) * parsed.num_sequences
+    if parsed.options.pooling == m.Pooling.ALL:  # the one id of a prompt has a result for each of its tokens
+        num = sum(_most_tokens(parsed, index, max_model_len) for index in range(len(parsed.prompts)))
+    return size, num * output_cost(parsed, hidden_size).most_id_bytes
+
+
+def _most_tokens(parsed: ParsedRequest, index: int, max_model_len: int | None) -> int:
+    """The most tokens that a prompt can have. A token has at least a byte of a text."""
+    sized = size_of(parsed)
+    is_ids = isinstance(parsed.prompts[index], m.IdsPrompt)
+    most = sized.num_tokens[index] if is_ids else sized.prompts[index]
+    most = most if max_model_len is None else min(most, max_model_len)
+    truncate = parsed.prompt_options.truncate
+    return min(most, truncate) if truncate > 0 else most
 
 
 def bounded(parsed: ParsedRequest, max_bytes: int, hidden_size: int | None, max_model_len: int | None) -> ParsedRequest:
     """The measured request, if it fits into `max_bytes` when nothing else is open. A default `max_tokens` is lowered
     for that. Raises ApiError, 400."""
-    size, id_bytes = most_bytes(parsed, hidden_size)
+    size, id_bytes = most_bytes(parsed, hidden_size, max_model_len)
     max_tokens = parsed.options.max_tokens
     if max_tokens is None:
         if max_model_len is None or size + id_bytes * max_model_len <= max_bytes:
@@ -319,7 +332,10 @@ def _too_much(parsed: ParsedRequest, size: int, num_bytes: int, max_bytes: int) 
         fields.append(f"the number of prompts in {prompt_param}")
     if num_bytes > size:
         fields += ["n"] if parsed.num_sequences > 1 else []
-        fields += [] if parsed.is_pooled else [parsed.max_tokens_param]
+        if not parsed.is_pooled:
+            fields.append(parsed.max_tokens_param)
+        elif not fields:
+            fields.append(prompt_param)
         fields += [dialect.logprobs_field] if parsed.details.num_top else []
     param = fields[0] if size > max_bytes // 2 else parsed.max_tokens_param
     message = (

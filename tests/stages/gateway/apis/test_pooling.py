@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.runtime import messages as m
+from pipeline.stages.gateway.admission.open_bytes import bounded, measured
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_messages
 from pipeline.stages.gateway.apis.cohere.parsing import parse_embed
 from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
@@ -20,6 +21,7 @@ from pipeline.stages.gateway.apis.openai.parsing import parse_chat, parse_comple
 from pipeline.stages.gateway.apis.pooling import reply as pooling_reply
 from pipeline.stages.gateway.apis.pooling.parsing import parse_classify, parse_pooling
 from pipeline.stages.gateway.apis.scoring.parsing import parse_rerank, parse_score
+from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.replies import large_json
 from tests.stages.gateway.apis.poolers import (
     CLASSIFIER,
@@ -276,6 +278,21 @@ class TestPooling:
             found = np.frombuffer(base64.b64decode(found), "<f4").reshape(-1, 8)
         assert np.array_equal(np.asarray(found, "<f4"), vectors.astype("<f4"))
         assert 0 < max(sizes) <= 4 * large_json.BASE64_BYTES // 3
+
+    def test_what_the_vectors_of_tokens_may_take_is_bounded_before(self) -> None:
+        """A result is as many times larger as its prompt has tokens, which for a text are known only later."""
+        limits, max_bytes = limits_of(EMBEDDER), 100_000
+        for given, fits in (("a" * 2000, False), ("a" * 20, True), ([1] * 512, False), ([1] * 20, True)):
+            parsed = measured(read(parse_pooling, BODY | {"task": "token_embed", "input": given}, limits))
+            assert bounded(measured(read(parse_pooling, BODY | {"input": given}, limits)), max_bytes, 8, 512)
+            if fits:
+                assert bounded(parsed, max_bytes, 8, 512)
+                continue
+            with pytest.raises(ApiError, match="lower input") as error:
+                bounded(parsed, max_bytes, 8, 512)
+            assert error.value.param == "input"
+            cut = msgspec.structs.replace(parsed.prompt_options, truncate=8)
+            assert bounded(msgspec.structs.replace(parsed, prompt_options=cut), max_bytes, 8, 512)
 
     def test_each_token_has_labels(self, tmp_path: Path) -> None:
         with gate_of(tmp_path, TAGGER) as gate:
