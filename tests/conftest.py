@@ -43,7 +43,7 @@ hypothesis.settings.register_profile("without deadline", deadline=None, max_exam
 hypothesis.settings.load_profile("without deadline")
 
 # Each of httpx's clients would read the system's certificates, 25 ms of CPU time.
-httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 ALONE = (
     # Limits of wall-clock or CPU time.
