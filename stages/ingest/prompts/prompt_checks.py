@@ -38,7 +38,7 @@ class PromptChecks:
         self.most_pooled = max_model_len - generates
         """The most ids of an input that is pooled."""
         self._room_of_input = (
-            "an embedding's input may have one less" if generates else "'truncate_prompt_tokens': -1 cuts it"
+            "an embedding's input may have one less" if generates else "truncate_prompt_tokens = -1 cuts it"
         )
 
     def check_known(self, ids: Sequence[int] | Ids, param: str) -> None:

@@ -111,7 +111,7 @@ class TestPromptProcessor:
             processor_of(generates=True).max_tokens(ids, submit)
 
     def test_a_longer_one_is_refused_unless_it_may_be_cut(self) -> None:
-        with pytest.raises(RequestRejected, match=r"maximum context length is 8 .* has 9: 'truncate_prompt_tokens'"):
+        with pytest.raises(RequestRejected, match=r"maximum context length is 8 .* has 9: truncate_prompt_tokens"):
             processor_of().encode_pooled(submit_of("a b c d e f g"))
         cut = processor_of().encode_pooled(submit_of("a b c d e f g", truncate=-1, truncates_right=True))
         assert cut.ids.tolist() == [1, 3, 4, 5, 6, 7, 8, 2]
