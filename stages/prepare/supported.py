@@ -35,5 +35,10 @@ def models_of(name: Architecture) -> str:
 
 def gguf_of(name: Architecture) -> str:
     """The names of an architecture in .gguf files; empty if such files are not supported."""
-    names = [gguf for gguf, one in GGUF_ARCHITECTURES.items() if (one.model_type or gguf) == name]
+    is_causal = HF_ARCHITECTURES[name].always.get("causal", True)
+    names = [
+        gguf
+        for gguf, one in GGUF_ARCHITECTURES.items()
+        if (one.model_type or gguf) == name and one.always.get("causal", True) == is_causal
+    ]
     return ", ".join(names) or WRITTEN_AS.get(name, "")

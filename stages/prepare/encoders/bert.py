@@ -125,7 +125,7 @@ def _roberta_like(class_name: str, models: str = "") -> HfArchitecture:
 ARCHITECTURES: dict[Architecture, HfArchitecture] = {
     "bert": HfArchitecture(
         class_name="BertModel",
-        models="BERT, MiniLM, BGE, E5, Arctic",
+        models="BERT, MiniLM, BGE, E5",
         keys=KEYS,
         defaults=DEFAULTS,
         always=BERT,

@@ -144,7 +144,7 @@ def test_tokens_beyond_the_vocabulary_are_rejected(source: Path) -> None:
         prepared(source)
 
 
-@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
+@pytest.mark.parametrize("decoder", [None, {"type": "BPEDecoder", "suffix": "</w>"}])
 def test_a_decoder_that_needs_whole_texts_is_refused_before_any_stage_starts(source: Path, decoder: Any) -> None:
     parts = json.loads((source / "tokenizer.json").read_text())
     (source / "tokenizer.json").write_text(json.dumps({**parts, "decoder": decoder}))
