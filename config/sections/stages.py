@@ -22,9 +22,8 @@ class IngestSettings(Frozen, frozen=True):
 PolicyName = Literal["fcfs", "priority", "longest-prefix-match"]
 
 
-ENCODER_STEP_TOKENS = 2048
-"""Texts of an encoder are computed whole and no client waits for a next token, so larger steps than a decoder's only
-delay those that come meanwhile."""
+ENCODER_STEP_TOKENS = 512
+"""Larger steps gain nothing (docs/performance.md), and texts that come meanwhile wait for the whole step."""
 
 
 class ScheduleSettings(Frozen, frozen=True):

@@ -157,7 +157,7 @@ def test_steps_of_prompts_alone_are_longer_with_float_weights_on_amx(
 
 @pytest.mark.parametrize(
     ("max_position", "max_model_len", "set_to", "expected"),
-    [(512, 0, 0, 2048), (8192, 0, 0, 8192), (8192, 4096, 0, 4096), (512, 0, 5000, 5000)],
+    [(300, 0, 0, 512), (8192, 0, 0, 8192), (8192, 4096, 0, 4096), (512, 0, 5000, 5000)],
 )
 def test_a_step_of_an_encoder_has_room_for_its_longest_text(
     tiny: Path, max_position: int, max_model_len: int, set_to: int, expected: int

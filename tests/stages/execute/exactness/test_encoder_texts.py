@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.config.sections.stages import ENCODER_STEP_TOKENS
 from pipeline.kernels.step_inputs import block_bytes
 from pipeline.runtime.messages import Pooling
 from pipeline.runtime.model import kv_groups
@@ -112,8 +113,9 @@ def test_back_ends_agree(folders: dict[str, Path]) -> None:
 def test_an_encoder_reserves_what_its_steps_can_use(folders: dict[str, Path]) -> None:
     config = ModelConfig.load(folders["gpt2"])
     size = block_bytes(1, config.num_kv_heads, config.head_dim, 2)
-    most = kv.MAX_STEPS * (2048 // 16 + 16)
+    most = kv.MAX_STEPS * (ENCODER_STEP_TOKENS // 16 + 16)
     runner = make_runner(folders["gpt2"], size, most)
+    assert runner.facts.max_num_prefill_tokens == ENCODER_STEP_TOKENS
     runner.close()
     with pytest.raises(AssertionError):  # it has no more with more memory
         make_runner(folders["gpt2"], size, most + 50)
