@@ -96,6 +96,10 @@ class Dialect(ABC):
     def whole(self, request: "Request") -> bytes:
         """The response body of a finished request. Raises ApiError if there is none."""
 
+    def result(self, request: "Request") -> bytes:
+        """The pooler's numbers for a client over ZeroMQ, float32; empty if none were asked for. Raises ApiError."""
+        return b""
+
     def events(self, request: "Request") -> ReplyEvents:
         """The events of a streamed response."""
         raise NotImplementedError(f"{type(self).__name__} has no streams")

@@ -54,6 +54,7 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/weights/weight_file.py": "open",
     },
     "Of something that is no file.": {
+        "stages/ingest/prompts/pooled_text.py": "truncate",
         "stages/ingest/prompts/prompt_processor.py": "truncate",
     },
     "In a folder that tempfile has made for this process, with mode 0700.": {
@@ -89,6 +90,8 @@ REASONS: dict[str, dict[str, str]] = {
     "A tool of developers: in the clone, or in a folder that its user has made for it.": {
         "kernels/triton/gemm/tuned.py": "mkdir write_text",
         "tools/check_words.py": "write_text",
+        "tools/compare_encoders/__main__.py": "write_text*2",
+        "tools/compare_encoders/engines.py": "mkdir touch write_bytes write_text",
         "tools/compare_peers/children.py": "mkdir open",
         "tools/compare_peers/llama_cpp.py": "extractall rename rmtree*3 write_bytes write_text",
         "tools/compare_peers/measure.py": "mkdir unlink",

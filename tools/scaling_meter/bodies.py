@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import inspect as types
@@ -13,6 +13,7 @@ from pipeline.http_server.apis.openai import error_json
 from pipeline.http_server.bodies.abort_body import AbortBody
 from pipeline.http_server.bodies.json_depth import check_depth
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
+from pipeline.runtime.model.pooler import Classifier, Pooler, Task
 from pipeline.stages.gateway.admin.adapters import load_bodies, unload_bodies
 from pipeline.stages.gateway.apis.anthropic.parsing import parse_count_tokens, parse_messages
 from pipeline.stages.gateway.apis.cohere.parsing import parse_embed
@@ -48,6 +49,8 @@ LIMITS = RequestLimits(
     max_prompt_tokens=131072,
     vocab_size=150_000,
     hidden_size=8,
+    tasks=get_args(Task),
+    pooler=Pooler(pooling="cls", width=2, classifier=Classifier(labels=["a", "b"], activation="softmax")),
     formats=ChatFormats.of(
         "{{ tools }}",
         ChatSettings(tool_call_parser="qwen3_coder", reasoning_parser="qwen3"),

@@ -15,7 +15,6 @@ from pipeline.runtime.process import suspension
 from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
-from pipeline.stages.gateway.apis.pooling.reply import PoolingDialect
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
@@ -254,16 +253,13 @@ class ZmqStream:
         """Raises ApiError if a result of the pooler was requested, and there is none."""
         request = self.request
         timings = json_of(request) if request.parsed.timings and not self._is_aborted else None
-        dialect, numbers = request.parsed.dialect, b""
-        if isinstance(dialect, PoolingDialect):
-            numbers = dialect.numbers(request, request.sequences[0]).tobytes()
         return p.Finished(
             self.request_id,
             request.num_prompt_tokens,
             request.num_output_tokens,
             timings,
             request.prompt_requests[0].nums_cached,
-            numbers,
+            request.parsed.dialect.result(request),
         )
 
 

@@ -76,6 +76,9 @@ class PoolingDialect(Dialect):
             )
         )
 
+    def result(self, request: Request) -> bytes:
+        return self.numbers(request, request.sequences[0]).tobytes()
+
     def _data(self, request: Request, sequence: SequenceOutput) -> Any:
         """The numbers for `encode_large`: those of a long text's tokens are millions."""
         numbers = self.numbers(request, sequence)
