@@ -138,7 +138,8 @@ class Runner(ABC):
     def start(self) -> None:
         """All stages are ready: start the process that computes masks, so that the first row that needs one does not
         wait for it. Before, it would have taken a core from their start."""
-        self.masks.start()
+        if self.facts.generates:
+            self.masks.start()
 
     def preload_adapters(self, adapter_ids: list[str]) -> None:
         """Read these LoRA adapters beside the steps, as far as there is room."""

@@ -90,6 +90,11 @@ def test_nothing_is_kept_of_texts(server: Server) -> None:
     assert health["kv_blocks"]["free"] == health["kv_blocks"]["total"], "blocks were scratch"
 
 
+def test_the_executor_has_no_process_for_grammars(server: Server) -> None:
+    server.look()
+    assert server.stage("execute").children() == []
+
+
 def test_generation_is_refused_and_names_the_tasks(server: Server) -> None:
     with pytest.raises(HTTPError) as error:
         post(server, "/v1/completions", prompt="Hello", max_tokens=4)
