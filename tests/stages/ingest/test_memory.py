@@ -37,8 +37,8 @@ def test_memory_is_given_back_after_a_long_prompt(
 
 
 def test_trimming_gives_freed_memory_back() -> None:
-    """Without it, a thread's heap keeps what the tokenizer has freed. Measured in a process of its own: what other tests
-    have left in a heap decides how much a trim gives back."""
+    """Without it, a thread's heap keeps what the tokenizer has freed. Measured in a process of its own: what other
+    tests have left in a heap decides how much a trim gives back."""
     command = [sys.executable, "-c", f"from {__name__} import print_sizes; print_sizes()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     kept, trimmed = map(int, done.stdout.split())
