@@ -68,16 +68,17 @@ def build(
     about_s: int = 20,
     timeout_s: float = COMPILE_TIMEOUT_S,
     quick: bool = False,
+    niceness: int = 0,
 ) -> Path:
     """A shared library of `source` for an ISA, compiled if it is not in the cache. It can be loaded with
     library_file.load.
 
     `source` may include the .h files beside it. `cache_root` is the folder that holds all that the user's cache has, by
-    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those
-    of their instructions that this CPU lacks, and run here. `what` and `about_s` tell the user what is compiled and
-    how long it may take, and the compiler is ended after `timeout_s`. Of several processes one compiles and the others
-    wait for it. With `quick`, it is the optimized library if that is in the cache, else one that takes two thirds of
-    the time to compile and computes the same bits, up to 1.5 times as long.
+    default $XDG_CACHE_HOME/pipeline or ~/.cache/pipeline. With `emulate`, amx and avx512_bf16 do without those of their
+    instructions that this CPU lacks, and run here. `what` and `about_s` tell the user what is compiled and how long it
+    may take, and the compiler, which is by `niceness` nicer than this process, is ended after `timeout_s`. Of several
+    processes one compiles and the others wait for it. With `quick`, it is the optimized library if that is in the
+    cache, else one that takes two thirds of the time to compile and computes the same bits, up to 1.5 times as long.
 
     Raises NoCompiler or CompileError, or another BuildError where the cache can't be written or its lock is not to be
     had, and ValueError for `emulate` with an ISA that has nothing to emulate.
@@ -107,7 +108,7 @@ def build(
             once = "quickly, and better for the next start" if quick else "once"
             say(f"compiling {what} ({isa}{', emulated' if emulate else ''}), {once}: about {about_s} s")
             start = time.monotonic()
-            _compile(compiler, options, source, isa, path, timeout_s, _Progress(what, say))
+            _compile(compiler, options, source, isa, path, timeout_s, niceness, _Progress(what, say))
             say(f"compiled {what} in {time.monotonic() - start:.1f} s")
             _remove_oldest(opened)
     except NotOwn as error:
@@ -190,6 +191,7 @@ def _compile(
     isa: Isa,
     library: Path,
     timeout_s: float,
+    niceness: int,
     progress: Callable[[], None],
 ) -> None:
     """Compile `library` atomically. The compiler's output, if any, goes to a .log file beside it."""
@@ -198,7 +200,7 @@ def _compile(
     try:
         made = partial / "library.so"
         command = (compiler.command[0], *options, str(source.absolute()), "-o", made.name)
-        guarded = (sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command)
+        guarded = (sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(niceness), *command)
         code, said = run(guarded if sys.executable else command, timeout_s, partial, progress)
         _write_log(log, said)
         failed = f"{compiler.command[0]} could not compile {source.name} for {isa}: "

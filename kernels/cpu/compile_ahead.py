@@ -1,7 +1,7 @@
 """Compiles the kernels for this machine before they are needed:  python -m pipeline.kernels.cpu.compile_ahead
 
-By default the quick library, as while packages are downloaded; with `--optimized CACHE_ROOT ISA` the other one, at the
-lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the process that
+By default the quick library, as while packages are downloaded; with `--optimized CACHE_ROOT ISA` the other one, its
+compiler at the lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the process that
 started it. If it fails, the server compiles, and reports what is wrong.
 """
 
@@ -50,13 +50,11 @@ def start(isa: str, cache_root: Path | None) -> "subprocess.Popen[bytes] | None"
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End what `start` has started, and give it a moment to remove what is incomplete."""
+    """End what `start` has started, and give it a moment to remove what is incomplete. On a machine too busy for that,
+    it goes on with it alone: a killed one would leave it."""
     process.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def main(args: list[str]) -> None:
@@ -73,19 +71,19 @@ def main(args: list[str]) -> None:
 
     isa: Isa
     root: Path | None = None
-    timeout_s = COMPILE_TIMEOUT_S
+    timeout_s, niceness = COMPILE_TIMEOUT_S, 0
     is_quick = args[:1] != ["--optimized"]
     if is_quick:
         isa = available()[0]
     else:
         root, isa = Path(args[1]) if args[1] else None, args[2]  # type: ignore[assignment]
         timeout_s = OPTIMIZED_TIMEOUT_S
-        with contextlib.suppress(OSError):
-            os.nice(19)
+        niceness = 19
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(FIRST_TO_END)
     with contextlib.suppress(BuildError, OSError, KeyboardInterrupt):
-        build(isa, partial(print, flush=True), cache_root=root, quick=is_quick, timeout_s=timeout_s)
+        say = partial(print, flush=True)
+        build(isa, say, cache_root=root, quick=is_quick, timeout_s=timeout_s, niceness=niceness)
 
 
 def _interrupted(*_: object) -> NoReturn:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.kernels.cpu import build
@@ -83,11 +84,21 @@ def test_a_server_that_stops_while_kernels_compile_leaves_nothing_incomplete(
         is_first = fast != " -O1 "
         server.wait_for_line(r"quickly, and better for the next start" if is_first else r"ready on http", 120)
         eventually(lambda: any((cache / "kernels").glob(".partial-*")))
+        eventually(lambda: nice_of(server, "sleep") == [os.nice(0) if is_first else 19])
+        # On a busy machine, one at the compiler's priority would not get to remove what is incomplete.
+        assert nice_of(server, "guard.py") == [os.nice(0)]
+        assert nice_of(server, "--optimized") == ([] if is_first else [os.nice(0)])
         assert server.stop(signal.SIGINT) == (128 + signal.SIGINT if is_first else 0)
         eventually(lambda: not any((cache / "kernels").glob(".*")))
         assert not server.leftovers()
         assert "Traceback" not in server.log()
     shutil.rmtree(cache)
+
+
+def nice_of(server: Server, word: str) -> list[int]:
+    """The priorities of a server's processes that have a word that ends like this."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    return [one.nice() for one in processes if any(part.endswith(word) for part in one.cmdline())]
 
 
 def test_a_server_that_stops_while_it_downloads_leaves_nothing_incomplete(tmp_path: Path) -> None:
