@@ -18,7 +18,7 @@ EXIT_CANT_RUN = 127
 
 def main(parent: int, niceness: int, command: list[str]) -> NoReturn:
     """Run `command` while the process `parent`, which started this one, lives. Only the command gets the lower
-    priority: at a low one, nobody would end it in time on a busy machine."""
+    priority: with it, this process would end the command too late on a busy machine."""
     signal.signal(signal.SIGTERM, _end_all)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
