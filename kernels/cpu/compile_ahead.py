@@ -1,8 +1,8 @@
 """Compiles the kernels for this machine before they are needed:  python -m pipeline.kernels.cpu.compile_ahead
 
 By default the quick library, as while packages are downloaded; with `--optimized CACHE_ROOT ISA` the other one, its
-compiler at the lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the process that
-started it. If it fails, the server compiles, and reports what is wrong.
+compiler at the lowest priority, for the next server. It needs nothing but Python and a compiler, and it ends with the
+process that started it. If it fails, the server compiles, and reports what is wrong.
 """
 
 import contextlib
