@@ -87,6 +87,16 @@ class ScheduleSettings(Frozen, frozen=True):
             "chunks are shortened to fit, to 16 tokens at least. 0 is unlimited.",
         ),
     ] = 0.0
+    prompt_max_slowdown: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Maximum duration of a step with parts of prompts, as a multiple of its duration without them, "
+            "predicted from earlier steps. Where few sequences decode and many prompts wait, the prompts get "
+            "their share of the time by number, if that is more. 0 is unlimited.",
+        ),
+    ] = 2.5
     long_prompt_tokens: Annotated[
         int,
         Meta(

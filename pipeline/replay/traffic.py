@@ -69,6 +69,7 @@ class ReplicaProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=16, le=2**20)] = 2048
     max_num_prefill_tokens: Annotated[int, Meta(ge=0, le=2**20)] = 0
     long_prompt_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    prompt_max_slowdown: Annotated[float, Meta(ge=0)] = 0.0
     long_prompt_max_slowdown: Annotated[float, Meta(ge=1)] = 2.0
     max_step_ms: Annotated[float, Meta(ge=0)] = 0.0
     max_open_sequences: Annotated[int, Meta(ge=1)] = 1024

@@ -59,6 +59,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Bound of a step's predicted time while any row decodes."""
     long_prompt_tokens: int = MAX_TOKENS
     """Prompts with more tokens to compute are long."""
+    prompt_max_slowdown: float = UNLIMITED
+    """Bound of a step with parts of prompts, relative to the step without them."""
     long_prompt_max_slowdown: float = UNLIMITED
     """Bound of a step with a part of a long prompt, relative to the step without it."""
     hidden_size: int = 0
@@ -154,6 +156,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             preemption=settings.preemption,
             max_step_s=settings.max_step_ms / 1000 or UNLIMITED,
             long_prompt_tokens=settings.long_prompt_tokens or MAX_TOKENS,
+            prompt_max_slowdown=settings.prompt_max_slowdown or UNLIMITED,
             long_prompt_max_slowdown=settings.long_prompt_max_slowdown,
             hidden_size=facts.hidden_size,
             kv_groups=tuple(facts.kv_groups) or (FULL,),

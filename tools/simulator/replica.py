@@ -120,6 +120,7 @@ class FastReplica:
         self._limits = BudgetLimits(
             profile.max_num_batched_tokens,
             profile.max_step_ms / 1000 or UNLIMITED,
+            profile.prompt_max_slowdown or UNLIMITED,
             profile.long_prompt_max_slowdown,
             max(profile.max_num_batched_tokens, profile.max_num_prefill_tokens),
         )
@@ -176,7 +177,8 @@ class FastReplica:
             self._preempt_last()
         num = len(self._decoding)
         if self._prefilling or self._waiting[0] or self._waiting[1]:
-            budget = StepBudget(self._limits, self._costs, num, self._context)
+            num_prompts = len(self._prefilling) + sum(map(len, self._waiting))
+            budget = StepBudget(self._limits, self._costs, num, self._context, num_prompts)
             self._grant(budget)
             if (shape := budget.shape).num_chunk_tokens:
                 self._num_steps = 0

@@ -48,6 +48,7 @@ def config_of(profile: ReplicaProfile) -> SchedulerConfig:
         block_size=profile.block_size,
         max_step_s=profile.max_step_ms / 1000 or UNLIMITED,
         long_prompt_tokens=profile.long_prompt_tokens or MAX_TOKENS,
+        prompt_max_slowdown=profile.prompt_max_slowdown or UNLIMITED,
         long_prompt_max_slowdown=profile.long_prompt_max_slowdown,
     )
 

@@ -4,7 +4,11 @@ Decoding rows come first and are never held back. The rest goes to prompts, in c
 
     tokens    at most `max_num_batched_tokens` in total, or `max_num_prefill_tokens` while none decodes
     time      while others decode, the step should take at most `max_step_s`
-    slowdown  while others decode, a part of a long prompt makes a step at most `max_slowdown` times as long
+    slowdown  while others decode, parts of prompts make a step at most `max_slowdown` times as long, and parts of long
+              prompts `long_max_slowdown` times
+
+Sequences whose prompts are not computed get at least the share of a step's time that they have of the open sequences,
+however much that slows the step: the first one that decodes must not hold back the many that arrived with it.
 
 The time bounds never cut a chunk below MIN_CHUNK tokens, so prompts progress on a machine of any speed.
 
@@ -45,6 +49,7 @@ class BudgetLimits(msgspec.Struct, frozen=True):
     tokens: int
     step_s: float = UNLIMITED
     max_slowdown: float = UNLIMITED
+    long_max_slowdown: float = UNLIMITED
     prefill_tokens: int = 0
     """Of a step in which no row decodes; at least `tokens`, or 0 for as many."""
 
@@ -52,7 +57,10 @@ class BudgetLimits(msgspec.Struct, frozen=True):
 class StepBudget:
     """What is left of one step's budget. `shape` is what was granted."""
 
-    def __init__(self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int) -> None:
+    def __init__(
+        self, limits: BudgetLimits, cost_model: StepCostModel, num_decodes: int, context: int, num_prompts: int = 1
+    ) -> None:
+        """`num_prompts` sequences wait for their first token."""
         self.shape = StepCostInputs(num_decodes, context)
         self.tokens = limits.tokens - num_decodes if num_decodes else limits.prefill_tokens or limits.tokens
         self._cost_model = cost_model
@@ -60,11 +68,13 @@ class StepBudget:
         self._long_rank = UNLIMITED
         self._base_s = 0.0
         self._left_s = self._long_left_s = UNLIMITED
-        self._is_timed = num_decodes > 0 and cost_model.is_known and min(limits.step_s, limits.max_slowdown) < UNLIMITED
+        least = min(limits.step_s, limits.max_slowdown, limits.long_max_slowdown)
+        self._is_timed = num_decodes > 0 and cost_model.is_known and least < UNLIMITED
         if self._is_timed:
             self._base_s = cost_model.predict(num_decodes, context, 0, 0.0)
-            self._left_s = limits.step_s - self._base_s
-            self._long_left_s = self._base_s * (limits.max_slowdown - 1)
+            slowdown = max(limits.max_slowdown, 1 + num_prompts / num_decodes)
+            self._left_s = min(limits.step_s - self._base_s, self._base_s * (slowdown - 1))
+            self._long_left_s = self._base_s * (limits.long_max_slowdown - 1)
 
     def hold_for_long(self, rank: int) -> None:
         """Reserve a chunk for the first deferred long prompt, and let no other long prompt of its rank or a higher one

@@ -140,6 +140,7 @@ def profile_of(scheduler: Scheduler, gateway: GatewaySettings) -> ReplicaProfile
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_prefill_tokens=config.max_num_prefill_tokens,
         long_prompt_tokens=0 if config.long_prompt_tokens == MAX_TOKENS else config.long_prompt_tokens,
+        prompt_max_slowdown=0.0 if config.prompt_max_slowdown == UNLIMITED else config.prompt_max_slowdown,
         long_prompt_max_slowdown=config.long_prompt_max_slowdown,
         max_step_ms=0.0 if config.max_step_s == UNLIMITED else 1000 * config.max_step_s,
         max_open_sequences=gateway.max_open_sequences,

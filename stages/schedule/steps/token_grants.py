@@ -23,6 +23,7 @@ class TokenGrants:
         self._limits = BudgetLimits(
             config.max_num_batched_tokens,
             config.max_step_s,
+            config.prompt_max_slowdown,
             config.long_prompt_max_slowdown,
             max(config.max_num_batched_tokens, config.max_num_prefill_tokens),
         )
@@ -50,7 +51,8 @@ class TokenGrants:
         lifecycle = self._lifecycle
         needs_context = len(prompts) > 0 or len(deferred) > 0 or lifecycle.waiting or lifecycle.swapped or learns
         context = int((total * counts).sum()) if needs_context else 0
-        budget = StepBudget(self._limits, self._cost_model, num_decodes, context)
+        num_prompts = len(prompts) + len(deferred) + len(lifecycle.waiting)
+        budget = StepBudget(self._limits, self._cost_model, num_decodes, context, num_prompts)
         if len(deferred) and len(longs := deferred[self._rows.is_long[deferred]]):
             budget.hold_for_long(int(self._rows.priority_key[longs[0]]))
         if len(prompts):

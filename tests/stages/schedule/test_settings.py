@@ -1,6 +1,6 @@
 """Each key of [schedule] changes the stage's behaviour, tested through its messages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConf
 from tests.fakes import FakeExecutor
 from tests.rig import Rig, raw
 
+NO_SLOWDOWN_LIMITS = {"prompt_max_slowdown": 0.0, "long_prompt_tokens": 0}
 FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
 
 
@@ -97,6 +98,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         kv_offload=False,
         max_step_ms=125.0,
         long_prompt_tokens=300,
+        prompt_max_slowdown=4.5,
         long_prompt_max_slowdown=3.5,
     )
     facts = m.ExecuteFacts(
@@ -134,6 +136,7 @@ def test_every_limit_comes_from_the_settings() -> None:
         "preemption": "swap",
         "max_step_s": 0.125,
         "long_prompt_tokens": 300,
+        "prompt_max_slowdown": 4.5,
         "long_prompt_max_slowdown": 3.5,
         "hidden_size": 48,
         "kv_groups": (KVGroup(), KVGroup(9)),
@@ -248,7 +251,7 @@ def test_kv_offload_copies_full_blocks_to_swap_space(kv_offload: bool) -> None:
 @pytest.mark.parametrize(("max_step_ms", "num_tokens"), [(0.0, 255), (40.0, 38), (80.0, 78)])
 def test_max_step_ms_limits_chunks_next_to_a_decoding_sequence(max_step_ms: float, num_tokens: int) -> None:
     """Without the prompt a step takes 2 ms, and each of its tokens one more; with 0 only the token limit applies."""
-    with around(max_step_ms=max_step_ms, max_num_batched_tokens=256, long_prompt_tokens=0) as stage:
+    with around(max_step_ms=max_step_ms, max_num_batched_tokens=256, **NO_SLOWDOWN_LIMITS) as stage:
         stage.learn()
         stage.admit(2, range(2000, 2600))
         assert stage.largest_chunk(2) == pytest.approx(num_tokens, rel=0.25)
@@ -256,17 +259,25 @@ def test_max_step_ms_limits_chunks_next_to_a_decoding_sequence(max_step_ms: floa
 
 @pytest.mark.parametrize(("long_prompt_tokens", "is_held_back"), [(0, False), (599, True), (600, False)])
 def test_long_prompt_tokens_sets_which_prompts_are_long(long_prompt_tokens: int, is_held_back: bool) -> None:
-    with around(long_prompt_tokens=long_prompt_tokens, max_num_batched_tokens=256) as stage:
+    with around(prompt_max_slowdown=0.0, long_prompt_tokens=long_prompt_tokens, max_num_batched_tokens=256) as stage:
         stage.learn()
         stage.admit(2, range(2000, 2600))
         assert (stage.largest_chunk(2) < 100) == is_held_back
 
 
-def test_long_prompt_max_slowdown_limits_the_slowdown_by_a_long_prompt() -> None:
+@pytest.mark.parametrize(
+    "limited",
+    [
+        lambda limit: {"prompt_max_slowdown": limit, "long_prompt_tokens": 0},
+        lambda limit: {"prompt_max_slowdown": 0.0, "long_prompt_tokens": 100, "long_prompt_max_slowdown": limit},
+    ],
+    ids=["prompt_max_slowdown", "long_prompt_max_slowdown"],
+)
+def test_prompts_slow_down_a_step_by_at_most_the_limit(limited: Callable[[float], dict[str, float]]) -> None:
     """Without the prompt a step takes 2 ms: 60 times that is 118 more tokens, 20 times 38."""
     chunks = []
-    for stretch in (20.0, 60.0):
-        with around(long_prompt_tokens=100, long_prompt_max_slowdown=stretch, max_num_batched_tokens=256) as stage:
+    for limit in (20.0, 60.0):
+        with around(max_num_batched_tokens=256, **limited(limit)) as stage:
             stage.learn()
             stage.admit(2, range(2000, 2600))
             chunks.append(stage.largest_chunk(2))

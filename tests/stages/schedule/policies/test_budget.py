@@ -72,7 +72,7 @@ def test_a_time_budget_limits_prompts_next_to_decoding_rows(cost_model: StepCost
 
 
 def test_without_decoding_rows_time_is_unlimited(cost_model: StepCostModel) -> None:
-    budget = StepBudget(BudgetLimits(1000, step_s=0.050, max_slowdown=1.1), cost_model, 0, 0)
+    budget = StepBudget(BudgetLimits(1000, step_s=0.050, max_slowdown=1.1, long_max_slowdown=1.1), cost_model, 0, 0)
     assert budget.chunk(0, 5000, True) == 1000
 
 
@@ -86,14 +86,33 @@ def test_the_first_prompt_progresses_with_any_time_budget(cost_model: StepCostMo
     assert budget.chunk(0, 500, False) == 0
 
 
-def test_the_slowdown_limit_applies_only_to_long_prompts(cost_model: StepCostModel) -> None:
+def test_a_slowdown_limit_applies_to_all_prompts(cost_model: StepCostModel) -> None:
     limits = BudgetLimits(1000, max_slowdown=3.0)
+    for is_long in (False, True):
+        budget = StepBudget(limits, cost_model, 20, 2000)
+        assert budget.chunk(0, 500, is_long) == pytest.approx(42, abs=4)
+        assert not budget.has_room(False)
+
+
+def test_prompts_get_their_share_of_the_open_sequences(cost_model: StepCostModel) -> None:
+    """However little the limit leaves them, or the first that decodes would hold back those that came with it."""
+    alone_s = cost_model.predict(2, 200, 0, 0)
+    for num_prompts, slowdown in ((1, 2.0), (4, 3.0), (18, 10.0)):
+        budget = StepBudget(BudgetLimits(1000, max_slowdown=2.0), cost_model, 2, 200, num_prompts)
+        count = budget.chunk(0, 500, False)
+        assert (
+            alone_s + cost_model.prefill_s(0, count) == pytest.approx(slowdown * alone_s, rel=0.2) or count == MIN_CHUNK
+        )
+
+
+def test_the_limit_of_long_prompts_applies_only_to_them(cost_model: StepCostModel) -> None:
+    limits = BudgetLimits(1000, long_max_slowdown=3.0)
     assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, False) == 500
     assert StepBudget(limits, cost_model, 20, 2000).chunk(0, 500, True) == pytest.approx(42, abs=4)
 
 
 def test_short_prompts_use_the_budget_of_long_ones_first(cost_model: StepCostModel) -> None:
-    budget = StepBudget(BudgetLimits(1000, max_slowdown=3.0), cost_model, 20, 2000)
+    budget = StepBudget(BudgetLimits(1000, long_max_slowdown=3.0), cost_model, 20, 2000)
     assert budget.chunk(0, 60, False) == 60
     assert budget.has_room(False) and not budget.has_room(True)
     assert budget.chunk(0, 500, True) == 0
@@ -104,6 +123,7 @@ def test_short_prompts_use_the_budget_of_long_ones_first(cost_model: StepCostMod
     num_decodes=st.integers(0, 30),
     step_s=st.sampled_from([0.001, 0.03, float("inf")]),
     max_slowdown=st.sampled_from([1.1, 3.0, float("inf")]),
+    long_max_slowdown=st.sampled_from([1.1, 3.0, float("inf")]),
     prompts=st.lists(st.tuples(st.integers(0, 1000), st.integers(2, 2000), st.booleans()), max_size=6),
 )
 def test_grants_beyond_the_minimum_are_within_the_limits(
@@ -111,9 +131,12 @@ def test_grants_beyond_the_minimum_are_within_the_limits(
     num_decodes: int,
     step_s: float,
     max_slowdown: float,
+    long_max_slowdown: float,
     prompts: list[tuple[int, int, bool]],
 ) -> None:
-    budget = StepBudget(BudgetLimits(200, step_s, max_slowdown), cost_model, num_decodes, num_decodes * 100)
+    budget = StepBudget(
+        BudgetLimits(200, step_s, max_slowdown, long_max_slowdown), cost_model, num_decodes, num_decodes * 100
+    )
     base_s = cost_model.predict(num_decodes, num_decodes * 100, 0, 0)
     counts = [budget.chunk(start, need, is_long) for start, need, is_long in prompts]
     assert sum(counts) + num_decodes + budget.tokens == 200
@@ -123,7 +146,7 @@ def test_grants_beyond_the_minimum_are_within_the_limits(
         )
         last = max((index for index, count in enumerate(counts) if count), default=0)
         least_s = cost_model.prefill_s(prompts[last][0], MIN_CHUNK) if prompts else 0
-        assert seconds <= max(step_s, base_s) + least_s + 1e-6
+        assert seconds <= max(min(step_s, base_s * max(max_slowdown, 1 + 1 / num_decodes)), base_s) + least_s + 1e-6
 
 
 def test_a_sequence_starts_only_if_each_running_one_can_get_its_next_block() -> None:
