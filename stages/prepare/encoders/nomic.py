@@ -72,9 +72,10 @@ def _gte(keys: Keys, model: ModelConfig) -> dict[str, Any]:
         factor = scaling.get("factor")
         if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 0 or "mixed_b" in scaling:
             raise ConfigFault(f"rope_scaling is {shown(scaling)}; it must have a positive factor, and no mixed_b")
-        # https://kexue.fm/archives/9706
-        fields["rope_theta"] = model.rope_theta * factor
-        fields["rope_scaling"] = LinearRope(float(factor) ** (2 / model.head_dim))
+        if factor > 1:  # as in the model's own code, which scales positions beyond max_position_embeddings only
+            # https://kexue.fm/archives/9706
+            fields["rope_theta"] = model.rope_theta * factor
+            fields["rope_scaling"] = LinearRope(float(factor) ** (2 / model.head_dim))
     return fields
 
 
