@@ -234,6 +234,13 @@ class Vocabulary:
 
         return cls(Tokenizer.from_buffer(read_file(path)))
 
+    @classmethod
+    def silent(cls) -> "Vocabulary":
+        """One in which every id is the empty string, for models that generate no text."""
+        vocabulary = cls.__new__(cls)
+        vocabulary._read(b'{"type": "ByteLevel"}', frozenset(), lambda token_id: None)
+        return vocabulary
+
     def _read_file(self, path: Path) -> bool:
         """Whether the file is in the usual form."""
         try:

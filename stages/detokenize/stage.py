@@ -17,6 +17,7 @@ from pipeline.metrics.stats import DetokenizeCounts
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Launch
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.outbox import Outbox
@@ -37,7 +38,9 @@ def run(launch: Launch) -> None:
     """Run the stage until `Stop`."""
     stage: Stage[m.DetokenizeInbox]
     with open_stage(launch, m.DetokenizeInbox) as stage:
-        detokenize = DetokenizeStage(stage, Vocabulary.load(stage.model_dir / "tokenizer.json"))
+        generates = ModelConfig.load(stage.model_dir).generates
+        vocabulary = Vocabulary.load(stage.model_dir / "tokenizer.json") if generates else Vocabulary.silent()
+        detokenize = DetokenizeStage(stage, vocabulary)
         stage.ready()
         while not detokenize.stopped:
             detokenize.turn()

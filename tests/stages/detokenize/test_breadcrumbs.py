@@ -15,7 +15,7 @@ from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import opening
 from tests.stages.detokenize.test_stage import FACTS, receive_until_closed, send, settled
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 
 POISON, GOOD = 2, 1
 """Sequences. The request id of a sequence is made by `opening`."""
@@ -32,7 +32,7 @@ def box() -> Iterator[m.BlackBox]:
 def test_the_request_that_ends_the_process_is_named(
     box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
 ) -> None:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     poison = opening(POISON)
     really = getattr(OutputSequence, method)
 
@@ -63,7 +63,7 @@ def test_a_process_that_replaces_another_one_names_each_request_while_it_decodes
     box: m.BlackBox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, incarnation: int
 ) -> None:
     """A signal leaves no time to name the request. What killed the first process comes again."""
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     really, suspects = OutputSequence.settle, {}
 
     def settle(sequence: OutputSequence, *args: Any) -> None:

@@ -11,12 +11,12 @@ from pipeline.runtime.transport.outbox import Outbox
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import FACTS, receive_until_closed, send, settled
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     with Rig("detokenize", Settings(gateway=GatewaySettings(replicas=2)), tmp_path) as rig:
         rig.start(FACTS)
         yield rig

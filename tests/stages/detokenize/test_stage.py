@@ -12,6 +12,7 @@ import zmq
 from pipeline.config.settings import Settings
 from pipeline.replay.open_stage import open_stage
 from pipeline.runtime import messages as m
+from pipeline.runtime.model.pooler import Pooler
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.tracing import StageTrace
 from pipeline.runtime.transport.inbox import Inbox, address_of
@@ -22,14 +23,14 @@ from pipeline.text.vocabulary import Vocabulary
 from tests.rig import Rig
 from tests.runtime.transport.channels import until
 from tests.stages.detokenize.test_output_processor import FakeGateway, ids_of, opening
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 
 FACTS = m.ExecuteFacts(num_blocks=8, block_size=16, max_model_len=128, vocab_size=420, hidden_size=3)
 
 
 @pytest.fixture
 def model_dir(tmp_path):
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     return tmp_path
 
 
@@ -155,10 +156,24 @@ def test_a_broken_invariant_ends_the_stage(model_dir):
         rig.receive("gateway")
 
 
+def test_a_model_that_generates_no_text_needs_no_vocabulary(tmp_path):
+    save(byte_level(), tmp_path, Pooler(pooling="mean", width=3))
+    (tmp_path / "tokenizer.json").unlink()
+    with Rig("detokenize", model_dir=tmp_path) as rig:
+        rig.start(FACTS)
+        one = opening(1, m.GenerationOptions(max_tokens=1, pooling=m.Pooling.MEAN))
+        vector = bytes(range(one.token_output_bytes))
+        send(rig, one)
+        send(rig, msgspec.structs.replace(settled([(1, 0, [7], m.Finish.LENGTH)]), token_outputs=vector))
+        deltas = rig.receive("gateway", m.Deltas)
+        assert (deltas.texts, deltas.ids) == ([""], np.array([7], np.int32).tobytes())
+        assert vector and deltas.token_outputs == [vector]
+
+
 def test_an_unsupported_tokenizer_is_rejected_with_an_error_that_names_it(tmp_path):
     tokenizer = byte_level().from_str(byte_level().to_str())
     tokenizer.decoder = None
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    save(tokenizer, tmp_path)
     with pytest.raises(ValueError, match="is not supported"), Rig("detokenize", model_dir=tmp_path) as rig:
         rig.receive("supervisor", m.Ready)
 

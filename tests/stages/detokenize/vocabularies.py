@@ -1,8 +1,14 @@
 """Small tokenizers of the two common kinds."""
 
 from functools import cache
+from pathlib import Path
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.pooler import Pooler
+from tests.stages.ingest import models as prepared
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. ",
@@ -60,3 +66,9 @@ def byte_ids(tokenizer: Tokenizer) -> list[int]:
         letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
         return [id_of(tokenizer, letters[byte]) for byte in range(256)]
     return [id_of(tokenizer, f"<0x{byte:02X}>") for byte in range(256)]
+
+
+def save(tokenizer: Tokenizer, folder: Path, pooler: Pooler | None = None) -> None:
+    """A prepared folder without weights; with a `pooler` that of a model that generates no text."""
+    prepared.folder(folder, None, tokenizer)
+    msgspec.structs.replace(ModelConfig.load(folder), pooler=pooler).save(folder)

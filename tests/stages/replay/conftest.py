@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 
 
 @pytest.fixture
 def text_dir(tmp_path: Path) -> Path:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     return tmp_path
