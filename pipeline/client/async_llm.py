@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from pipeline.client.async_pooling import AsyncPoolingMethods
 from pipeline.client.beam_search import BeamSearchOutput, checked_beam_params
 from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
@@ -25,7 +26,7 @@ from pipeline.client.connection.open_request import OpenRequest, RequestParts
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks, with_vllm_names
 from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
-from pipeline.client.inputs.pooling_params import PoolingParams, checked_pooling_params, with_task
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
     Conversation,
@@ -38,7 +39,7 @@ from pipeline.client.inputs.prompts import (
 from pipeline.client.inputs.request_options import RequestOptions, options_of
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.outputs import OutputKind, RequestOutput
-from pipeline.client.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput
+from pipeline.client.pooling_outputs import PoolingRequestOutput
 from pipeline.client.protocol import MAX_NAME_CHARS
 from pipeline.errors import UserError
 
@@ -48,7 +49,7 @@ _NAME = re.compile(rf"[!-~]{{1,{MAX_NAME_CHARS}}}")
 """The request names that the server accepts."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingMethods):
     """A model, served by an embedded server or a running one. For one event loop.
 
     With `address`, such as `ipc://@pipeline/8000/zmq` or `tcp://host:port`, it attaches to a running server's ZeroMQ
@@ -262,47 +263,6 @@ class AsyncLLM:
         ):
             return BeamSearchOutput.of(output, params)
         raise AssertionError("a final output comes once")
-
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout_s: float | None = None,
-        adapter: str | None = None,
-    ) -> EmbeddingRequestOutput:
-        """Compute the embedding of a text or token ids. Options and errors are those of `generate`."""
-        async for output in self.encode(
-            *(prompt, pooling_params, request_id),
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            adapter=adapter,
-        ):
-            return EmbeddingRequestOutput.of(output)
-        raise AssertionError("encode has one output")
-
-    async def encode(
-        self,
-        prompt: Prompt,
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout_s: float | None = None,
-        adapter: str | None = None,
-    ) -> AsyncIterator[PoolingRequestOutput]:
-        """As `embed`, with vLLM's signature: an iterator with one output, whose vector is a numpy array."""
-        params = checked_pooling_params(pooling_params, "pooling_params")
-        options = options_of(priority, cache_salt, timeout_s, adapter)
-        info = await self.ready()
-        params = with_task(params, params.task, info.tasks, "pooling_params")
-        checked = prompt_of(prompt, "prompt", info_for(params, info))
-        yield await self.pool(checked, params, lambda *_: None, options, request_id)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request: its stream's last output has `finish_reason="abort"`. Does nothing for unknown ids."""

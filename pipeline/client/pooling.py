@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
 
 from pipeline.client.client import ServerInfo
 from pipeline.client.inputs.batch import BatchItem
+from pipeline.client.inputs.pairs import PairNames, PromptNames, TextPair, texts_of_score
 from pipeline.client.inputs.pooling_params import EMBED, PoolingParams, pooling_params_for, with_task
 from pipeline.client.inputs.prompts import Prompt, info_for, is_one_prompt, prompt_of
 from pipeline.client.inputs.request_options import RequestOptions
@@ -16,7 +18,7 @@ from pipeline.client.pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from pipeline.errors import PromptError, UserError
+from pipeline.errors import UserError
 
 T = TypeVar("T")
 
@@ -26,34 +28,6 @@ Pooling = PoolingParams | Sequence[PoolingParams] | None
 
 RequestOptionValues = tuple[int | Sequence[int] | None, str | None, float | None, str | None]
 """priority, cache_salt, timeout_s, adapter"""
-
-
-class TextPair(NamedTuple):
-    """Two texts for a cross-encoder."""
-
-    first: str
-    second: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptNames:
-    """The names of prompts in error messages."""
-
-    word: str
-    is_one: bool
-
-    def of(self, index: int) -> str:
-        return self.word if self.is_one else f"{self.word}[{index}]"
-
-
-@dataclass(frozen=True, slots=True)
-class PairNames(PromptNames):
-    """The names of the texts of `score`."""
-
-    num_first: int
-
-    def of(self, index: int) -> str:
-        return f"data_1[{index}]" if index < self.num_first else f"data_2[{index - self.num_first}]"
 
 
 class PoolingMethods(ABC):
@@ -149,6 +123,7 @@ class PoolingMethods(ABC):
         /,
         *,
         pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
@@ -159,17 +134,13 @@ class PoolingMethods(ABC):
     ) -> list[ScoringRequestOutput]:
         """Scores of pairs of texts: a cross-encoder's, or else the cosine similarity of their embeddings, as in vLLM.
 
-        Scores one text against each of `data_2`, or the texts of two lists of the same length in pairs. Errors are
-        those of `embed`.
+        Scores one text against each of `data_2`, or the texts of two lists of the same length in pairs. `instruction`
+        is that of `PoolingParams`. Errors are those of `embed`.
         """
+        if instruction is not None:
+            pooling_params = msgspec.structs.replace(pooling_params or PoolingParams(), instruction=instruction)
         options, drawing = (priority, cache_salt, timeout_s, adapter), (progress, use_tqdm)
-        first, second = _several(data_1), _several(data_2)
-        if len(first) != 1 and len(first) != len(second):
-            raise PromptError(
-                f"data_1 has {len(first)} texts and data_2 has {len(second)}: give one text as data_1, or as many"
-            )
-        if not first or not second:
-            raise PromptError("data_1 and data_2 must have at least one text each")
+        first, second = texts_of_score(data_1, data_2)
         if "score" in self.info.tasks:
             return self._score_pairs(first, second, pooling_params, truncate_prompt_tokens, options, drawing)
         outputs = self._pool(
@@ -181,9 +152,7 @@ class PoolingMethods(ABC):
             drawing,
             EMBED,
         )
-        left, right = outputs[: len(first)], outputs[len(first) :]
-        pairs = zip(left * len(right) if len(left) == 1 else left, right, strict=True)
-        return [ScoringRequestOutput.of(one, other) for one, other in pairs]
+        return ScoringRequestOutput.of_all(outputs[: len(first)], outputs[len(first) :])
 
     def _score_pairs(
         self,
@@ -194,11 +163,7 @@ class PoolingMethods(ABC):
         options: RequestOptionValues,
         drawing: tuple[bool, bool | None],
     ) -> list[ScoringRequestOutput]:
-        firsts = first if len(first) > 1 else first * len(second)
-        pairs = [TextPair(*texts) for texts in zip(firsts, second, strict=True)]
-        for name, texts in (("data_1", first), ("data_2", second)):
-            if (wrong := next((i for i, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
-                raise PromptError(f"{name}[{wrong}] must be a text, not {type(texts[wrong]).__name__}")
+        pairs = TextPair.all_of(first, second)
         names = PairNames("data", is_one=False, num_first=0)
         outputs = self._pool(pairs, names, pooling_params, truncate_prompt_tokens, options, drawing, "score")
         return [ScoringRequestOutput.of_pair(output) for output in outputs]
@@ -256,19 +221,8 @@ class PoolingMethods(ABC):
 
         def item(one: Any, name: str) -> BatchItem[PoolingRequestOutput]:
             pooling, own = with_task(next(params), task, self.info.tasks, "pooling_params"), next(options)
-            text = one.first if isinstance(one, TextPair) else one
-            prompt = prompt_of(text, name, info_for(pooling, self.info))
-            if isinstance(one, TextPair):
-                prompt = prompt._replace(prompt={**prompt.prompt, "pair": one.second})
+            info = info_for(pooling, self.info)
+            prompt = one.checked(name, info) if isinstance(one, TextPair) else prompt_of(one, name, info)
             return BatchItem(name, lambda llm, progress: llm.pool(prompt, pooling, progress, own))
 
         return self._run(given, names, item, *drawing)
-
-
-def _several(data: Any) -> list[Any]:
-    """The texts of one argument of `score`. Raises PromptError."""
-    if is_one_prompt(data):
-        return [data]
-    if not isinstance(data, Sequence):
-        raise PromptError(f"data_1 and data_2 must be a text or a list of texts, not {type(data).__name__}")
-    return list(data)

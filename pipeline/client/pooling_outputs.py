@@ -114,6 +114,14 @@ class ScoringRequestOutput(msgspec.Struct):
         )
 
     @classmethod
+    def of_all(
+        cls, first: list[PoolingRequestOutput], second: list[PoolingRequestOutput]
+    ) -> "list[ScoringRequestOutput]":
+        """From the embeddings of one text and of several, or of two lists in pairs."""
+        firsts = first * len(second) if len(first) == 1 else first
+        return [cls.of(one, other) for one, other in zip(firsts, second, strict=True)]
+
+    @classmethod
     def of_pair(cls, output: PoolingRequestOutput) -> "ScoringRequestOutput":
         """From what a cross-encoder makes of both texts at once."""
         return cls(

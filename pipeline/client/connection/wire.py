@@ -138,7 +138,7 @@ def params_fields(params: SamplingParams) -> dict[str, Any]:
 
 def pooling_fields(params: PoolingParams) -> dict[str, Any]:
     """The fields of a `Request` for what the model's pooler makes."""
-    names = ("pooling", "dimensions", "truncate_prompt_tokens", "truncation_side", "prompt_name")
+    names = ("pooling", "dimensions", "truncate_prompt_tokens", "truncation_side", "prompt_name", "instruction")
     activates = params.normalize if params.use_activation is None else params.use_activation
     return {name: getattr(params, name) for name in names} | {"task": params.task, "use_activation": activates}
 

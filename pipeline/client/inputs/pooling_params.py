@@ -34,6 +34,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     say, mostly True."""
     prompt_name: str | None = None
     """The prompt of the model's files that goes before the text, such as `query` or `document`."""
+    instruction: str | None = None
+    """Of `LLM.score` with a reranker whose template of pairs has a place for it: what makes a document relevant."""
     task: str | None = None
     """`embed`, `token_embed`, `classify`, `token_classify` or `score`. None: the task of the method."""
 
@@ -44,8 +46,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_one_of("pooling", self.pooling, POOLINGS)
         if self.task is not None:
             check_one_of("task", self.task, TASKS)
-        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
-            raise TypeError(f"prompt_name must be a string, not {type(self.prompt_name).__name__}")
+        for name in ("prompt_name", "instruction"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
         if self.truncate_prompt_tokens is not None:
             check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_INT32)
         if self.truncation_side is not None:

@@ -57,6 +57,10 @@ PromptName = Annotated[
     str,
     Meta(description="The prompt of the model's files that goes before each text, such as query or document."),
 ]
+Instruction = Annotated[
+    str,
+    Meta(description="Of a reranker whose template of pairs has a place for it: what makes a document relevant."),
+]
 UseActivation = Annotated[
     bool, Meta(description="false: logits in place of probabilities or scores; vectors are not normalized.")
 ]
@@ -148,6 +152,8 @@ class Request(RequestFields, kw_only=True, omit_defaults=True):
     pair: Annotated[str, Meta(description="With `task` and `prompt`: the second text of a pair.")] | None = None
     prompt_name: PromptName | None = None
     use_activation: UseActivation | None = None
+    instruction: Instruction | None = None
+    """With `pair`"""
 
     stream: ClassVar[None] = None
     """What the bodies over HTTP choose of the reply's form: nothing here. Each request streams."""

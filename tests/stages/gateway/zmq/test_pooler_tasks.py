@@ -1,12 +1,13 @@
 """Tasks of a model's pooler over ZeroMQ, with the Python client: what it computes, and what is refused."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline import PoolingParams
+from pipeline import AsyncLLM, PoolingParams
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.pooling_params import with_task
@@ -14,7 +15,7 @@ from pipeline.errors import PromptError
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.pooler import Pooler
 from tests.rig import PATIENCE_S
-from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, TAGGER, gate_of, give
+from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, TAGGER, TEMPLATED, gate_of, give
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import address_of, do
 
@@ -62,9 +63,47 @@ async def test_a_pair_and_a_named_prompt_reach_ingest(tmp_path: Path) -> None:
         prompt = {"prompt": "q", "pair": "a"}
         submit, _ = await numbers(gate, PoolingParams(task="score"), [0], prompt)
         assert submit.prompt == m.TextPrompt("q", "a")
+    for params, kwargs in (
+        (PoolingParams(task="score"), ""),
+        (PoolingParams(task="score", instruction="Find it."), '{"instruction":"Find it."}'),
+        (PoolingParams(task="score", prompt_name="web"), '{"instruction":"Look."}'),
+    ):
+        with gate_of(tmp_path, TEMPLATED) as gate:
+            submit, _ = await numbers(gate, params, [0], prompt)
+            assert submit.prompt == m.TextPrompt("q", "a", kwargs)
     with gate_of(tmp_path, EMBEDDER) as gate:
         submit, _ = await numbers(gate, PoolingParams(prompt_name="query"), VECTOR)
         assert submit.prompt == m.TextPrompt("search: Hi")
+
+
+async def test_async_llm_scores_and_classifies(tmp_path: Path) -> None:
+    with gate_of(tmp_path, CROSS_ENCODER) as gate:
+        async with AsyncLLM(address=address_of(gate)) as llm:
+            scoring = asyncio.create_task(llm.score("q", ["a", "b"], PoolingParams(use_activation=False)))
+            for _ in range(2):
+                submit = await do(gate.submit)
+                gate.accept(submit, 3)
+                give(gate, submit, [{"a": -1, "b": 2}[submit.prompt.pair]])  # type: ignore[union-attr, index]
+            assert [one.outputs.score for one in await scoring] == [-1, 2]
+            with pytest.raises(PromptError, match=r"data_2\[1\] must be a text, not int"):
+                await llm.score("q", ["a", 7])  # type: ignore[list-item]
+    with gate_of(tmp_path, EMBEDDER) as gate:
+        async with AsyncLLM(address=address_of(gate)) as llm:
+            scoring = asyncio.create_task(llm.score(["a", "b"], ["c", "d"]))
+            for _ in range(4):
+                submit = await do(gate.submit)
+                gate.accept(submit, 3)
+                give(gate, submit, np.eye(8)["abca".index({"d": "a"}.get(submit.prompt.text, submit.prompt.text))])  # type: ignore[union-attr]
+            assert [one.outputs.score for one in await scoring] == [0, 0]
+    with gate_of(tmp_path, CLASSIFIER) as gate:
+        async with AsyncLLM(address=address_of(gate)) as llm:
+            classifying = asyncio.create_task(llm.classify("Hi"))
+            submit = await do(gate.submit)
+            gate.accept(submit, 3)
+            give(gate, submit, [0, 0, 1e9])
+            assert (await classifying).outputs.probs == [0, 0, 1]
+            with pytest.raises(PromptError, match="the model has no task embed: its tasks are classify"):
+                await llm.embed("Hi")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +114,7 @@ async def test_a_pair_and_a_named_prompt_reach_ingest(tmp_path: Path) -> None:
         ([1, 2], PoolingParams(prompt_name="query"), "not allowed with token ids"),
         ("Hi", PoolingParams(task="token_embed", pooling="cls"), "not allowed with task = token_embed"),
         ("Hi", PoolingParams(dimensions=3), "one of 2, 4, not 3"),
+        ("Hi", PoolingParams(instruction="Find it."), "'instruction' needs 'pair'"),
     ],
 )
 async def test_the_server_refuses_what_http_refuses(tmp_path: Path, prompt: Any, params: Any, words: str) -> None:
