@@ -40,7 +40,7 @@ from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
-FORMAT = 23
+FORMAT = 24
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 

@@ -186,7 +186,9 @@ class ChatPrompt(msgspec.Struct, array_like=True, frozen=True, tag="chat"):
 class TextPrompt(msgspec.Struct, array_like=True, frozen=True, tag="text"):
     text: str
     pair: str | None = None
-    """A second text: both are encoded as the tokenizer's post-processor joins pairs."""
+    """A second text: the model's template of pairs makes one prompt of both, or else the tokenizer joins them."""
+    template_kwargs: str = ""
+    """JSON text: an object of variables for the template of pairs."""
 
 
 class IdsPrompt(msgspec.Struct, array_like=True, frozen=True, tag="ids"):

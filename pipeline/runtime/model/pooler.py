@@ -52,6 +52,17 @@ class Classifier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return len(self.labels)
 
 
+class PairTemplates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Chat templates that make one prompt of a query and a document, for rerankers that are decoders."""
+
+    files: list[str]
+    """Of the prepared folder. The first that writes both texts is used."""
+    variables: str = ""
+    """JSON text: an object of further variables."""
+    adds_special_tokens: bool = False
+    """Whether the tokenizer adds its special tokens to what the template writes."""
+
+
 class Pooler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a model makes embeddings, scores or labels."""
 
@@ -72,6 +83,8 @@ class Pooler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The name of the prompt of requests that name none."""
     max_seq_length: int | None = None
     """Tokens after which sentence-transformers cuts a text; the server cuts only if a request asks for it."""
+    pairs: PairTemplates | None = None
+    """None: the tokenizer's post-processor joins the texts of a pair."""
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -82,8 +82,8 @@ def prompt_bytes(prompt: m.Prompt) -> int:
     match prompt:
         case m.IdsPrompt(ids):
             return len(ids) + TEXT_BYTES if isinstance(ids, bytes) else TEXT_BYTES
-        case m.TextPrompt(text, pair):
-            return text_bytes(text) + text_bytes(pair) + TEXT_BYTES
+        case m.TextPrompt(text, pair, kwargs):
+            return text_bytes(text) + text_bytes(pair) + text_bytes(kwargs or None) + TEXT_BYTES
         case m.ChatPrompt(messages):
             texts = prompt.tools, prompt.tool_name, prompt.documents, prompt.template_kwargs
             return sum(map(text_bytes, texts)) + sum(map(_message_bytes, messages))
@@ -109,8 +109,8 @@ def typical_tokens(prompt: m.Prompt, length: Callable[[str], int]) -> int:
     match prompt:
         case m.IdsPrompt(ids):
             return len(ids) // ID_BYTES if isinstance(ids, bytes) else ids.length // ID_BYTES
-        case m.TextPrompt(text, pair):
-            return (length(text) + length(pair or "")) // BYTES_PER_TOKEN
+        case m.TextPrompt(text, pair, kwargs):
+            return (length(text) + length(pair or "") + length(kwargs)) // BYTES_PER_TOKEN
         case m.ChatPrompt(messages):
             return sum(length(one.content or "") for one in messages) // BYTES_PER_TOKEN
 

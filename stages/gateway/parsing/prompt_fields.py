@@ -101,9 +101,8 @@ def check_truncate(truncate: int | None, max_prompt_tokens: int | None) -> int:
 
 def _texts(prompt: m.Prompt) -> Iterator[str]:
     match prompt:
-        case m.TextPrompt(text, pair):
-            yield text
-            yield pair or ""
+        case m.TextPrompt(text, pair, kwargs):
+            yield from (text, pair or "", kwargs)
         case m.ChatPrompt():
             yield from (prompt.tools, prompt.documents, prompt.template_kwargs)
             for message in prompt.messages:

@@ -17,7 +17,13 @@ from pipeline.stages.gateway.apis.pooling.parsing import task_request
 from pipeline.stages.gateway.errors import ApiError, invalid, of_validation
 from pipeline.stages.gateway.parsing.beam_search import check_grammar
 from pipeline.stages.gateway.parsing.build import check_num_messages, details_of, parsed_request_of
-from pipeline.stages.gateway.parsing.chat.conversation import calls_grammar, chat_prompt, given_of_chat, num_parts
+from pipeline.stages.gateway.parsing.chat.conversation import (
+    calls_grammar,
+    chat_prompt,
+    given_of_chat,
+    num_parts,
+    pair_kwargs,
+)
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.parsing.pooling import prefix_of
 from pipeline.stages.gateway.parsing.prompt_fields import check_num_ids, most_ids
@@ -49,7 +55,7 @@ def parse_generate(generate: ReceivedGenerate, limits: RequestLimits) -> ParsedR
     request, received = _request_of(generate.request, limits.caps), _received_of(generate.received)
     if request.task is not None or request.pooling is not None:
         return _pooled(generate, request, received, limits)
-    for name in ("dimensions", "pair", "prompt_name", "use_activation"):
+    for name in ("dimensions", "pair", "prompt_name", "use_activation", "instruction"):
         if getattr(request, name) is not None:
             raise invalid(name, f"'{name}' needs 'task' or 'pooling'", "invalid_value")
     most = most_ids(request.truncate_prompt_tokens, limits.max_prompt_tokens)
@@ -93,11 +99,21 @@ def _pooled(
     if request.pooling is not None and request.task not in (None, "embed"):
         raise invalid("pooling", f"'pooling' is not allowed with task = {request.task}", "invalid_value")
 
+    kwargs, instruction = "", request.instruction
+    has_template = request.pair is not None and limits.pooler is not None and limits.pooler.pairs is not None
+    if request.pair is not None:
+        if instruction is None and has_template and request.prompt_name is not None:
+            instruction = prefix_of(limits, ("prompt_name", request.prompt_name))
+        kwargs = pair_kwargs(request.chat_template_kwargs, instruction)
+        request = msgspec.structs.replace(request, chat_template_kwargs=Raw())
+    elif request.instruction is not None:
+        raise invalid("instruction", "'instruction' needs 'pair'", "invalid_value")
+
     def prompts(most: int | None) -> list[m.Prompt]:
         prompt = _prompt_of(request, msgspec.structs.replace(limits, max_prompt_tokens=most))
         if isinstance(prompt, m.TextPrompt):
-            prefix = prefix_of(limits, ("prompt_name", request.prompt_name)) if request.pair is None else ""
-            return [m.TextPrompt(prefix + prompt.text, request.pair)]
+            prefix = "" if has_template else prefix_of(limits, ("prompt_name", request.prompt_name))
+            return [m.TextPrompt(prefix + prompt.text, request.pair, kwargs)]
         for name in ("pair", "prompt_name"):
             if getattr(request, name) is not None:
                 raise invalid(name, f"'{name}' is not allowed with token ids as prompt", "invalid_value")

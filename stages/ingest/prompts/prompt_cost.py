@@ -23,5 +23,5 @@ def cost_bytes(submit: Submit) -> int:
 def num_bytes(prompt: ChatPrompt | TextPrompt) -> int:
     """About how long a prompt is, without its template."""
     if isinstance(prompt, TextPrompt):
-        return conversation.length(prompt.text) + conversation.length(prompt.pair or "")
+        return sum(map(conversation.length, (prompt.text, prompt.pair or "", prompt.template_kwargs)))
     return conversation.num_bytes(prompt)

@@ -50,12 +50,12 @@ class PromptPreparer:
         tail: str | None = None
         segment_start = submit.options.segment_start
         if ids is None and submit.options.pooling != m.Pooling.NONE and isinstance(prompt, m.TextPrompt):
-            ids, _, segment_start = self.processor.encode_pooled(submit)
+            ids, segment_start = self.processor.encode_pooled(submit, is_short=is_short)
         elif ids is None:
             assert not isinstance(prompt, IdsPrompt)
             template_s = submit.template_s or submit.arrival_s
             reasoning = reply_grammar.format_of(submit, self._formats)
-            whole, stage, _ = self.processor.encode(
+            whole, stage = self.processor.encode(
                 prompt, prompt_options, template_s, is_short=is_short, reasoning=reasoning
             )
             ids = self.processor.cut(whole, submit)

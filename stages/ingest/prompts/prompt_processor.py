@@ -30,15 +30,16 @@ from pipeline.runtime.messages import (
 )
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.process.rust_panics import panics_as_errors
-from pipeline.stages.ingest.prompts import bad_words, pooled_text
+from pipeline.stages.ingest.prompts import bad_words
 from pipeline.stages.ingest.prompts.bad_words import BadWord
 from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.prompts.ids import Ids, as_int32
 from pipeline.stages.ingest.prompts.longest_id import longest_id_bytes
+from pipeline.stages.ingest.prompts.pooled_prompts import Pairs, PooledIds, PooledPrompts
 from pipeline.stages.ingest.prompts.prompt_checks import PromptChecks
 from pipeline.stages.ingest.prompts.prompt_cost import num_bytes
 from pipeline.stages.ingest.prompts.rejection import RequestRejected, param_of, received_rejection, rejection
-from pipeline.stages.ingest.templates import chat_templates
+from pipeline.stages.ingest.templates import chat_templates, pair_template
 from pipeline.stages.ingest.templates.budget import OutOfTime
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates, RenderedChat
 from pipeline.stages.ingest.templates.conversation import BadChat
@@ -64,14 +65,12 @@ class EncodedPrompt(NamedTuple):
     """int32 [n]"""
     reply_stage: ReasoningStage | None = None
     """How the reply to a chat begins, if it was asked for."""
-    segment_start: int = 0
-    """As in `GenerationOptions`."""
 
 
 class PromptProcessor:
     """Processes prompts for one model. `limits` are settings. `max_new_tokens` is the model's default for `max_tokens`;
-    None is what fits the context. `excluded` are runs of ids that the model never samples. `has_token_types`: the
-    second text of a pair has another type than the first."""
+    None is what fits the context. `excluded` are runs of ids that the model never samples. `pairs` and
+    `has_token_types` are those of `PooledPrompts`."""
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class PromptProcessor:
         allow_special_tokens_in_content: bool = True,
         generates: bool = True,
         has_token_types: bool = False,
+        pairs: Pairs | None = None,
     ) -> None:
         # Threads share the tokenizer, so these must not change later.
         tokenizer.no_truncation()
@@ -102,10 +102,20 @@ class PromptProcessor:
         self._excluded = [list(run) for run in excluded if max(run) < facts.vocab_size]
         self._uses_predictions = facts.num_speculative_tokens > 0
         self._max_id_bytes = longest_id_bytes(tokenizer)
+        self._max_chars = facts.max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
+        """Of the text of a prompt that is not truncated."""
         self._checks = PromptChecks(
             facts.max_model_len, facts.vocab_size, self._max_id_bytes, limits.max_prompt_bytes, generates=generates
         )
-        self._has_token_types = has_token_types
+        self._pooled = PooledPrompts(
+            tokenizer,
+            self._checks,
+            self._specials,
+            pairs,
+            has_token_types=has_token_types,
+            max_chars=lambda prompt: max(self._max_chars, TEMPLATE_GROWTH * num_bytes(prompt)),
+            timeout_s=limits.template_timeout_s,
+        )
         # The prompts of one request have the same words and prediction, and come one after the other.
         self._runs_of = functools.lru_cache(NUM_KEPT)(self._as_runs)
         self._predicted_ids = functools.lru_cache(NUM_KEPT)(self._as_predicted_ids)
@@ -154,33 +164,10 @@ class PromptProcessor:
             message = "the prompt cannot be tokenized: the tokenizer has token ids above 2147483647"
             raise rejection(message, prompt) from error
 
-    def encode_pooled(self, submit: Submit) -> EncodedPrompt:
+    def encode_pooled(self, submit: Submit, *, is_short: bool = False) -> PooledIds:
         """The ids of a text or a pair of texts that is pooled, truncated if the request asks for that. Raises
-        RequestRejected."""
-        prompt, options = submit.prompt, submit.prompt_options
-        assert isinstance(prompt, TextPrompt)
-        self._checks.check_size(prompt.text + (prompt.pair or ""), prompt, options)
-        try:
-            with panics_as_errors():
-                encoded = pooled_text.encode(
-                    self._tokenizer,
-                    prompt,
-                    add_special_tokens=options.add_special_tokens is not False,
-                    most=self._keep_of(submit),
-                    truncates_right=options.truncates_right,
-                    check_num=lambda num_ids: self._checks.check_num(num_ids, prompt, options, embeds=True),
-                )
-            ids = as_int32(encoded.ids)
-        except RequestRejected:
-            raise
-        except pooled_text.NoRoomError as error:
-            message = f"'truncate_prompt_tokens' must be at least {error}, the tokens that the tokenizer adds"
-            raise RequestRejected(Failure(400, message, "truncate_prompt_tokens")) from error
-        except pooled_text.TokenTypesError:
-            raise rejection("the tokenizer gives this prompt token types that are not supported", prompt) from None
-        except Exception as error:  # the library raises nothing more precise; OverflowError: an id above int32
-            raise rejection(f"the prompt cannot be tokenized: {error}", prompt) from error
-        return EncodedPrompt(ids, segment_start=encoded.segment_start if self._has_token_types else 0)
+        RequestRejected, or NeedsTime if it `is_short` but the template of pairs takes long."""
+        return self._pooled.encode(submit, self._keep_of(submit), is_short=is_short)
 
     def cut(self, ids: Ids, submit: Submit) -> Ids:
         """The last `truncate` ids of a prompt, or the first. Raises RequestRejected."""
@@ -242,7 +229,7 @@ class PromptProcessor:
         if not (text and self._uses_predictions):
             return b""
         # More text than this can't matter, and as above, only the batch call lets other threads run.
-        text = text[: self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)]
+        text = text[: self._max_chars]
         try:
             with panics_as_errors():
                 (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -334,7 +321,7 @@ class PromptProcessor:
         """The text of a chat, and the same with the client's special tokens masked, if it has any."""
         if not prompt.messages:
             raise RequestRejected(Failure(400, "'messages' must not be an empty array", "messages"))
-        max_chars = self._max_model_len * (self._max_id_bytes or UNBOUNDED_CHARS_PER_ID)
+        max_chars = self._max_chars
         if options.any_length or options.truncate:
             max_chars = max(max_chars, TEMPLATE_GROWTH * num_bytes(prompt))
         try:
@@ -376,6 +363,8 @@ def load(
         eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
         special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
     templates = chat_templates.load(folder, special_tokens, limits.template_timeout_s, shows_tools=shows_tools)
+    of_pairs = pair_template.load(folder, config.pooler, special_tokens, limits.template_timeout_s)
+    adds_special_tokens = bool(config.pooler and config.pooler.pairs and config.pooler.pairs.adds_special_tokens)
     return PromptProcessor(
         tokenizer,
         facts,
@@ -387,4 +376,5 @@ def load(
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
         generates=config.generates,
         has_token_types=config.token_types > 1,
+        pairs=None if of_pairs is None else Pairs(of_pairs, adds_special_tokens),
     )

@@ -53,7 +53,7 @@ class BadChat(Exception):
 
 def variables(prompt: ChatPrompt, traits: TemplateTraits) -> dict[str, Any]:
     """The template's variables. Raises BadChat."""
-    kwargs = _object(prompt.template_kwargs)
+    kwargs = object_of(prompt.template_kwargs)
     for name in kwargs:
         if name in OWN_FIELDS:
             raise BadChat(f"'chat_template_kwargs' can't have {name!r}: {OWN_FIELDS[name]}", "chat_template_kwargs")
@@ -268,7 +268,8 @@ def array_of(text: str, param: str) -> list[Any] | None:
     return value
 
 
-def _object(text: str) -> dict[str, Any]:
+def object_of(text: str) -> dict[str, Any]:
+    """The client's variables for the template. Raises BadChat."""
     if not text:
         return {}
     try:

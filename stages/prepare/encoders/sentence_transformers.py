@@ -4,7 +4,7 @@ modules.json                       the modules, in order: Transformer, Pooling, 
 1_Pooling/config.json, …           a module's configuration, in the folder that modules.json names
 2_Dense/model.safetensors, …       its weights
 config_sentence_transformers.json  the prompts
-sentence_bert_config.json          the longest text
+sentence_bert_config.json          the longest text; whether inputs are chats, and variables for their template
 """
 
 from dataclasses import dataclass, field
@@ -90,6 +90,10 @@ class Modules:
     max_seq_length: int | None = None
     label_activation: str | None = None
     """Torch's name of what a cross-encoder applies to its logits."""
+    pairs_are_chats: bool = False
+    """The model's chat template makes the prompt of a pair, if it writes both texts."""
+    pair_variables: str = ""
+    """As in `PairTemplates`."""
 
 
 class _Module(msgspec.Struct):
@@ -142,6 +146,7 @@ def read(source: Path) -> Modules | None:
     found.prompts, found.default_prompt = _prompts(settings, source / SETTINGS)
     found.label_activation = settings.activation_fn
     found.max_seq_length = _max_seq_length(source)
+    found.pairs_are_chats, found.pair_variables = _chats(source)
     return found
 
 
@@ -258,6 +263,22 @@ def _max_seq_length(source: Path) -> int | None:
             raise ModelError(f"{source / name}: max_seq_length is {shown(length)}; it must be a positive integer")
         return length
     return None
+
+
+NOT_VARIABLES = ("max_length", "padding", "restore_suffix", "return_tensors", "truncation")
+"""Keys of `processing_kwargs.chat_template` that are no variables of the template."""
+
+
+def _chats(source: Path) -> tuple[bool, str]:
+    """Whether inputs are made by the chat template, and the JSON of its variables."""
+    values = next((found for name in LENGTHS if (found := _decoded(source, name, dict[str, Any])) is not None), {})
+    modalities, kwargs = values.get("modality_config"), values.get("processing_kwargs")
+    of_template = kwargs.get("chat_template") if isinstance(kwargs, dict) else None
+    if of_template is not None and not isinstance(of_template, dict):
+        raise ModelError(f"{source / LENGTHS[0]}: processing_kwargs.chat_template is {shown(of_template)}, no object")
+    variables = {key: value for key, value in (of_template or {}).items() if key not in NOT_VARIABLES}
+    is_chat = isinstance(modalities, dict) and "message" in modalities
+    return is_chat, msgspec.json.encode(variables).decode() if variables else ""
 
 
 def _decoded(source: Path, name: str, kind: Any) -> Any:

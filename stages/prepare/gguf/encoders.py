@@ -59,6 +59,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 }
 
 
+def labels_of(metadata: Metadata, architecture: str) -> list[str] | None:
+    """The names of a reranker's or classifier's labels, if the file has them."""
+    return metadata.list_of(f"{architecture}.classifier.output_labels", str)
+
+
 def pooler_of(
     metadata: Metadata,
     architecture: str,
@@ -154,12 +159,14 @@ class _Layers:
         )
 
     def _labels(self, architecture: str) -> Classifier:
-        key = f"{architecture}.classifier.output_labels"
         num = self._layers[-1].num_outputs
-        named = self._metadata.list_of(key, str)
+        named = labels_of(self._metadata, architecture)
         if num == 1:
             return Classifier(labels=["LABEL_0"], activation="sigmoid")
         labels = [f"LABEL_{i}" for i in range(num)] if named is None else named
         if len(labels) != num or num > MAX_LABELS or max(map(len, labels)) > MAX_LABEL_CHARS:
-            raise ModelError(f"{self._metadata.path}: {key} has {len(labels)} labels; there are {num} logits")
+            raise ModelError(
+                f"{self._metadata.path}: {architecture}.classifier.output_labels has {len(labels)} labels; there are "
+                f"{num} logits"
+            )
         return Classifier(labels=labels, activation="softmax")

@@ -23,6 +23,7 @@ from pipeline.runtime.model.model_config import Layout, ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, NOTES
 from pipeline.runtime.model.rope import LongRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
+from pipeline.stages.prepare.encoders import pair_templates
 from pipeline.stages.prepare.encoders.pooler import with_pooler
 from pipeline.stages.prepare.families.architecture import gate_up_slices, qkv_slices
 from pipeline.stages.prepare.files import MAX_TEMPLATE_BYTES, shown
@@ -111,7 +112,11 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     def floats(tensor: GgufTensor) -> "np.ndarray[Any, Any]":
         return np.concatenate([piece.reshape(-1) for piece in _pieces(tensor, None, False, path)])
 
-    pooler = encoders.pooler_of(metadata, _architecture(metadata)[0], config, tensors, floats)
+    name = _architecture(metadata)[0]
+    pooler = encoders.pooler_of(metadata, name, config, tensors, floats)
+    if pooler is not None:
+        rerank, labels = metadata.get(pair_templates.RERANK_KEY, str), encoders.labels_of(metadata, name)
+        pooler = pair_templates.add_to_gguf(pooler, name, rerank, labels, folder)
     config = with_pooler(config, pooler)
 
     names = {name: gguf_name(name, differing_names(architecture, config)) for name in expected_shapes(config)}

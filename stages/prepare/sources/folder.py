@@ -11,7 +11,7 @@ from pipeline.config.settings import PreparedFormat
 from pipeline.config.values import hf_overrides
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.model.model_folder import NOTES
-from pipeline.stages.prepare.encoders import sentence_transformers
+from pipeline.stages.prepare.encoders import pair_templates, sentence_transformers
 from pipeline.stages.prepare.encoders.pooler import PoolerReader, with_pooler
 from pipeline.stages.prepare.files import MAX_JSON_BYTES, decode_json, find, shown
 from pipeline.stages.prepare.progress import Progress
@@ -117,16 +117,19 @@ def convert(
     found, doubled = find_tensors(files, last_counts=index_of(source) is not None)
     model, tied = with_head_of(with_layout_of(model, found), found)
     modules = sentence_transformers.read(source)
-    pooler = PoolerReader(config_path, config, model, found, modules).read(
-        reader.head(), _score_tokens(config, config_path, written.tokenizer)
+    score_tokens = _score_tokens(config, config_path, written.tokenizer)
+    pooler = PoolerReader(config_path, config, model, found, modules).read(reader.head(), score_tokens)
+    templates = chat_templates.templates_of(source, tokenizer_config)
+    chat_template = templates.by_name.get(chat_templates.DEFAULT)
+    pooler, without_template = pair_templates.add_to_folder(
+        pooler, model, config, chat_template, modules, written.tokenizer, score_tokens, target
     )
     model = with_pooler(model, pooler)
     if model.generates:
         check_decodes(written.tokenizer, str(source / "tokenizer.json"))
-    templates = chat_templates.templates_of(source, tokenizer_config)
     named = ", ".join(map(shown, overrides or {}))
     notes = [*([f"hf_overrides replaces {named}"] if named else []), *reader.notes, *doubled, *tied]
-    notes += [*written.notes, *templates.notes, *generation_config.unused(generation)]
+    notes += [*written.notes, *templates.notes, *without_template, *generation_config.unused(generation)]
     notes += reply_ends(model.eos_ids, generation)
     scheme = None
     if is_quantized(config):

@@ -8,6 +8,7 @@ import hashlib
 from pathlib import Path
 
 from pipeline.config.settings import Settings
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sharing import copy_of
@@ -33,6 +34,7 @@ def read(settings: Settings) -> str | None:
 
 def apply(template: str, folder: Path, settings: Settings, cache: Cache, progress: Progress) -> Path:
     """The prepared folder of the model in `folder` with another template for all chats, new or from the cache."""
+    from pipeline.stages.prepare.encoders import pair_templates
     from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
     def fill(copy: Path) -> None:
@@ -40,6 +42,7 @@ def apply(template: str, folder: Path, settings: Settings, cache: Cache, progres
         for name in PREPARED.values():
             (copy / name).unlink(missing_ok=True)
         write({DEFAULT: template}, Path(settings.chat_template), copy)
+        pair_templates.with_given(ModelConfig.load(copy)).save(copy)
         add_reply_ends(copy, settings.supervisor.start_timeout_s)
 
     digest = hashlib.sha256(template.encode()).hexdigest()

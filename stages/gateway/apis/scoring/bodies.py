@@ -3,9 +3,10 @@
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 
-from pipeline.client.protocol.request import UseActivation
+from pipeline.client.protocol.conversation import Kwargs
+from pipeline.client.protocol.request import Instruction, UseActivation
 from pipeline.stages.gateway.parsing.pooling import PoolingBody
 
 Texts = Annotated[str | list[str], Meta(description="A text or texts.")]
@@ -14,7 +15,15 @@ SCORE_NAMES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "document
 """The names of the two fields with texts. One text is scored with each of the second; or both have as many."""
 
 
-class ScoreBody(PoolingBody, kw_only=True):
+class ScoringBody(PoolingBody, kw_only=True):
+    """Fields of both."""
+
+    use_activation: UseActivation | None = None
+    instruction: Instruction | None = None
+    chat_template_kwargs: Kwargs = Raw()
+
+
+class ScoreBody(ScoringBody, kw_only=True):
     """POST /score. The texts have one pair of names: text_1 and text_2, data_1 and data_2, queries and documents, or
     queries and items."""
 
@@ -25,7 +34,6 @@ class ScoreBody(PoolingBody, kw_only=True):
     queries: Texts | None = None
     documents: Texts | None = None
     items: Texts | None = None
-    use_activation: UseActivation | None = None
 
 
 class Document(msgspec.Struct):
@@ -34,7 +42,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankBody(PoolingBody, kw_only=True):
+class RerankBody(ScoringBody, kw_only=True):
     """POST /rerank"""
 
     query: str
@@ -44,7 +52,6 @@ class RerankBody(PoolingBody, kw_only=True):
         Annotated[bool, Meta(description="Whether results have the texts; default true, but false for /v2/rerank.")]
         | None
     ) = None
-    use_activation: UseActivation | None = None
 
 
 SCORING_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {

@@ -5,7 +5,9 @@ embedding model   prompts: the first texts, then the second    score: cosine
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from msgspec import Raw
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.pooler import LogitActivation, Task
@@ -13,8 +15,9 @@ from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.errors import invalid
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.parsing.build import check_task
+from pipeline.stages.gateway.parsing.chat.conversation import pair_kwargs
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.parsing.pooling import PoolingFields, check_num_inputs, pooling_request
+from pipeline.stages.gateway.parsing.pooling import PoolingFields, check_num_inputs, pooling_request, prefix_of
 from pipeline.stages.gateway.replies.pooled import activated, cosine, numbers_of
 
 
@@ -36,8 +39,15 @@ def pairing_of(num_first: int, model: str | None, limits: RequestLimits, use_act
     return Pairing(0, "identity" if use_activation is False else limits.pooler.classifier.activation)
 
 
+class ScoringFields(PoolingFields, Protocol):
+    """What requests for scores can ask."""
+
+    instruction: str | None
+    chat_template_kwargs: Raw
+
+
 def score_request(
-    fields: PoolingFields,
+    fields: ScoringFields,
     dialect: Dialect,
     pairing: Pairing,
     first: Sequence[str],
@@ -58,6 +68,12 @@ def score_request(
             f"'{names[0]}' must have one text, or as many as '{names[1]}', which has {len(second)}: not {len(first)}"
         )
         raise invalid(names[0], message, "invalid_value")
+    kwargs = pair_kwargs(fields.chat_template_kwargs, fields.instruction)
+    if kwargs and pairing.num_first:
+        message = "'instruction' and 'chat_template_kwargs' need a reranker that reads pairs of texts, not embeddings"
+        raise invalid("instruction", message)
+    # As sentence-transformers does; a template of pairs has it as the instruction.
+    default = "" if limits.pooler is None or limits.pooler.pairs is not None else prefix_of(limits)
     num = len(second) + pairing.num_first
     check_num_inputs(num, names[1], limits)
 
@@ -65,8 +81,9 @@ def score_request(
         if pairing.num_first:
             texts = [prefixes[0] + text for text in first] + [prefixes[1] + text for text in second]
             return [m.TextPrompt(text) for text in texts]
-        firsts = first if len(first) > 1 else [first[0]] * len(second)
-        return [m.TextPrompt(one, other) for one, other in zip(firsts, second, strict=True)]
+        firsts = [default + text for text in first]
+        firsts = firsts if len(first) > 1 else firsts * len(second)
+        return [m.TextPrompt(one, other, kwargs) for one, other in zip(firsts, second, strict=True)]
 
     task: Task = "embed" if pairing.num_first else "score"
     return pooling_request(fields, task, dialect, make, names[1], limits, request_id=request_id)

@@ -268,6 +268,15 @@ def _kwargs(raw: Raw, effort: ReasoningEffort | None) -> str:
     return msgspec.json.encode(kwargs).decode() if kwargs else ""
 
 
+def pair_kwargs(raw: Raw, instruction: str | None) -> str:
+    """The arguments of a template of pairs as JSON; empty if there are none. Those in `raw`, `chat_template_kwargs`,
+    count more, as in vLLM. Raises ApiError."""
+    kwargs = checked(raw, "chat_template_kwargs", _Kwargs).chat_template_kwargs or {}
+    if instruction is not None:
+        kwargs.setdefault("instruction", instruction)
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
 def _json(raw: Raw) -> str:
     """The client's JSON, which has been validated."""
     return bytes(raw).decode()

@@ -3,16 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipeline.runtime import messages as m
-from pipeline.runtime.model.pooler import Classifier, Pooler
+from pipeline.runtime.model.pooler import Classifier, PairTemplates, Pooler
 from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
 from tests.stages.gateway.gate import Gate
 
 PROMPTS = {"query": "search: ", "document": "text: ", "Clustering": "group: "}
 EMBEDDER = Pooler(pooling="mean", width=8, prompts=PROMPTS, matryoshka_dimensions=[2, 4])
 CROSS_ENCODER = Pooler(pooling="cls", width=1, classifier=Classifier(labels=["LABEL_0"], activation="sigmoid"))
+TEMPLATED = msgspec.structs.replace(
+    CROSS_ENCODER, prompts={"web": "Look."}, default_prompt="web", pairs=PairTemplates(files=["chat_template.jinja"])
+)
+"""A reranker whose template makes prompts of pairs."""
 CLASSIFIER = Pooler(pooling="cls", width=3, classifier=Classifier(labels=["bad", "so", "good"], activation="softmax"))
 TAGGER = Pooler(pooling="all", width=2, classifier=Classifier(labels=["O", "NAME"], activation="softmax"))
 

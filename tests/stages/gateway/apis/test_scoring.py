@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from pipeline.runtime import messages as m
 from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.apis.scoring.parsing import parse_cohere_rerank, parse_rerank, parse_score
 from pipeline.stages.gateway.parsing import prompt_fields
-from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, gate_of, give, limits_of
+from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, TEMPLATED, gate_of, give, limits_of
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.parsing.test_sampling_fields import KNOWN, refused_by
 
@@ -98,6 +99,36 @@ class TestParse:
         found = texts(parsed(parse_rerank, RERANK, limits_of(EMBEDDER)))
         assert found == ["search: q", "text: a", "text: b", "text: c"]
         assert texts(parsed(parse_score, SCORE, limits_of(EMBEDDER))) == ["q", "a", "b"]
+
+    def test_an_instruction_is_a_variable_of_the_template_of_pairs(self) -> None:
+        for given, expected in (
+            ({}, ""),
+            ({"instruction": "Find it."}, '{"instruction":"Find it."}'),
+            (
+                {"instruction": "a", "chat_template_kwargs": {"instruction": "b", "c": [1]}},
+                '{"instruction":"b","c":[1]}',
+            ),
+        ):
+            for parse, body in ((parse_score, SCORE), (parse_rerank, RERANK), (parse_cohere_rerank, RERANK)):
+                found = parsed(parse, body | given, limits_of(TEMPLATED))
+                assert {one.template_kwargs for one in found.prompts} == {expected}
+                assert {one.text for one in found.prompts} == {"q"}, "the default prompt is the template's"
+
+    def test_a_cross_encoders_default_prompt_goes_before_the_query(self) -> None:
+        limits = limits_of(msgspec.structs.replace(TEMPLATED, pairs=None))
+        assert texts(parsed(parse_score, SCORE, limits)) == [("Look.q", "a"), ("Look.q", "b")]
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "words"),
+        [
+            ({"instruction": "Find it."}, "instruction", "need a reranker"),
+            ({"chat_template_kwargs": {"a": 1}}, "instruction", "need a reranker"),
+            ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
+        ],
+    )
+    def test_embeddings_take_no_instruction(self, fields: dict[str, Any], param: str, words: str) -> None:
+        error = refused_by(limits_of(EMBEDDER), SCORE | fields, parse_score)
+        assert (error.status, error.param) == (400, param) and words in error.message
 
     def test_cohere_cuts_documents_by_default(self) -> None:
         for limits in (KNOWN, limits_of(EMBEDDER), limits_of(CROSS_ENCODER)):

@@ -283,7 +283,9 @@ def save(
             float: writer.add_float32,
             list: writer.add_array,
         }
-        add[type(value) if not isinstance(value, np.floating) else float](f"{name}.{key}", value)
+        add[type(value) if not isinstance(value, np.floating) else float](
+            key if key.startswith("tokenizer.") else f"{name}.{key}", value
+        )
     checkpoints._add_vocabulary(writer, checkpoints.byte_level(), case.pre, config.vocab_size)
     names = gguf.get_tensor_name_map(case.arch, layers)
     tensors = {
@@ -300,6 +302,7 @@ def save(
         short = tensor_name.removeprefix("transformer.")  # as BLOOM's tensors are named on the hub
         found = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
         found = found or names.get_name(short, try_suffixes=(".weight", ".bias"))
+        found = found or (tensor_name if tensor_name.startswith("cls.output") else None)
         assert found is not None, tensor_name
         if case.variant == "falcon 40b":  # the converter swaps the names
             swapped = {"ln_attn": "attn_norm_2", "ln_mlp": "attn_norm"}

@@ -3,6 +3,7 @@
 The files are made as llama.cpp's converter makes them, see architectures.py.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config.settings import Settings
-from pipeline.runtime.messages import Pooling
+from pipeline.runtime.messages import Pooling, TextPrompt
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.stages.ingest.templates import pair_template
+from pipeline.stages.prepare.encoders.pair_templates import RERANK_KEY
 from pipeline.stages.prepare.sources.source import ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import settings
 from tests.stages.execute.encoders import tiny_encoders
+from tests.stages.execute.encoders.test_rerankers import DEFAULT, PREFIX, SUFFIX
 from tests.stages.execute.encoders.tiny_encoders import Texts, Variant, random_ids
 from tests.stages.prepare.gguf.architectures import A, Case, norms_plus_one, plain, save
 
@@ -141,6 +145,42 @@ def test_dense_layers_of_embedding_gemma_follow_the_pooling(tmp_path: Path) -> N
     (ours,) = Texts(folder, settings(kernels="torch", kv_mib=2)).compute([ids])
     theirs = second @ (first @ reference(model, encoder.variant, ids, Pooling.MEAN))
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=MAX_ERROR)
+
+
+RERANK = "a {{ b <q>{query}</q>\n{document}'\"{% c"
+QWEN3 = f"{PREFIX}<Instruct>: {DEFAULT}\n<Query>: {{query}}\n<Document>: {{document}}{SUFFIX}"
+"""As llama.cpp's converter writes it."""
+
+
+@pytest.mark.parametrize(
+    ("rerank", "instruction", "expected"),
+    [
+        (None, None, QWEN3),
+        (QWEN3, None, QWEN3),
+        (QWEN3, "Find it.", QWEN3.replace(DEFAULT, "Find it.")),
+        (RERANK, None, RERANK),
+    ],
+)
+def test_a_reranker_has_the_template_of_its_file(
+    tmp_path: Path, rerank: str | None, instruction: str | None, expected: str
+) -> None:
+    metadata: dict[str, Any] = {"pooling_type": 4, CLASSIFIER: ["yes", "no"]}
+    metadata |= {} if rerank is None else {RERANK_KEY: rerank}
+    encoder = Encoder(ENCODERS["qwen3"].variant, A.QWEN3, metadata)
+    random = np.random.default_rng(0).normal(0, 0.1, (2, 64)).astype("f4")
+    path, model = written(tmp_path, encoder, **{"cls.output": random})
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    config = ModelConfig.load(folder)
+    assert config.tasks == ("classify", "score")
+    template = pair_template.load(folder, config.pooler, {}, 1.0)
+    assert template is not None
+    prompt = TextPrompt("the query", "{query}", json.dumps({"instruction": instruction} if instruction else {}))
+    text = template.render(prompt, max_chars=10_000, is_short=True).text
+    assert text == expected.replace("{query}", "the query").replace("{document}", "{query}")
+    ids = random_ids(40, 4)
+    (ours,) = Texts(folder, settings(kernels="torch", kv_mib=2)).compute([ids])
+    theirs = reference(model, encoder.variant, ids, Pooling.LAST) @ (random[0] - random[1])
+    np.testing.assert_allclose(ours, [theirs], rtol=0, atol=MAX_ERROR)
 
 
 @pytest.mark.parametrize(
