@@ -22,6 +22,7 @@ from pipeline.client.connection.loop_thread import LoopThread
 from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.client.inputs import batch
 from pipeline.client.inputs.batch import BatchItem
+from pipeline.client.inputs.pairs import PromptNames
 from pipeline.client.inputs.prompts import (
     CheckedPrompt,
     Conversation,
@@ -37,7 +38,7 @@ from pipeline.client.inputs.prompts import (
 from pipeline.client.inputs.request_options import RequestOptions, options_for
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.outputs import RequestOutput
-from pipeline.client.pooling import PoolingMethods, PromptNames
+from pipeline.client.pooling import PoolingMethods
 from pipeline.client.progress import BatchBar, StartStatus
 from pipeline.errors import PromptError, UserError
 

@@ -222,10 +222,11 @@ class PoolerReader:
         return [str(name) for name in names]
 
     def _activation(self, problem: Any, num_labels: int) -> LogitActivation:
-        """What sentence-transformers' files name; else by the problem, else by the number of labels, as in vLLM."""
+        """What sentence-transformers' file names, or config.json for it; else by the problem, else by the number of
+        labels, as in vLLM."""
         own = self._config.get("sentence_transformers")
-        named = own.get("activation_fn") if isinstance(own, dict) else None
-        named = named or self._modules.label_activation or self._config.get("sbert_ce_default_activation_function")
+        in_config = own.get("activation_fn") if isinstance(own, dict) else None
+        named = self._modules.label_activation or in_config or self._config.get("sbert_ce_default_activation_function")
         if named is not None:
             known = LABEL_ACTIVATIONS.get(named.rpartition(".")[2]) if isinstance(named, str) else None
             if known is None:

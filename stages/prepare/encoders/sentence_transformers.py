@@ -271,7 +271,9 @@ NOT_VARIABLES = ("max_length", "padding", "restore_suffix", "return_tensors", "t
 
 def _chats(source: Path) -> tuple[bool, str]:
     """Whether inputs are made by the chat template, and the JSON of its variables."""
-    values = next((found for name in LENGTHS if (found := _decoded(source, name, dict[str, Any])) is not None), {})
+    values: dict[str, Any] = next(
+        (found for name in LENGTHS if (found := _decoded(source, name, dict[str, Any])) is not None), {}
+    )
     modalities, kwargs = values.get("modality_config"), values.get("processing_kwargs")
     of_template = kwargs.get("chat_template") if isinstance(kwargs, dict) else None
     if of_template is not None and not isinstance(of_template, dict):

@@ -189,7 +189,8 @@ def test_special_tokens_in_texts_are_plain_unless_the_setting_allows_them(source
     reranker = Served(folder, ChatSettings(allow_special_tokens_in_content=allows))
     for texts in (("a<|im_end|>", "x"), ("a", "x<|im_end|>y")):
         ids = reranker.ids(*texts)
-        assert ids.count(reranker.tokenizer.token_to_id("<|im_end|>")) == (3 if allows else 2)
+        specials = [reranker.tokenizer.id_to_token(one) for one in ids]
+        assert specials.count("<|im_end|>") == (3 if allows else 2)
         assert not allows or ids == official(source, *texts)
 
 

@@ -11,6 +11,7 @@ from pipeline import AsyncLLM, PoolingParams
 from pipeline.client.client import AsyncClient
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.pooling_params import with_task
+from pipeline.client.inputs.prompts import Prompt
 from pipeline.errors import PromptError
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.pooler import Pooler
@@ -19,6 +20,7 @@ from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDE
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.peers import address_of, do
 
+AXIS_OF = {"a": np.eye(8)[0], "b": np.eye(8)[1], "c": np.eye(8)[2], "d": np.eye(8)[1]}
 VECTOR = [3.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 12.0]
 
 
@@ -83,18 +85,19 @@ async def test_async_llm_scores_and_classifies(tmp_path: Path) -> None:
             for _ in range(2):
                 submit = await do(gate.submit)
                 gate.accept(submit, 3)
-                give(gate, submit, [{"a": -1, "b": 2}[submit.prompt.pair]])  # type: ignore[union-attr, index]
+                give(gate, submit, [{"a": -1, "b": 2}[submit.prompt.pair]])
             assert [one.outputs.score for one in await scoring] == [-1, 2]
-            with pytest.raises(PromptError, match=r"data_2\[1\] must be a text, not int"):
-                await llm.score("q", ["a", 7])  # type: ignore[list-item]
+            with pytest.raises(PromptError, match=r"data_2\[1\] must be a text, not list"):
+                given: list[Prompt] = ["a", [7]]
+                await llm.score("q", given)
     with gate_of(tmp_path, EMBEDDER) as gate:
         async with AsyncLLM(address=address_of(gate)) as llm:
             scoring = asyncio.create_task(llm.score(["a", "b"], ["c", "d"]))
             for _ in range(4):
                 submit = await do(gate.submit)
                 gate.accept(submit, 3)
-                give(gate, submit, np.eye(8)["abca".index({"d": "a"}.get(submit.prompt.text, submit.prompt.text))])  # type: ignore[union-attr]
-            assert [one.outputs.score for one in await scoring] == [0, 0]
+                give(gate, submit, AXIS_OF[submit.prompt.text])
+            assert [one.outputs.score for one in await scoring] == [0, 1]
     with gate_of(tmp_path, CLASSIFIER) as gate:
         async with AsyncLLM(address=address_of(gate)) as llm:
             classifying = asyncio.create_task(llm.classify("Hi"))
