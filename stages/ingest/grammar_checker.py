@@ -33,6 +33,10 @@ MIN_SLOW_S = 1e-6
 SHARE = 0.1
 """The largest share of time that the executor spends on slow grammars; it sets the interval between them."""
 
+MAX_PREPARED = 16
+"""The executor has prepared at least this many of the last grammars. It keeps 64, of all ingests, and one may be there
+in several forms: with reasoning before it, or behind."""
+
 CHECK_TIMEOUT_S = 30.0
 """Longest time of a check, including the start of the process and the checks before it; also of the wait for a turn
 after it, if the grammar is slow."""
@@ -60,6 +64,12 @@ class CheckOutcome:
     error: str
     index: int = -1
     """As in `Checked`."""
+    took_s: float = 0.0
+    """CPU time of the check."""
+
+    @property
+    def is_slow(self) -> bool:
+        return bool(self.grammar) and self.took_s > SLOW_S
 
 
 class GrammarChecker:
@@ -69,6 +79,10 @@ class GrammarChecker:
         self._model_dir, self._limits, self._title = model_dir, limits, title
         self._known: OrderedDict[bytes, CheckOutcome] = OrderedDict()
         self._known_bytes = 0
+        self._asked: dict[tuple[str, bytes], asyncio.Event] = {}
+        """Set when a check of a scope's grammar, and the wait for its turn, are over."""
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        """The last grammars that were passed on."""
         self._worker: Worker | None = None
         self._reader: asyncio.Task[None] | None = None
         self._stream: asyncio.StreamWriter | None = None
@@ -88,43 +102,73 @@ class GrammarChecker:
         self._slow_s: defaultdict[str, float] = defaultdict(float)
         """How long the slow grammars of each scope wait if only it has some."""
 
-    def known(self, grammar: Grammar) -> str | None:
-        """Return the grammar in llguidance's form if the outcome is cached. Raises RequestRejected if it can't be
-        used."""
+    async def check(self, grammar: Grammar, scope: str = "") -> str:
+        """Return the grammar in llguidance's form; `scope` is whose it is. All prompts of a request have the same one:
+        a scope has each checked once at a time. Raises RequestRejected if it can't be used."""
         self._check_size(grammar)
-        outcome = self._known.get(_key(grammar))
-        if outcome is None:
-            return None
-        self._known.move_to_end(_key(grammar))
+        key = _key(grammar)
+        while (outcome := self._ready(key)) is None:
+            if (over := self._asked.get((scope, key))) is not None:
+                await self._wait(over, grammar)
+                continue
+            self._asked[scope, key] = over = asyncio.Event()
+            try:
+                outcome = await self._prepared(grammar, key, scope)
+                break
+            finally:
+                del self._asked[scope, key]
+                over.set()
         if outcome.error:
             raise rejection(grammar, outcome.error, outcome.index)
+        self._passed[key] = None
+        self._passed.move_to_end(key)
+        if len(self._passed) > MAX_PREPARED:
+            self._passed.popitem(last=False)
         return outcome.grammar
 
-    async def check(self, grammar: Grammar, scope: str = "") -> str:
-        """Return the grammar in llguidance's form; `scope` is whose it is. Raises RequestRejected if it can't be
-        used."""
-        if (known := self.known(grammar)) is not None:
-            return known
+    def _ready(self, key: bytes) -> CheckOutcome | None:
+        """The outcome of a check, if it is cached and the executor need not wait for it."""
+        if (outcome := self._known.get(key)) is None:
+            return None
+        self._known.move_to_end(key)
+        return None if outcome.is_slow and key not in self._passed else outcome
+
+    async def _wait(self, over: asyncio.Event, grammar: Grammar) -> None:
+        """Wait for another check of a grammar, and for its turn. Raises RequestRejected if that takes too long."""
+        due_s = asyncio.get_running_loop().time() + 2 * CHECK_TIMEOUT_S
+        try:
+            async with asyncio.timeout_at(due_s):
+                await over.wait()
+        except TimeoutError:
+            if not suspension.missed(due_s):
+                raise _busy(grammar) from None
+
+    async def _prepared(self, grammar: Grammar, key: bytes, scope: str) -> CheckOutcome:
+        """The outcome of a check, when the executor may get the grammar. Raises RequestRejected if there is none in
+        time."""
+        outcome = self._known.get(key) or await self._checked(grammar, key, scope)
+        if outcome.is_slow:
+            await self._take_turn(grammar, outcome.took_s, scope)
+        return outcome
+
+    async def _checked(self, grammar: Grammar, key: bytes, scope: str) -> CheckOutcome:
         due_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
         try:
             async with asyncio.timeout_at(due_s):
                 checked = await self._query_twice(grammar, scope)
         except TimeoutError:
             if suspension.missed(due_s):
-                return await self.check(grammar, scope)
+                return await self._checked(grammar, key, scope)
             if time.monotonic() - self._answered_s >= CHECK_TIMEOUT_S:  # else it answers others
                 self._stop("does not answer")
             raise _busy(grammar) from None
         except ConnectionError:
             raise _busy(grammar) from None
-        if checked.grammar and checked.took_s > SLOW_S:
-            await self._take_turn(grammar, checked.took_s, scope)
         if not checked.is_final:
             raise _busy(grammar)
-        self._remember(_key(grammar), CheckOutcome(checked.grammar, checked.error, checked.index))
-        if checked.error:
-            raise rejection(grammar, checked.error, checked.index)
-        return checked.grammar
+        outcome = CheckOutcome(checked.grammar, checked.error, checked.index, checked.took_s)
+        self._remember(key, outcome)
+        return outcome
 
     async def _query_twice(self, grammar: Grammar, scope: str) -> Checked:
         """Query a new process if the first one ends: it may have been killed, or stopped because of another check.
@@ -234,6 +278,8 @@ class GrammarChecker:
         self._stop("was stopped")
 
     def _remember(self, key: bytes, outcome: CheckOutcome) -> None:
+        if (before := self._known.pop(key, None)) is not None:  # another scope's check
+            self._known_bytes -= _size(before)
         self._known[key] = outcome
         self._known_bytes += _size(outcome)
         while len(self._known) > MAX_KNOWN or self._known_bytes > MAX_KNOWN_BYTES:

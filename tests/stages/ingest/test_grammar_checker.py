@@ -217,51 +217,6 @@ async def test_a_key_s_endless_grammars_leave_places_for_other_keys(grammars: Gr
     assert await grammars.check(m.Grammar("regex", "y+"), "hostile")
 
 
-async def test_slow_grammars_of_a_key_do_not_delay_those_of_others_for_long(
-    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_checker, "SLOW_S", 0.0)
-    monkeypatch.setattr(grammar_checker, "SHARE", 0.02)
-    await grammars.check(m.Grammar("regex", "first"), "a")
-    checks = [asyncio.create_task(grammars.check(m.Grammar("regex", f"a{{{i}}}"), "a")) for i in range(1, 12)]
-    async with asyncio.timeout(10):
-        while grammars._slow_gate.num_waiting < 10:
-            await asyncio.sleep(0.005)
-    await grammars.check(m.Grammar("regex", "b"), "b")
-    assert sum(check.done() for check in checks) <= 3
-    for check in checks:
-        check.cancel()
-    await asyncio.gather(*checks, return_exceptions=True)
-    assert not grammars._slow_s
-
-
-async def test_results_of_checks_are_cached(grammars: GrammarChecker) -> None:
-    good, bad = m.Grammar("regex", "a+"), m.Grammar("regex", "(", "regex")
-    assert grammars.known(good) is None
-    text = await grammars.check(good)
-    assert grammars.known(good) == text
-    assert grammars.known(m.Grammar("grammar", "a+")) is None
-    await rejected(grammars, "regex", "(")
-    with pytest.raises(RequestRejected):
-        grammars.known(bad)
-
-
-async def test_slow_grammars_are_accepted_one_at_a_time(
-    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may delay a step for as long as its check took."""
-    monkeypatch.setattr(grammar_checker, "SLOW_S", 0.0)
-    monkeypatch.setattr(grammar_checker, "SHARE", 0.005)
-    await grammars.check(m.Grammar("regex", "a"))
-    next_slow_s = grammars._next_slow_s
-    assert next_slow_s > time.monotonic()
-    await grammars.check(m.Grammar("regex", "b"))
-    assert time.monotonic() >= next_slow_s
-    grammars._next_slow_s = time.monotonic() + 100
-    assert (await rejected(grammars, "regex", "c")).status == 503
-    assert await grammars.check(m.Grammar("regex", "a"))  # a cached result is immediate
-
-
 async def test_a_dead_checker_is_replaced(grammars: GrammarChecker) -> None:
     await grammars.check(m.Grammar("json_object"))
     assert grammars._worker is not None
