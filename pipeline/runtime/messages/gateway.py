@@ -192,6 +192,8 @@ class AdapterSet(Message, frozen=True, tag="adapter_set"):
     """From the supervisor: the answer to `SetAdapter`."""
 
     nonce: int
+    is_taken: bool = False
+    """Nothing was changed: the adapter was to be new, and there is one with its name."""
 
 
 GatewayInbox = (

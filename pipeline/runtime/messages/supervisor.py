@@ -109,6 +109,8 @@ class SetAdapter(Message, frozen=True, tag="set_adapter"):
 
     nonce: int
     adapter: Adapter
+    is_new: bool = False
+    """Change nothing if there is one with its name: gateways may be asked for one name at the same time."""
 
 
 class HostFound(Message, frozen=True, tag="host_found"):

@@ -19,6 +19,9 @@ class Adapters:
     def set(self, message: m.SetAdapter, sender: str) -> None:
         """Clients may use an adapter, or no longer."""
         adapter, adapters = message.adapter, self._resources.adapters
+        if message.is_new and adapter.name in adapters:
+            self._table.reply(sender, m.AdapterSet(message.nonce, is_taken=True))
+            return
         if adapter.id:
             adapters[adapter.name] = adapter
         else:

@@ -103,6 +103,7 @@ class AdapterRegistry:
     def __init__(self, stage: "Stage[m.GatewayInbox]", limits: RequestLimits, limited_log: LimitedLog) -> None:
         self._stage, self._limits, self._limited_log = stage, limits, limited_log
         self._pending: PendingReplies[bool] = PendingReplies(TIMEOUT_S)
+        """Whether the name was taken."""
         self._pool = WorkPool("loading adapters", max_threads=MAX_THREADS, max_waiting=MAX_PENDING)
         self.update(stage.launch.adapters)
 
@@ -117,13 +118,13 @@ class AdapterRegistry:
         if name == self._limits.model:
             raise invalid("lora_name", f"'lora_name' must not be {name!r}, which is the model itself", "invalid_value")
         if name in self._limits.adapters and not body.load_inplace:
-            raise invalid("lora_name", f"the adapter {name!r} is loaded already", "invalid_value")
+            raise _taken(name)
         if len(self._limits.adapters) >= MAX_ADAPTERS:
             raise invalid("lora_name", f"{MAX_ADAPTERS} adapters are loaded already", "invalid_value")
         if not folder.is_absolute():
             raise invalid("lora_path", "'lora_path' must be an absolute path", "invalid_value")
         adapter_id = await self._convert(folder)
-        await self._set(m.Adapter(name, adapter_id, str(folder)))
+        await self._set(m.Adapter(name, adapter_id, str(folder)), is_new=not body.load_inplace)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def _convert(self, folder: Path) -> str:
@@ -160,15 +161,15 @@ class AdapterRegistry:
         if isinstance(message, m.Adapters):
             self.update(message.adapters)
         else:
-            self._pending.handle(message.nonce, True)
+            self._pending.handle(message.nonce, message.is_taken)
 
     def _require_allowed(self) -> None:
         if not self._stage.settings.lora.runtime_loading:
             message = "adapters can't be loaded while the server runs: it needs lora.runtime_loading = true"
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="forbidden")
 
-    async def _set(self, adapter: m.Adapter) -> None:
-        nonce = self._pending.send(lambda nonce, _: self._stage.supervisor.send(m.SetAdapter(nonce, adapter)))
+    async def _set(self, adapter: m.Adapter, *, is_new: bool = False) -> None:
+        nonce = self._pending.send(lambda nonce, _: self._stage.supervisor.send(m.SetAdapter(nonce, adapter, is_new)))
         if nonce is None:
             raise overloaded("the queue to the supervisor is full")
         replies, _ = await self._pending.collect(nonce)
@@ -176,3 +177,9 @@ class AdapterRegistry:
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE, "Timed out waiting for the supervisor", code="stage_unresponsive"
             )
+        if any(replies.values()):  # while this one was converted, another was loaded
+            raise _taken(adapter.name)
+
+
+def _taken(name: str) -> ApiError:
+    return invalid("lora_name", f"the adapter {name!r} is loaded already", "invalid_value")

@@ -123,8 +123,22 @@ def test_load_inplace_replaces_an_adapter(gate: Gate, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "peft", ModelConfig.load(tmp_path))
     response = load(gate, lora_name="sql", lora_path=str(folder), load_inplace=True)
     asked = gate.rig.receive("supervisor", m.SetAdapter)
+    assert not asked.is_new
     gate.rig.send(m.AdapterSet(asked.nonce), "supervisor.0")
     assert response.result().status_code == 200
+
+
+def test_of_two_loads_of_one_name_at_once_the_second_is_refused(gate: Gate, tmp_path: Path) -> None:
+    """Both are converted before the supervisor is asked. Which name is there, the supervisor knows."""
+    folder = write_adapter(tmp_path / "peft", ModelConfig.load(tmp_path))
+    responses = [load(gate, lora_name="new", lora_path=str(folder)) for _ in range(2)]
+    asked = [gate.rig.receive("supervisor", m.SetAdapter) for _ in responses]
+    assert all(one.is_new for one in asked)
+    for one, is_taken in zip(asked, (False, True), strict=True):
+        gate.rig.send(m.AdapterSet(one.nonce, is_taken), "supervisor.0")
+    first, second = sorted((one.result() for one in responses), key=lambda one: one.status_code)
+    assert (first.status_code, second.status_code) == (200, 400)
+    assert second.json()["error"]["message"] == "the adapter 'new' is loaded already"
 
 
 def test_a_missing_reply_of_the_supervisor_is_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
