@@ -156,6 +156,11 @@ def reply_bytes(parsed: ParsedRequest) -> int:
     return size + parsed.dialect.reply_bytes(stream=parsed.stream)
 
 
+def echo_bytes(texts: Sequence[str]) -> int:
+    """What a complete reply repeats of its request's texts, and they themselves."""
+    return sum(map(text_bytes, texts)) + ECHO_COPIES * json_bytes(texts)
+
+
 def json_bytes(value: object) -> int:
     """A value in a reply. Characters that JSON escapes take up to six times their size."""
     return len(_encoder.encode(value))

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from pipeline.stages.gateway.admission.open_bytes import text_bytes
+from pipeline.stages.gateway.admission.open_bytes import echo_bytes
 from pipeline.stages.gateway.dialect import Dialect
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.large_json import PackedList, encode_large
@@ -83,7 +83,7 @@ class CohereEmbedDialect(Dialect):
         )
 
     def reply_bytes(self, *, stream: bool) -> int:
-        return 2 * sum(map(text_bytes, self.texts))
+        return echo_bytes(self.texts)
 
 
 def _bits(vector: Vector) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.stages.gateway.admission.open_bytes import text_bytes
+from pipeline.stages.gateway.admission.open_bytes import echo_bytes
 from pipeline.stages.gateway.apis.scoring.bodies import (
     Document,
     RerankReply,
@@ -76,4 +76,4 @@ class RerankDialect(ScoreDialect):
         return RerankResult(index=index, relevance_score=score, document=document)
 
     def reply_bytes(self, *, stream: bool) -> int:
-        return 0 if self.texts is None else 2 * sum(map(text_bytes, self.texts))
+        return 0 if self.texts is None else echo_bytes(self.texts)

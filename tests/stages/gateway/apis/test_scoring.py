@@ -251,3 +251,12 @@ class TestCrossEncoder:
             gate.reject(second, m.Failure(400, "'prompt' is too long", "prompt"))
             gate.delta(first, num_ids=0, finish=m.Finish.ABORT)
             assert response.result().json()["error"]["param"] == "text_2[1]"
+
+
+@pytest.mark.parametrize("character", ["a", "\x01", '"', "é"])
+def test_what_a_reply_repeats_counts_as_json_has_it(character: str) -> None:
+    """Characters that JSON escapes take six times their size. A reply is there twice while it is sent."""
+    documents = [character * 10_000, character * 500]
+    for parse in (parse_rerank, parse_cohere_rerank):
+        reranked = parsed(parse, RERANK | {"documents": documents, "return_documents": True}, limits_of(EMBEDDER))
+        assert open_bytes.reply_bytes(reranked) >= 2 * len(msgspec.json.encode(documents))
