@@ -13,6 +13,7 @@ from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.runner import CpuRunner
+from pipeline.stages.execute.publishing import Sampled
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.execute.driver import Driver, row_add
 from tests.stages.prepare import checkpoints
@@ -142,8 +143,18 @@ class Texts:
         sampled = self.driver.step([(row, 0, len(ids), True) for row, ids in enumerate(texts)], adds=adds)
         self.driver.step(drops=list(range(len(texts))))
         self.driver.clear()
-        numbers = sampled.token_outputs.view(np.float32)
-        counts = [len(ids) if how == m.Pooling.ALL else 1 for ids in texts]
-        width = self.runner.facts.hidden_size
-        parts = np.split(numbers.reshape(-1, width), np.cumsum(counts)[:-1])
-        return [part if how == m.Pooling.ALL else part[0] for part in parts]
+        return self._results(sampled, how, [len(ids) for ids in texts])
+
+    def _results(self, sampled: Sampled, how: m.Pooling, lengths: list[int]) -> list[np.ndarray]:
+        """Those of texts that failed are NaN."""
+        width, is_all = self.runner.facts.hidden_size, how == m.Pooling.ALL
+        has_failed = (sampled.finishes == m.Finish.ERROR).tolist()
+        numbers = sampled.token_outputs.view(np.float32).reshape(-1, width)
+        found = []
+        for length, failed in zip(lengths, has_failed, strict=True):
+            rows = length if is_all else 1
+            part = np.full((rows, width), np.nan, np.float32) if failed else numbers[:rows]
+            numbers = numbers if failed else numbers[rows:]
+            found.append(part if is_all else part[0])
+        assert not len(numbers)
+        return found
