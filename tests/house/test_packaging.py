@@ -145,6 +145,7 @@ ELSEWHERE = (
     ROOT / "tests" / "e2e" / "client" / "clients",
     ROOT / "tools" / "compare_encoders" / "offline.py",
     ROOT / "tools" / "compare_encoders" / "fastembed_server.py",
+    ROOT / "tools" / "compare_peers" / "openvino_server.py",
 )
 """These run in environments of their own."""
 BY_HAND = {

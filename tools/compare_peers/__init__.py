@@ -11,4 +11,6 @@ measure.py    runs the loads against one server at a time
 machine.py    what identifies the machine and the commit
 report.py     figures and ratios as tables, the chart, and the JSON
 parent.py     the order of all this
+
+openvino_server.py is apart from these: OpenVINO GenAI as a server, for `pipeline bench` beside ours.
 """
