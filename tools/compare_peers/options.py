@@ -4,13 +4,14 @@ import argparse
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.cli import option_types as types
 from pipeline.config.settings import Settings
 from tools.compare_peers import llama_cpp, peers, vllm_cpu
 from tools.compare_peers.children import ROOT
 from tools.compare_peers.loads import DECODE, PREFILL, SHARED
+from tools.models.fetch_test_models import FOLDER, MODELS
 
 DESCRIPTION = """\
 Compare Pipeline with llama.cpp and vLLM's CPU build on this machine. All serve the same model, one server at a time,
@@ -26,6 +27,17 @@ LOADS = {
     PREFILL: "prompts of 800 words and one token out, one at a time",
     SHARED: "16 streams that share a prefix of 600 words, 50 words of their own, 64 tokens out",
 }
+PRESETS: dict[str, dict[str, Any]] = {
+    "1.5b": {
+        "model": str(FOLDER / MODELS["qwen-1.5b"].file),
+        "servers": ["pipeline", "pipeline-int8", peers.LLAMA_CPP],
+        "loads": [DECODE, PREFILL],
+        "concurrency": (1, 8),
+        "temperature": (0.0,),
+        "rounds": 3,
+    },
+}
+"""Options that belong together; those of the command line count before them."""
 OUT = ROOT / "build" / "compare_peers"
 
 T = TypeVar("T")
@@ -38,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
         description=f"{DESCRIPTION}\nservers:\n{_listed(peers.NAMES)}\n\nloads:\n{_listed(LOADS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    made.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="1.5b: Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf, which `python -m tools.models.fetch_test_models "
+        "qwen-1.5b` fetches, with the servers pipeline,pipeline-int8,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
+        "temperature 0 and 3 rounds, unless options say otherwise",
     )
     made.add_argument(
         "--servers",
@@ -118,7 +137,10 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options, with absolute paths and a seed."""
-    args = parser().parse_args(arguments)
+    made = parser()
+    if preset := made.parse_args(arguments).preset:
+        made.set_defaults(**PRESETS[preset])
+    args = made.parse_args(arguments)
     if args.seed is None:
         args.seed = secrets.randbelow(2**32)
     for name in ("out", "cache", "llama_server", "vllm_python"):

@@ -19,6 +19,7 @@ from pipeline.errors import UserError
 from tests.stages.prepare import checkpoints
 from tests.tools import fake_peer
 from tools.compare_peers import children, parent
+from tools.compare_peers.options import parse
 from tools.compare_peers.peers import DEFAULT
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -288,6 +289,12 @@ def test_a_dry_run_prints_the_commands_and_runs_none(bed: PeerFolder, capsys: py
     assert sum("execute.activations=int8" in line for line in serves) == 1
     assert sum("quantization=none" in line for line in serves) == 1
     assert all(f"--model {bed.model}" in line for line in serves) and len(serves) == 3
+
+
+def test_options_count_before_those_of_a_preset() -> None:
+    chosen = parse(["--rounds", "1", "--preset", "1.5b"])
+    assert (chosen.rounds, chosen.concurrency, chosen.temperature) == (1, (1, 8), (0.0,))
+    assert chosen.model.endswith("Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf") and "vllm" not in chosen.servers
 
 
 @pytest.mark.parametrize(
