@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--preset",
         choices=PRESETS,
         help="1.5b: Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf, which `python -m tools.models.fetch_test_models "
-        "qwen-1.5b` fetches, with the servers pipeline,pipeline-int8,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
+        "qwen-1.5b` fetches, the servers pipeline,pipeline-int8,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
         "temperature 0 and 3 rounds, unless options say otherwise",
     )
     made.add_argument(
