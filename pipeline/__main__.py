@@ -23,6 +23,7 @@ try:
         deploy,
         looking,
         profile,
+        pull,
         recording,
         serve,
     )
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add(commands)
     deploy.add(commands)
     chat.add(commands)
+    pull.add(commands)
     bench.add(commands)
     profile.add(commands)
     recording.add_record(commands)

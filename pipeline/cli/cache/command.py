@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from pipeline.cli.cache.entries import Entry, Kind, disk_bytes, entries_of, remove, root_of
+from pipeline.cli.cache.entries import Entry, Kind, disk_bytes, entries_of, hub_entries, remove, root_of
 from pipeline.cli.complain import complain
 from pipeline.cli.watch import draw
 from pipeline.config.load import ConfigError
@@ -30,16 +30,18 @@ def run_ls(args: argparse.Namespace, settings: Settings) -> int:
     try:
         root = root_of(settings)
         entries = entries_of(root)
+        hub = hub_entries(entries)
     except (UserError, OSError) as error:
         return _failed("ls", error)
     if args.json:
-        print(msgspec.json.encode(entries).decode())
+        print(msgspec.json.encode([*entries, *hub]).decode())
         return 0
     console = draw.console()
+    if entries or hub:
+        console.print(_table([*entries, *hub], console.width))
     if not entries:
         console.print(f"{root} is empty", soft_wrap=True)
         return 0
-    console.print(_table(entries, console.width))
     on_disk = disk_bytes(entries)
     shared = sum(entry.num_bytes for entry in entries) - on_disk
     sharing = f"; models of the same content share {draw.size(shared)} of them" if shared else ""
@@ -75,7 +77,8 @@ def remove_all(chosen: Sequence[Entry], entries: Sequence[Entry], root: Path, is
         print(f"{verb} {printable(entry.name)} ({draw.size(entry.num_bytes)})")
     for entry in rows_of(kept):
         print(f"kept {printable(entry.name)}: {'not made by a server' if entry.kind == 'other' else 'in use'}")
-    print(f"{verb} {draw.size(freed_bytes)} from {root}" if removed else f"nothing to remove from {root}")
+    where = " and the hub's cache" if any(entry.kind == "hub" for entry in removed) else ""
+    print(f"{verb} {draw.size(freed_bytes)} from {root}{where}" if removed else f"nothing to remove from {root}")
     return not kept
 
 

@@ -24,8 +24,10 @@ from pipeline.supervisor.admin.admin_client import find_servers
 
 CACHE = "pipeline.stages.prepare.cache"
 """The module with `Cache`, imported by name as by the other commands."""
+HUB = "pipeline.stages.prepare.sources.hub.local"
+"""The module that knows the hub's cache."""
 
-Kind = Literal["model", "wheel", "kernels", "crashes", "unfinished", "other"]
+Kind = Literal["model", "wheel", "hub", "kernels", "crashes", "unfinished", "other"]
 KERNELS = re.compile(r"kernels(-\d+)?")
 """Folders of libraries; see pipeline/own_files.py."""
 REPORTS = re.compile(rf"{CRASHES}(-\d+)?")
@@ -81,6 +83,19 @@ def entries_of(root: Path) -> list[Entry]:
     return sorted(found, key=lambda one: (-one.num_bytes, one.name))
 
 
+def hub_entries(entries: Iterable[Entry]) -> list[Entry]:
+    """The models in the hub's own cache, which other programs use too. One is in use if one of `entries` is that was
+    made of it. Raises OSError if the cache can't be read."""
+    local: Any = importlib.import_module(HUB)
+    used = {re.split("[:@]", entry.source)[0] for entry in entries if entry.kind == "model" and entry.in_use}
+    used = {"/".join(source.split("/")[:2]) for source in used}
+    found = []
+    for path in local.repositories():
+        repo = path.name.removeprefix("models--").replace("--", "/", 1)
+        found.append(Entry(repo, "hub", str(path), _size(path), path.stat().st_mtime, repo, repo in used))
+    return found
+
+
 def remove(root: Path, entry: Entry) -> bool:
     """Remove an entry. Returns False if it is used by now. Raises OSError."""
     if entry.kind == "kernels":
@@ -92,6 +107,9 @@ def remove(root: Path, entry: Entry) -> bool:
     if entry.kind == "crashes":
         with OpenFolder(Path(entry.path).parent) as folder:
             shutil.rmtree(entry.name, dir_fd=folder.fd)
+        return True
+    if entry.kind == "hub":
+        importlib.import_module(HUB).remove(Path(entry.path))
         return True
     cache: Any = importlib.import_module(CACHE).Cache(root)
     removed: bool = cache.remove(entry.name.removeprefix(PARTIAL))

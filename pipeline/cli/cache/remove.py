@@ -1,16 +1,21 @@
 """`pipeline cache rm`: removes models by name."""
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.cli.cache.command import remove_all
-from pipeline.cli.cache.entries import Entry, entries_of, root_of
+from pipeline.cli.cache.entries import Entry, entries_of, hub_entries, root_of
 from pipeline.cli.complain import complain
 from pipeline.cli.models import cached_models
 from pipeline.config.closest import closest
 from pipeline.config.settings import Settings
 from pipeline.errors import UserError
+
+LIBRARY = "pipeline.stages.prepare.sources.library"
+"""The module that knows the repositories of well-known names."""
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -18,6 +23,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     try:
         root = root_of(settings)
         entries = entries_of(root)
+        entries += hub_entries(entries)
         are_removed = remove_all(_chosen(args.names, entries), entries, root, args.dry_run)
     except (UserError, OSError) as error:
         complain("pipeline cache rm", error)
@@ -29,6 +35,8 @@ def _chosen(names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:
     """The entries that are named, and the wheels that only these were made from. Raises UserError for a name that none
     has."""
     names_of = _names(entries)
+    library: Any = importlib.import_module(LIBRARY)
+    names = [library.find(name) or name for name in names]
     names = [_whole(name, {one for known in names_of.values() for one in known}) for name in names]
     for name in names:
         if not any(name in known for known in names_of.values()):
@@ -57,7 +65,7 @@ def _names(entries: Sequence[Entry]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for entry in entries:
         found[entry.path] = set()
-        if entry.kind in ("model", "wheel", "unfinished"):
+        if entry.kind in ("model", "wheel", "hub", "unfinished"):
             found[entry.path] = {entry.name, entry.name.removeprefix(f"{entry.kind}-"), entry.source} - {""}
         if (model := models.get(entry.path)) is not None:
             found[entry.path] |= {model.name, model.model}

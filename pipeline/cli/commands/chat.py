@@ -2,7 +2,16 @@
 
 import argparse
 
-from pipeline.cli.commands.settings import CHAT_FLAGS, MODEL, Commands, add_flags, add_settings, settings_of
+from pipeline.cli.commands.settings import (
+    CHAT_FLAGS,
+    MODEL,
+    Commands,
+    add_flags,
+    add_model,
+    add_settings,
+    settings_of,
+    take_model,
+)
 
 
 def add(commands: Commands) -> None:
@@ -16,6 +25,7 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add_options(parser)
+    add_model(parser)
     add_settings(parser)
     help_text = MODEL["model"] + ", for a server that this command starts; with --url, the model's name there"
     add_flags(parser, {"model": help_text, **CHAT_FLAGS})
@@ -23,6 +33,7 @@ def add(commands: Commands) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    take_model(args)
     settings = settings_of(args)
     from pipeline.cli.chat.command import run
 

@@ -4,11 +4,9 @@ import re
 from collections.abc import Collection, Iterable
 
 COMMANDS = {
-    **dict.fromkeys(("run", "generate"), "use `pipeline serve MODEL`, then `pipeline chat` in another terminal"),
+    **dict.fromkeys(("run", "generate"), "use `pipeline chat MODEL`, or `pipeline serve MODEL` for a server"),
     **dict.fromkeys(("start", "server", "up", "launch"), "use `pipeline serve MODEL`"),
-    **dict.fromkeys(
-        ("pull", "download", "fetch", "create"), "use `pipeline serve MODEL`, which downloads and prepares the model"
-    ),
+    **dict.fromkeys(("download", "fetch", "create"), "use `pipeline pull MODEL`"),
     **dict.fromkeys(("list", "ls", "show", "search"), "use `pipeline models`"),
     **dict.fromkeys(("rm", "remove", "delete"), "use `pipeline cache rm NAME`"),
     **dict.fromkeys(("kill", "shutdown", "down", "quit"), "use `pipeline stop`"),

@@ -9,10 +9,12 @@ from pipeline.cli.commands.settings import (
     SERVE_FLAGS,
     Commands,
     add_flags,
+    add_model,
     add_settings,
     print_warning,
     settings_of,
     source_of,
+    take_model,
 )
 from pipeline.config.load import ConfigError
 from pipeline.config.settings import ExecuteSettings
@@ -25,7 +27,7 @@ def add(commands: Commands) -> None:
         description="Serve a model over HTTP, with the OpenAI API. Ctrl-C lets open streams end, then stops.",
         allow_abbrev=False,
     )
-    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="same as --model")
+    add_model(parser)
     add_settings(parser)
     add_flags(parser, SERVE_FLAGS)
     parser.add_argument(
@@ -61,11 +63,7 @@ def add(commands: Commands) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    if args.given_model is not None:
-        if args.model is not None:
-            advice = f"; {vllm_flags.ONE_NAME}" if vllm_flags.gives_name(args) else ""
-            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}{advice}"])
-        args.model = args.given_model
+    take_model(args)
     settings = settings_of(args)
     share = vllm_flags.gpu_memory_share(args)
     if settings.execute.device == "cpu" and share == ExecuteSettings().gpu_memory_utilization:

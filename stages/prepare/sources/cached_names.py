@@ -1,4 +1,5 @@
-"""A model given by the name that `pipeline models` lists it with: what it was prepared from."""
+"""A model given by a name: that which `pipeline models` lists it with, for what it was prepared from, or a well-known
+one."""
 
 from itertools import islice
 from pathlib import Path
@@ -6,10 +7,22 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config.closest import closest
+from pipeline.config.settings import Settings
 from pipeline.runtime.files.regular_files import read_regular
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import MAX_STAMP_BYTES, STAMP
-from pipeline.stages.prepare.sources.source import FORMS, ModelError, NoSuchModel, Source, is_folder, parse, shown_model
+from pipeline.stages.prepare.cache import Cache
+from pipeline.stages.prepare.sources import library
+from pipeline.stages.prepare.sources.source import (
+    FORMS,
+    HubSource,
+    ModelError,
+    NoSuchModel,
+    Source,
+    is_folder,
+    parse,
+    shown_model,
+)
 
 MAX_ENTRIES = 4096
 
@@ -21,13 +34,16 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 def source_of(model: str, root: Path) -> Source:
-    """`parse`, which also takes the name of a model that was prepared in the cache at `root`. Raises ModelError."""
+    """`parse`, which also takes the name of a model that was prepared in the cache at `root`, and the well-known names
+    of library.toml. Raises ModelError."""
     try:
         return parse(model)
     except NoSuchModel as error:
         known = _sources(root)
         if not (sources := sorted(known.get(model, ()))):
-            near = closest(model, known) or _closest_path(model)
+            if (repo := library.find(model)) is not None:
+                return parse(repo)
+            near = closest(model, (*known, *library.names())) or _closest_path(model)
             if not near:
                 raise
             raise ModelError(
@@ -42,6 +58,14 @@ def source_of(model: str, root: Path) -> Source:
             return parse(sources[0])
         except ModelError as gone:
             raise ModelError(f"{model} was prepared from {sources[0]}, which can't be used now: {gone}") from gone
+
+
+def given_name(settings: Settings) -> str:
+    """The well-known name that `settings.model` is, which is then the model's name for clients; empty for others."""
+    model = settings.model
+    if "/" in model or model.startswith("wheel:") or library.find(model) is None:
+        return ""
+    return model if isinstance(source_of(model, Cache.of(settings).root), HubSource) else ""
 
 
 def _closest_path(model: str) -> str:

