@@ -75,7 +75,7 @@ class Loop:
         self._metrics = ExecuteMetrics(runner.barrier_wait_s, runner.pipeline_wait_s, runner.rank_name)
         stage.control_requests.own_counts = lambda: self._metrics.counts(runner.rows.num_live)
         self._reports = AdapterReports(stage, runner.adapters)
-        self._steps = make_steps(stage, Publisher(stage, self._metrics, answers=runner.answers))
+        self._steps = make_steps(stage, Publisher(stage, self._metrics, runner.masks.take_slow, answers=runner.answers))
 
     def run(self) -> None:
         """Handle messages until `Stop`."""

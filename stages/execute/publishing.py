@@ -1,9 +1,10 @@
 """The result of a computed step, and how it is published."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeline.kernels.sampling.logits_processor_inputs import NO_IDS
@@ -15,6 +16,8 @@ from pipeline.runtime.topology import SCHEDULE
 from pipeline.runtime.tracing import Args
 from pipeline.stages.execute.metrics import ExecuteMetrics
 from pipeline.stages.execute.prompt_logprobs import NO_BYTES
+
+_slow = msgspec.msgpack.Decoder(dict[int, float])
 
 
 class Sampled(NamedTuple):
@@ -60,11 +63,20 @@ class StepTiming(NamedTuple):
 class Publisher:
     """Sends results to the scheduler, updates metrics and writes trace spans."""
 
-    def __init__(self, stage: "Stage[m.ExecuteInbox]", metrics: ExecuteMetrics, *, answers: bool = True) -> None:
-        """Of several ranks, one `answers`."""
+    def __init__(
+        self,
+        stage: "Stage[m.ExecuteInbox]",
+        metrics: ExecuteMetrics,
+        take_slow_masks: Callable[[], dict[int, float] | None],
+        *,
+        answers: bool = True,
+    ) -> None:
+        """Of several ranks, one `answers`. `take_slow_masks` returns those of the last steps, by row, in seconds; None
+        if no row has a grammar."""
         self._stage = stage
         self._answers = answers
         self._metrics = metrics
+        self._take_slow_masks = take_slow_masks
 
     def publish(
         self, incarnation: int, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]
@@ -80,6 +92,7 @@ class Publisher:
         stage = self._stage
         compute_s = max(0.0, times.ended_s - times.began_s + sampled.elsewhere_s)
         put = partial(stage.arrays.put, readers=(SCHEDULE,))
+        slow_masks = self._slow_masks(step_id)
         result = m.StepResult(
             incarnation=incarnation,
             step_id=step_id,
@@ -97,9 +110,21 @@ class Publisher:
             num_drafts=put(sampled.num_drafts) if len(sampled.num_drafts) else b"",
             draft_s=sampled.draft_s,
             draft_pass_s=sampled.draft_pass_s,
+            slow_rows=list(slow_masks),
+            slow_s=list(slow_masks.values()),
         )
         sent = stage.outbox("schedule").send(result)
         assert sent, "the scheduler's inbox is full: more steps are in flight than it holds"
+
+    def _slow_masks(self, step_id: int) -> dict[int, float]:
+        """The slow masks that this result tells of. The time of another process varies: a replay has the recorded
+        ones."""
+        if (slow := self._take_slow_masks()) is None:
+            return {}
+        replay = self._stage.replay_context
+        if not (replay.is_recording or replay.is_replaying):
+            return slow
+        return _slow.decode(replay.observe("slow masks", step_id, msgspec.msgpack.encode(slow)))
 
     def _account(self, step_id: int, sampled: Sampled, times: StepTiming, requests: Sequence[int]) -> None:
         """Count a step, and trace it."""

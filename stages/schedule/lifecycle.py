@@ -228,6 +228,7 @@ class SequenceLifecycle:
             sequence.num_cached = min(found.num_computed, num_prompt)  # output that the client has is no prompt
             self.num_prompt_tokens += num_prompt
             self.num_cached_tokens += sequence.num_cached
+        self._state.mask_turns.start(sequence, self._state.now_s)
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
         if self._kv_cache_manager.states.is_on:

@@ -44,6 +44,7 @@ class Planner:
         """Of the last plan, if it can be repeated."""
         self._num_stages = state.config.num_stages
         self._states = state.kv_cache_manager.states
+        self._state = state
 
     def repeat(self) -> m.Step | None:
         """Return the next step if it differs from the last one by a position of each row only, and by new blocks, else
@@ -56,9 +57,10 @@ class Planner:
         appended = self._kv_cache_manager.windows.append_all(full, self._rows.num_computed_tokens[full] + 1)
         return None if appended is None else self._builder.repeat(run, appended)
 
-    def plan(self, *, registers: bool = True) -> m.Step | None:
+    def plan(self, *, registers: bool = True, paces: bool = True) -> m.Step | None:
         """Return the next step, or None if there is nothing to compute now. Without `registers`, full blocks are not
-        added to the prefix cache yet: the caller does that later, and no sequence waits."""
+        added to the prefix cache yet: the caller does that later, and no sequence waits. Without `paces`, rows with
+        slow masks need not wait for their turn."""
         rows, lifecycle = self._rows, self._lifecycle
         self._registers, self._run = registers, None
         self._kv_cache_manager.begin_plan(self._in_flight.last_step_id + 1)
@@ -70,13 +72,9 @@ class Planner:
         order, flags = rows.order, rows.all_flags
         num_computed = rows.num_computed_tokens[order]
         total = rows.num_tokens[order] + rows.num_output_placeholders[order]
-        need = (total - num_computed) * (total < rows.max_num_tokens[order])
-        if flags & RowFlag.STATE:
-            need = np.minimum(need, self._states.next_cuts[order] - num_computed)
-        if flags & RowFlag.DRAFTS:
-            need *= rows.num_drafts[order] == 0
-        if flags & RowFlag.BEAM:
-            need *= ~(rows.have(RowFlag.BEAM, order) & (rows.num_output_placeholders[order] > 0))
+        need = self._need(order, num_computed, total)
+        if flags & RowFlag.PACED and paces:
+            need = self._state.mask_turns.limit(order, need, self._state.now_s)
         max_decodes = self._divide_among_stages(order, need) if self._num_stages > 1 else len(order)
         renewed = [(row, rows.block_ends[:, row].tolist()) for row in self._in_flight.renewed_rows]
         learns = self._builder.learns(has_chunks=False) or self._speculation.is_on
@@ -105,12 +103,26 @@ class Planner:
             waits = lifecycle.adapters.is_loading or lifecycle.quarantine.is_cleared
             if self._in_flight.steps or lifecycle.is_idle or waits:
                 return None
+            if flags & RowFlag.PACED and paces:
+                return self.plan(registers=registers, paces=False)  # the others wait for blocks of paced ones
             assert lifecycle.preempt_stalled_beams(), "there is work, but no step to do it"
             return self.plan(registers=registers)
         drafts = self._grant_drafts(budget, entries[0], appended) if self._speculation.is_on else None
         if running is order and len(entries) == 1 and may_repeat(flags):
             self._run = self._new_run(entries[0])
         return self._builder.build(entries, appended, adds, budget.shape, drafts)
+
+    def _need(self, order: Int64s, num_computed: Int64s, total: Int64s) -> Int64s:
+        """How many positions each row lacks that it may compute now."""
+        rows, flags = self._rows, self._rows.all_flags
+        need: Int64s = (total - num_computed) * (total < rows.max_num_tokens[order])
+        if flags & RowFlag.STATE:
+            need = np.minimum(need, self._states.next_cuts[order] - num_computed)
+        if flags & RowFlag.DRAFTS:
+            need *= rows.num_drafts[order] == 0
+        if flags & RowFlag.BEAM:
+            need *= ~(rows.have(RowFlag.BEAM, order) & (rows.num_output_placeholders[order] > 0))
+        return need
 
     def _divide_among_stages(self, order: Int64s, need: Int64s) -> int:
         """Leave out rows whose last id the first stage of the executor's pipeline will not have: it learns the ids of a
@@ -172,6 +184,7 @@ class Planner:
         budget.release_held()
         num_computed, num_tokens = self._rows.num_computed_tokens[prompts], self._rows.num_tokens[prompts]
         need = np.minimum(num_tokens, self._states.next_cuts[prompts]) - num_computed
+        need -= self._rows.have(RowFlag.PACED, prompts)
         counts = self._grants.chunks(budget, prompts, need, num_computed)
         if self._states.is_on:
             counts = self._states.writable(prompts, counts)
@@ -276,6 +289,7 @@ class Planner:
             row = add.row
             num_computed, num_tokens = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
             need = min(num_tokens, int(self._states.next_cuts[row])) - num_computed
+            need -= bool(rows.flags[row] & RowFlag.PACED)
             count = budget.chunk(num_computed, need, bool(rows.is_long[row]), is_sure=is_sure)
             if self._states.is_on:
                 count = int(self._states.writable(np.array([row]), np.array([count]))[0])

@@ -95,6 +95,11 @@ class Sequence(msgspec.Struct, eq=False):
     offloaded: list[list[int]] = []
     """Swap blocks with copies of its first blocks that it still holds, for each KV group, while it runs."""
     num_preemptions: int = 0
+    is_paced: bool = False
+    """Masks of its grammar were slow lately (policies/mask_turns.py)."""
+    num_quick_masks: int = 0
+    """Since it is paced."""
+    last_mask_turn: int = 0
     is_long: bool = False
     """Whether it waits in the queue of long prompts."""
     num_skipped: int = 0

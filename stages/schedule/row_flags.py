@@ -5,7 +5,7 @@ this word, and nothing else about features.
     plan ahead    the same, before the oldest result in flight is settled                      handles AHEAD
     decode run    the last step again, each row one position further; results and output too   handles DECODE_RUN
 
-The word is made when a sequence gets a row, and stays the same until it leaves it. A fast path names the flags that it
+The word is made when a sequence gets a row, and stays the same until it leaves it, but for PACED. A fast path names the flags that it
 handles, and is not taken while a row has any other. So a new feature with a flag of its own takes the slow path, until
 someone has read the fast ones and added it there.
 `tests/stages/schedule/test_paths.py` runs each feature on each path.
@@ -39,6 +39,8 @@ class RowFlag(IntEnum):
     """The executor is a pipeline: its first stage does not have the row's last id before a later step."""
     STATE = 256
     """The model has recurrent layers: each entry of a step names the slots of its states."""
+    PACED = 512
+    """Masks of the row's grammar were slow: it runs in turns with others (policies/mask_turns.py)."""
 
 
 AHEAD = (
@@ -94,4 +96,6 @@ def flags_of(sequence: Sequence, of_all: int) -> int:
         flags |= RowFlag.PREDICTION
     if request.needs_full_prefill:
         flags |= RowFlag.FULL_PREFILL
+    if sequence.is_paced:
+        flags |= RowFlag.PACED
     return flags

@@ -79,7 +79,7 @@ class RowTracker:
         self._order: Int64s | None = None
         self._all_flags = NOT_KNOWN
         self.num_changes = 0
-        """How often a sequence has started in a row or left one."""
+        """How often a sequence has started in a row or left one, or the flags of one have changed."""
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -171,6 +171,12 @@ class RowTracker:
         self.num_changes += 1
         self._free.append(row)
         return sequence, blocks
+
+    def set_flag(self, row: int, flag: RowFlag, *, is_set: bool) -> None:
+        """What a row's steps need has changed: plans that don't look at it end."""
+        self.flags[row] = int(self.flags[row]) | flag if is_set else int(self.flags[row]) & ~flag
+        self._all_flags = NOT_KNOWN
+        self.num_changes += 1
 
     def blocks_of(self, row: int) -> list[int]:
         """A row's blocks, of one KV group after the other, the head first."""

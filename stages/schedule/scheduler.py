@@ -147,7 +147,7 @@ class Scheduler:
             and self.lifecycle.is_steady
             and self.rows.num_changes == step.num_changes
             and may_plan_ahead(step.flags)
-            and not result.errors
+            and not (result.errors or result.slow_rows)
             and isinstance(result.finishes, bytes)
             and not any(result.finishes)
         )

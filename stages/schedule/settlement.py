@@ -36,6 +36,7 @@ class Settlement:
         self._cost_model = state.cost_model
         self._output_buffer = state.output_buffer
         self._speculation = state.speculation
+        self._mask_turns = state.mask_turns
         self._beams = beams
         self._take = state.context.take
 
@@ -75,6 +76,8 @@ class Settlement:
             num_ids, num_drafts = num_ids[current[: len(num_ids)]], num_drafts[current[: len(num_drafts)]]
             sampled, finishes = sampled[current], finishes[current]
         assert np.count_nonzero(ids < 0) == 0, f"step {step.step_id} has no id for a running row"
+        if result.slow_rows or rows.all_flags & RowFlag.PACED:
+            self._mask_turns.observe(sampled, result.slow_rows, result.slow_s, self._state.now_s)
         if self._lifecycle.quarantine.is_active:
             for row in sampled.tolist():
                 self._lifecycle.quarantine.settled(self._sequence(row).request.request_id)
@@ -101,8 +104,13 @@ class Settlement:
 
     def _repeats(self, run: DecodeRun, result: m.StepResult) -> bool:
         """Whether the result has one id for each row of a run, and ends no sequence."""
-        is_plain = result.rows == run.row_ids and result.finishes == run.finishes and not result.errors
-        return is_plain and run.is_valid and not self._lifecycle.quarantine.is_active
+        is_plain = result.rows == run.row_ids and result.finishes == run.finishes
+        return (
+            is_plain
+            and not (result.errors or result.slow_rows)
+            and run.is_valid
+            and not self._lifecycle.quarantine.is_active
+        )
 
     def _settle_repeated(self, step: InFlightStep, run: DecodeRun, result: m.StepResult) -> None:
         """`settle` for a step of a run: no sequence begins or ends with it."""

@@ -13,6 +13,7 @@ from pipeline.stages.schedule.kv_cache.block_index import NO_MEMORY, IndexMemory
 from pipeline.stages.schedule.kv_cache.manager import KVCacheManager
 from pipeline.stages.schedule.kv_cache.states.pools import StatePools
 from pipeline.stages.schedule.output.output_buffer import OutputBuffer
+from pipeline.stages.schedule.policies.mask_turns import MaskTurns
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.policies.preemption import PreemptionCosts
 from pipeline.stages.schedule.policies.speculation import Speculation
@@ -89,6 +90,7 @@ class SchedulerState:
             config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size
         )
         self.speculation = Speculation(config, self.rows, self.cost_model)
+        self.mask_turns = MaskTurns(self.rows)
 
     def append_output_put(self) -> None:
         """Detokenize has one more replica."""

@@ -70,6 +70,10 @@ class StepResult(Message, frozen=True, tag="step_result"):
     """The part of `compute_s` that a draft model took."""
     draft_pass_s: float = 0.0
     """Mean time of a pass of the draft model with one position for each row; 0 if it made none."""
+    slow_rows: list[int] = []
+    """Rows whose grammar mask was slow."""
+    slow_s: list[float] = []
+    """CPU time of each of these masks."""
 
 
 class AdaptersLoaded(Message, frozen=True, tag="adapters_loaded"):

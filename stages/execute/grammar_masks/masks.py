@@ -25,6 +25,8 @@ from pipeline.runtime.process.process_usage import usage_of
 from pipeline.shm.fence import Fence
 from pipeline.stages.execute.grammar_masks.memory import (
     NUM_PREPARING,
+    SLOW_ROW_S,
+    SLOW_STEP_S,
     Begin,
     Fill,
     MaskMemory,
@@ -83,6 +85,8 @@ class Masks:
         self._num_ids: IntArray = np.zeros(0, np.int32)
         self._failed: dict[int, str] = {}
         """Errors by place."""
+        self._slow: dict[int, float] = {}
+        """CPU time of slow masks, by row, that `take_slow` has not returned."""
 
     def start(self) -> None:
         """Start the process in the background, before the first row needs it."""
@@ -184,8 +188,18 @@ class Masks:
             self._failed.update(zip(report.slots, report.errors, strict=True))
         if self.forces:
             self._take_forced()
+        if self._requested:
+            times = self._memory.times[[slot for _, slot in self._requested]]
+            if times.sum() > SLOW_STEP_S:
+                slow = np.flatnonzero(times > SLOW_ROW_S).tolist()
+                self._slow |= {self._requested[index][0]: float(times[index]) for index in slow}
         failed, self._failed = self._failed, {}
         return failed
+
+    def take_slow(self) -> dict[int, float] | None:
+        """CPU time of the slow masks since the last call, by row, in seconds; None if there are no rows."""
+        slow, self._slow = self._slow, {}
+        return slow if self._rows else None
 
     def _take_forced(self) -> None:
         for number, slot in self._requested:

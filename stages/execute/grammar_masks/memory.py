@@ -3,6 +3,7 @@
     word, uint32    the ticket of the last completed order
     states, uint8   [places], the state of each mask
     words, uint32   [places, ceil(V / 32)], the masks: bit v % 32 of word v / 32 is set if id v is allowed
+    times, float32  [places], the CPU time of a row's masks, in seconds
     forced, int32   [places, 2 + MAX_FORCED], how many ids the grammar forces, behind how many of the proposed ids, and
                     these ids
 
@@ -27,10 +28,14 @@ ALIGNMENT = 64
 MAX_FORCED = 24
 """Ids in one array of forced ids."""
 ID_BYTES = 4
+SLOW_STEP_S, SLOW_ROW_S = 0.05, 0.01
+"""CPU times of all masks of a step, and of each, from which both are slow: the step waits for them. A mask takes 10 to
+100 µs, that of a large schema some milliseconds."""
 NUM_PREPARING = 2
 """Grammars that the process prepares at once."""
 
 WordArray = np.ndarray[Any, np.dtype[np.uint32]]
+TimeArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class State(IntEnum):
@@ -98,7 +103,8 @@ class MaskMemory:
         num_words = -(-vocab_size // 32)
         states_end = HEADER_BYTES + -(-num_slots // ALIGNMENT) * ALIGNMENT
         words_end = states_end + 4 * num_slots * num_words
-        num_bytes = words_end + 4 * num_slots * (2 + MAX_FORCED)
+        forced_end = words_end + 4 * num_slots * (2 + MAX_FORCED)
+        num_bytes = forced_end + 4 * num_slots
         self.fd = fd
         if fd < 0:
             # Untouched pages take no memory, so nothing is reserved.
@@ -111,6 +117,7 @@ class MaskMemory:
         self.words: WordArray = words.reshape(num_slots, num_words)
         forced = np.frombuffer(self._map, np.int32, num_slots * (2 + MAX_FORCED), words_end)
         self.forced: np.ndarray[Any, np.dtype[np.int32]] = forced.reshape(num_slots, 2 + MAX_FORCED)
+        self.times: TimeArray = np.frombuffer(self._map, np.float32, num_slots, forced_end)
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives as long as the last array that views it."""

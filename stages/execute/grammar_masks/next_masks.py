@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from pipeline.grammars.engine import Engine
-from pipeline.stages.execute.grammar_masks.memory import WordArray
+from pipeline.stages.execute.grammar_masks.memory import SLOW_STEP_S, TimeArray, WordArray
 from pipeline.stages.execute.grammar_masks.rows import (
     NO_TOKEN_LEFT,
     IdArray,
@@ -30,13 +30,19 @@ POOL_S = 0.4e-3
 FIRST_WORDS = 64
 """Words of a mask that are looked at first."""
 
+NUM_TIMED = 16
+"""So many orders are computed row by row behind one that was slow: the library doesn't tell the time of each row."""
+
 
 class NextMasks:
     """Writes masks to `words` [places, ceil(V / 32)]. The library's masks are for all of the tokenizer's ids; those
     beyond the model's are cut off."""
 
-    def __init__(self, engine: Engine, words: WordArray, num_threads: int) -> None:
-        self._engine, self._words = engine, words
+    def __init__(self, engine: Engine, words: WordArray, times: TimeArray, num_threads: int) -> None:
+        """`times` [places] get the CPU time of each mask."""
+        self._engine, self._words, self._times = engine, words, times
+        self._num_timed = 0
+        """Orders that are to be computed row by row."""
         self._pool = LLExecutor(num_threads) if num_threads > 1 else None
         self._row_s = 25e-6
         """The library's time for a row in one thread, estimated."""
@@ -55,18 +61,27 @@ class NextMasks:
         A panic of the library leaves it unknown which rows have consumed their id.
         """
         matchers = [row.matcher for row in rows]
-        pool = self._pool if len(rows) * self._row_s > POOL_S else None
+        pool = self._pool if len(rows) * self._row_s > POOL_S and not self._num_timed else None
+        self._num_timed = max(0, self._num_timed - 1)
+        self._times[slots] = 0
         began_s = time.perf_counter()
         # The library takes any single id after the end.
         has_ended = [matcher.is_stopped() for matcher in matchers]
         pairs = list(zip(matchers, ids, strict=True))
         if pool is None:
-            consumed = [matcher.consume_token(each) for matcher, each in pairs]
+            consumed = []
+            for slot, (matcher, each) in zip(slots.tolist(), pairs, strict=True):
+                row_began_s = time.thread_time()
+                consumed.append(matcher.consume_token(each))
+                self._times[slot] = time.thread_time() - row_began_s
         else:
             consumed = pool.consume_token_par(pairs)
         failed = {i: not_consumed(matchers[i]) for i in range(len(rows)) if has_ended[i] or not consumed[i]}
         self._compute(matchers, slots, failed, pool)
-        row_s = (time.perf_counter() - began_s) / len(rows)
+        took_s = time.perf_counter() - began_s
+        if pool is not None and took_s > SLOW_STEP_S:
+            self._num_timed = NUM_TIMED
+        row_s = took_s / len(rows)
         # In the pool, a row may take more time than its part, but not less.
         self._row_s = row_s if pool is None else max(self._row_s, row_s)
 
@@ -95,7 +110,9 @@ class NextMasks:
         address, num_bytes = wide.ctypes.data, wide.strides[0]
         if pool is None:
             for matcher, slot in good:
+                began_s = time.thread_time()
                 matcher.unsafe_compute_mask_ptr(address + slot * num_bytes, num_bytes)
+                self._times[slot] += time.thread_time() - began_s
         elif good:  # the library refuses an empty list
             pool.unsafe_compute_mask_ptr(good, address, num_bytes, len(wide))
         if wide is not self._words:

@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -105,7 +106,7 @@ class MaskWorker:
         self._threads = ThreadPoolExecutor(num_threads, "masks") if num_threads > 1 else None
         self._fence = Fence()
         self._eos_ids = np.array(engine.eos_ids, np.int64)
-        self._next_masks = NextMasks(engine, memory.words, num_threads)
+        self._next_masks = NextMasks(engine, memory.words, memory.times, num_threads)
         self._is_wide = engine.tokenizer.vocab_size != engine.vocab_size
         self._last_bits = np.uint32(2 ** ((engine.vocab_size - 1) % 32 + 1) - 1)
         self._texts = texts(engine)
@@ -159,6 +160,7 @@ class MaskWorker:
         """Write a mask. Returns the error, or an empty string."""
         states = self._memory.states
         states[fill.slot] = State.WORKING
+        began_s = time.thread_time()
         try:
             with panics_as_errors():
                 self._write(fill)
@@ -167,6 +169,7 @@ class MaskWorker:
             states[fill.slot] = State.FAILED
             is_panic = isinstance(error, RustPanic)
             return _described(f"it can't be used: {short_message(str(error))}" if is_panic else str(error))
+        self._memory.times[fill.slot] = time.thread_time() - began_s
         states[fill.slot] = State.DONE
         return ""
 

@@ -343,6 +343,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     "step_result with drafts": m.StepResult(
         1, 7, IDS, IDS, REF, b"\x00\x01", 0.25, 0.5, num_ids=IDS, num_drafts=REF, draft_s=0.125, draft_pass_s=0.5
     ),
+    "step_result with slow masks": m.StepResult(1, 7, IDS, IDS, REF, b"", 0.25, 0.5, slow_rows=[3], slow_s=[0.125]),
     "step with drafts": m.Step(1, 7, IDS, [], IDS, IDS, REF, IDS, IDS, b"\x01\x00", drafts=REF),
     "step with states": m.Step(
         1,

@@ -47,6 +47,7 @@ PATHS: dict[RowFlag, tuple[bool, bool]] = {
     RowFlag.OFFLOAD: (True, False),
     RowFlag.PIPELINED: (True, False),
     RowFlag.STATE: (True, False),
+    RowFlag.PACED: (False, False),
 }
 """By flag: whether rows with it are planned ahead, and in decode runs."""
 
@@ -111,6 +112,7 @@ SETTINGS = {
     "preemption": Feature("recompute", RowFlag.OFFLOAD, settings=SWAP),
     "max_step_s": Feature(0.001),
     "long_prompt_tokens": Feature(8),
+    "prompt_max_slowdown": Feature(1.5),
     "long_prompt_max_slowdown": Feature(1.5),
     "hidden_size": Feature(8),
     "kv_groups": Feature((FULL, KVGroup(32)), RowFlag.KV_GROUPS, settings={"num_blocks": 128}),

@@ -333,3 +333,27 @@ def test_the_mask_process_leaves_nothing_behind(folder: Path) -> None:
         assert worker is not None and worker.is_alive
     assert not worker.is_alive
     assert masks_module.LATE_MS < 1000
+
+
+def test_slow_masks_are_reported(torch_end: Structured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler has their rows run in turns, with those that begin and those that go on."""
+    deep = 'start: "x" r0\n' + "".join(f'r{i}: r{i + 1} | "a" r{i + 1}\n' for i in range(90)) + "r90: /a{60}/"
+    slow, quick, free = Seq(options(deep)), Seq(options(lark("[xyz]{30}"))), Seq(options())
+    masks = torch_end.runner.masks
+    assert masks.take_slow() is None
+    torch_end.add(slow, quick, free)
+    for _ in range(6):
+        torch_end.step()
+    assert masks.take_slow() == {}, "with few bytes in the vocabulary none is slow"
+    monkeypatch.setattr(masks_module, "SLOW_STEP_S", 0.0)
+    monkeypatch.setattr(masks_module, "SLOW_ROW_S", 0.0)
+    torch_end.step()
+    reported = masks.take_slow()
+    assert (
+        reported is not None
+        and reported.keys() == {slow.row, quick.row}
+        and reported[slow.row] > reported[quick.row] > 0
+    )
+    assert masks.take_slow() == {}
+    torch_end.finish(30)
+    assert masks.take_slow() is None

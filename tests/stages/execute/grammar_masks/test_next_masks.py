@@ -37,6 +37,28 @@ def allowed(words: Any) -> list[int]:
     return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
+def test_rows_are_timed_one_by_one_after_a_slow_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_stacks: None
+) -> None:
+    """The library's threads don't tell the time of each row."""
+    monkeypatch.setattr(next_masks, "POOL_S", -1.0)
+    monkeypatch.setattr(next_masks, "SLOW_STEP_S", -1.0)
+    monkeypatch.setattr(next_masks, "NUM_TIMED", 2)
+    engine = Engine(tiny.folder(tmp_path))
+    memory = MaskMemory(3, engine.vocab_size)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = MaskWorker(theirs, engine, memory, 2)
+        worker._do(Order([], [], 1, [Fill(row, row, b"", Begin(lark("a{9}"), [], False)) for row in range(3)]))
+        a, are_timed = np.array(allowed(memory.words[0]), np.int32).tobytes(), []
+        assert len(a) == 4
+        for ticket in range(2, 8):
+            worker._do(Order([], [], ticket, [Fill(row, row, a, None) for row in range(3)]))
+            are_timed.append(bool((memory.times > 0).all()))
+    memory.close()
+    assert are_timed == [False, True, True, False, True, True]
+
+
 @pytest.mark.parametrize("has_pool", [False, True])
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_masks_of_all_rows_equal_masks_of_each(
