@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.cli.cache.command import ago
-from pipeline.cli.cache.entries import Entry, entries_of, root_of
+from pipeline.cli.cache.entries import Entry, entries_of, hub_entries, repository_of, root_of
 from pipeline.cli.complain import complain
 from pipeline.cli.no_server import START_ONE
 from pipeline.cli.server_choice import look
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return 0
     servers, silent = look(find_servers())
     try:
-        cached = cached_models(entries_of(root_of(settings)))
+        entries = entries_of(root_of(settings))
+        cached = [*cached_models(entries), *downloaded_models(entries)]
     except (UserError, OSError) as error:
         complain("pipeline models", error)
         return 1
@@ -123,6 +124,16 @@ def cached_models(entries: Sequence[Entry]) -> list[CachedModel]:
         facts = (config.name, config.architecture, source, weights_of(config, entry.path))
         found.append(CachedModel(*facts, entry.num_bytes, entry.last_used_s, entry.in_use, entry.path))
     return sorted(found, key=lambda model: -model.last_used_s)
+
+
+def downloaded_models(entries: Sequence[Entry]) -> list[CachedModel]:
+    """The models in the hub's own cache of which no server has prepared anything yet. Raises OSError."""
+    prepared = {repository_of(entry.source) for entry in entries if entry.kind == "model"}
+    return [
+        CachedModel(one.name, "", one.source, "", one.num_bytes, one.last_used_s, False, one.path)
+        for one in hub_entries(entries)
+        if one.source not in prepared
+    ]
 
 
 def weights_of(config: ModelConfig, folder: str) -> str:
@@ -183,7 +194,7 @@ def _print(models: Models) -> None:
         if older := len(models.cached) - len(newest):
             console.print(f"and {older} prepared earlier or with other settings; `pipeline cache ls` lists all")
     else:
-        console.print("no prepared models")
+        console.print("no models")
     console.print("\nSupported", style="bold")
     _print_supported(models.supported, console)
 

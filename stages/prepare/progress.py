@@ -5,9 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from pipeline.runtime.log.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, total bytes); the total is 0 while it is unknown."""
@@ -68,9 +71,14 @@ class ProgressBar:
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
+        self._console: Console | None = None
+        """The one that draws a bar now."""
 
     def say(self, line: str) -> None:
-        print(printable(line), file=self._stream, flush=True)
+        if self._console is None:
+            print(printable(line), file=self._stream, flush=True)
+        else:  # above the bar
+            self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def measure(self, what: str) -> Iterator[Report]:
@@ -97,14 +105,23 @@ class ProgressBar:
                 return False
 
         begun = time.monotonic()
-        with RichProgress(*columns, console=CursorStays(file=self._stream), expand=True) as bar:
+        first: int | None = None
+        """The bytes of an earlier download, which took no time now."""
+        console = CursorStays(file=self._stream)
+        with RichProgress(*columns, console=console, expand=True) as bar:
             task = bar.add_task(printable(what), total=None, speed="")
 
             def report(done: int, total: int) -> None:
-                speed = f"{_mb(int(done / max(time.monotonic() - begun, 1e-3)))}/s"
+                nonlocal first
+                first = done if first is None else first
+                speed = f"{_mb(int((done - first) / max(time.monotonic() - begun, 1e-3)))}/s"
                 bar.update(task, completed=done, total=total or None, speed=speed)
 
-            yield report
+            self._console = console
+            try:
+                yield report
+            finally:
+                self._console = None
 
 
 def for_stream(stream: IO[str] | None = None) -> Progress:

@@ -87,13 +87,17 @@ def hub_entries(entries: Iterable[Entry]) -> list[Entry]:
     """The models in the hub's own cache, which other programs use too. One is in use if one of `entries` is that was
     made of it. Raises OSError if the cache can't be read."""
     local: Any = importlib.import_module(HUB)
-    used = {re.split("[:@]", entry.source)[0] for entry in entries if entry.kind == "model" and entry.in_use}
-    used = {"/".join(source.split("/")[:2]) for source in used}
+    used = {repository_of(entry.source) for entry in entries if entry.kind == "model" and entry.in_use}
     found = []
     for path in local.repositories():
         repo = path.name.removeprefix("models--").replace("--", "/", 1)
         found.append(Entry(repo, "hub", str(path), _size(path), path.stat().st_mtime, repo, repo in used))
     return found
+
+
+def repository_of(source: str) -> str:
+    """The repository of a hub id, which may name a quantization, a file or a revision."""
+    return "/".join(re.split("[:@]", source)[0].split("/")[:2])
 
 
 def remove(root: Path, entry: Entry) -> bool:

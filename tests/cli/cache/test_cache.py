@@ -335,6 +335,9 @@ def test_models_of_the_hubs_cache_are_listed_and_removed_by_name_only(
         blob.write_bytes(bytes(2 * 1024**2))
     (root.parent / "hub" / "datasets--org--tiny").mkdir()
     fill(Cache(root), "model-tiny-3", "org/tiny:Q8_0@v1", ModelConfig.load(smollm2_dir))
+    models_json = json.loads(run(root, capsys, "models", "--json")[1])
+    shown = [one["model"] for one in models_json["cached"]]
+    assert shown.count("bartowski/SmolLM2-1.7B-Instruct-GGUF") == 1 and "org/tiny" not in shown, "that is prepared"
     rows = [line.split()[:3] for line in run(root, capsys, "cache", "ls")[1].splitlines()]
     assert ["hub", "org/tiny", "2"] in rows and len([row for row in rows if row[0] == "hub"]) == 2
     assert run(root, capsys, "cache", "prune", "--all")[0] == 0

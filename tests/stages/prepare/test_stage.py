@@ -1,5 +1,6 @@
 """Prepare as the supervisor runs it, with the default model."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -136,7 +137,7 @@ def test_a_cold_conversion_of_the_default_model_is_fast(
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.save_gguf(tmp_path / "tiny.gguf", checkpoints.tiny_llama())
     assert isinstance(for_stream(sys.stderr), Lines)
@@ -164,3 +165,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(
     assert "converting tiny.gguf" in terminal.text
     assert "\x1b[?25l" not in terminal.text, "a killed process leaves the cursor hidden"
     assert capsys.readouterr().out == ""
+    for columns in (80, 40, 24):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal.text = ""
+        with progress.measure("downloading org/a-long-name-of-a-model:Q4_K_M at c0ffee") as report:
+            report(4_000_000_000, 9_000_000_000)
+            progress.say("a line meanwhile")
+            report(5_000_000_000, 9_000_000_000)
+        drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", terminal.text)]
+        assert "a line meanwhile" in drawn and max(map(len, drawn)) <= columns, drawn

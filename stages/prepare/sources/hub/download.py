@@ -109,7 +109,7 @@ class _Downloads:
     ) -> None:
         self._files, self._storage, self._progress, self._report = files, storage, progress, report
         self._timeout_s = timeout_s
-        self._done = dict.fromkeys((file.etag for file in files), 0)
+        self._done = {file.etag: min(_size(_incomplete(storage, file)), file.num_bytes) for file in files}
         """Bytes of each file that are there."""
         self._waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -148,6 +148,15 @@ def test_a_broken_connection_is_resumed_where_it_broke(hub: FakeHub, ggufs: dict
     assert reported.most == len(ggufs["Tiny-F16.gguf"]) and "trying again" in reported.lines[0]
 
 
+def test_a_connection_that_stalls_is_given_up_and_resumed(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    hub.stall_after = CUT
+    got("org/tiny:F16", tmp_path)
+    assert hub.ranges == ["", f"bytes={CUT}-"]
+
+
 def test_a_download_that_was_killed_is_resumed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that was written stays, as Ctrl-C or kill -9 leaves it."""
     hub.cut_after = CUT
