@@ -88,9 +88,13 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     index: int | None = None
     """The number of the expert if the tensor has those of all experts, [experts, rows, columns]. `Layout.find` sets
     it."""
+    as_gamma: bool = False
+    """Whether weight and bias of a norm are named `gamma` and `beta`, as in files that came from TensorFlow."""
 
     def name(self, kind: str) -> str:
         """The name of the tensor that holds the "weight" or "bias"."""
+        if self.as_gamma:
+            return f"{self.tensor}.{'gamma' if kind == 'weight' else 'beta'}"
         if not self.bare:
             return f"{self.tensor}.{kind}"
         return self.tensor if kind == "weight" else f"{self.tensor}_{kind}"
@@ -121,7 +125,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             piece = self._expert_piece(part) or self.pieces.get(part) or Piece(part)
             return f"{self.layers.format(layer)}{piece.name(kind)}", piece
         piece = self.pieces.get(module) or Piece(module)
-        return f"{piece.tensor}.{kind}" if module else name, piece
+        return piece.name(kind) if module else name, piece
 
     def _expert_piece(self, part: str) -> Piece | None:
         """The piece of a matrix of an expert, `mlp.experts.5.down_proj`; None if `part` is another one."""

@@ -55,9 +55,10 @@ def with_layout_of(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 def with_names_of(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
     """The config with the layout of the files whose tensors have these names. Names that no file has stay as they
-    are."""
+    are. As in transformers, `LayerNorm` may have `gamma` and `beta`."""
     names = list(names)
     modules = {name.rpartition(".")[0] for name in names}
+    gammas = {name for name in names if name.endswith("LayerNorm.gamma")}
     layout = config.layout
     layers = layout.layers
     for candidate in _variants(layers, layout):
@@ -74,6 +75,10 @@ def with_names_of(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
         other = OTHER_NORMS.get(piece.tensor)
         if other is not None and not any(module.endswith(f".{piece.tensor}") for module in modules):
             pieces[part] = msgspec.structs.replace(piece, tensor=other)
+    first = layers.format(0)
+    for part, piece in list(pieces.items()):
+        if f"{'' if part in OUTSIDE else first}{piece.tensor}.gamma" in gammas:
+            pieces[part] = msgspec.structs.replace(piece, as_gamma=True)
     return _with_experts_of(msgspec.structs.replace(config, layout=Layout(layers, pieces, layout.experts)), set(names))
 
 
