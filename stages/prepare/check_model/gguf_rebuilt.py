@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.pooler import PoolingKind
 from pipeline.runtime.model.rope import LinearRope, Llama3Rope, LongRope, RopeScaling, YarnRope
 from pipeline.stages.prepare.architectures import HF_ARCHITECTURES
 from pipeline.stages.prepare.files import shown
@@ -27,7 +28,7 @@ ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the config has instead."""
 PERMUTED = ("llama", "olmo", "arcee", "smollm3", "granite")
 """Files in which rows of q and k are in the order of adjacent pairs (`LlamaModel.permute`)."""
-PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron")
 """Files whose norms have weights plus one."""
 GROUPED = ("gptneox", "falcon", "bloom")
 """Files in which rows of all queries come before those of keys and values, and not those of one group."""
@@ -77,6 +78,8 @@ HYBRID = ("exaone4", "cohere2", "olmo3")
 
 
 def _windows(ours: ModelConfig) -> dict[str, Any]:
+    if ours.sliding_window is not None and not ours.causal:  # transformers' is that of both sides
+        ours = msgspec.structs.replace(ours, sliding_window=2 * (ours.sliding_window - 1))
     if ours.sliding_window is None:
         full = {"layer_types": ours.num_layers * ["full_attention"]} if ours.architecture in HYBRID else {}
         return {"sliding_window": None, **full} if ours.architecture in (*HYBRID, "starcoder2", "phi3") else {}
@@ -169,6 +172,7 @@ def _own(ours: ModelConfig) -> dict[str, Any]:
     match ours.architecture:
         case "gemma2" | "gemma3_text":
             return {
+                **({} if ours.causal else {"use_bidirectional_attention": True}),
                 "query_pre_attn_scalar": round(scale**-2),
                 "attn_logit_softcapping": ours.attention_softcap,
                 "final_logit_softcapping": ours.logit_softcap,
@@ -201,30 +205,73 @@ def _own(ours: ModelConfig) -> dict[str, Any]:
             return {"swiglu_limit": ours.swiglu_limit}
         case "stablelm":
             return {"qk_layernorm": ours.qk_norm}
+        case "bert" | "nomic_bert":
+            return {"type_vocab_size": ours.token_types, "pad_token_id": 0}
     return {}
 
 
 def load(path: Path, parts: Sequence[Path], ours: ModelConfig) -> Any:
-    """The model in float32, of the files `parts`. Raises ModelError if a tensor is missing or left over."""
-    from transformers import AutoModelForCausalLM
+    """The model in float32, of the files `parts`; without a head if `ours` generates no text. Raises ModelError if a
+    tensor is missing or left over."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     file = _Tensors(path, parts, ours)
     if (divisors := file.find(ROPE_FREQUENCIES)) is not None and isinstance(ours.rope_scaling, Llama3Rope):
         ours = msgspec.structs.replace(ours, rope_scaling=None)  # prepare has found it in these divisors
     config = config_of(path, ours)
     how = {"attn_implementation": "eager"} if ours.attention_softcap else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
-    tied = set(model.all_tied_weights_keys) if ours.tie_embeddings else set()
-    made = {name: file.read(name, tuple(old.shape)) for name, old in model.state_dict().items() if name not in tied}
+    if not ours.generates:
+        model = AutoModel.from_config(config, dtype=torch.float32)
+        stored = revert_weight_conversion(model, model.state_dict())  # by the names of files
+        wanted = {name: tuple(old.shape) for name, old in stored.items() if not name.startswith("pooler.")}
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
+        tied = set(model.all_tied_weights_keys) if ours.tie_embeddings else set()
+        wanted = {name: tuple(old.shape) for name, old in model.state_dict().items() if name not in tied}
+    made = {name: file.read(name, shape) for name, shape in wanted.items()}
     if left := file.left():
         raise ModelError(f"{path}: nothing in transformers' {ours.architecture} is named {shown(left[0])}")
     state = {name: torch.from_numpy(np.array(data, np.float32, order="C")) for name, data in made.items()}
-    model.load_state_dict(state, strict=False)  # without what is tied
-    model.tie_weights()
+    if not ours.generates:
+        model = type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    else:
+        model.load_state_dict(state, strict=False)  # without what is tied
+        model.tie_weights()
     if divisors is not None:
         for name in ("inv_freq", "original_inv_freq"):
             getattr(model.model.rotary_emb, name).div_(torch.from_numpy(divisors.copy()))
     return model.eval()
+
+
+DENSE = ("dense_2.weight", "dense_3.weight")
+"""Of an embedder, after the pooling."""
+HEADS = (*DENSE, "cls.weight", "cls.bias", "cls.output.weight", "cls.output.bias", "output.weight")
+"""Tensors that the hidden states of a model that generates no text don't depend on."""
+
+
+def pooling_of(parts: Sequence[Path], ours: ModelConfig) -> PoolingKind:
+    """How llama.cpp pools the hidden states (`enum llama_pooling_type`)."""
+    fields = gguf.GGUFReader(parts[0]).fields
+    field = fields.get(f"{fields['general.architecture'].contents()}.pooling_type")
+    kinds: dict[int, PoolingKind] = {0: "mean", 1: "mean", 2: "cls", 3: "last", 4: "last" if ours.causal else "cls"}
+    return "mean" if field is None else kinds[int(field.contents())]
+
+
+def head_of(path: Path, parts: Sequence[Path], ours: ModelConfig) -> list[tuple[Array, Array | None, str]]:
+    """The layers after the pooling, as llama.cpp computes them: matrix, bias and activation."""
+    file = _Tensors(path, parts, ours)
+    if ours.pooler is None or ours.pooler.classifier is None:
+        return [(found, None, "identity") for name in DENSE if (found := file.find(name)) is not None]
+    layers: list[tuple[Array, Array | None, str]] = []
+    if not ours.causal and (first := file.find("cls.weight")) is not None:
+        layers.append((first, file.find("cls.bias"), "tanh"))
+    if (rows := file.find("cls.output.weight")) is not None:
+        rows = np.atleast_2d(rows)
+        if ours.architecture == "qwen3" and len(rows) == 2:  # yes and no, of which the softmax is taken
+            rows = rows[:1] - rows[1:]
+        layers.append((rows, file.find("cls.output.bias"), "identity"))
+    return layers
 
 
 class _Tensors:
@@ -237,7 +284,7 @@ class _Tensors:
         number = next(i for i, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, ours.num_layers)
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        self._used = {ROPE_FREQUENCIES, *ROPE_FACTORS}
+        self._used = {ROPE_FREQUENCIES, *ROPE_FACTORS, *(() if ours.generates else HEADS)}
 
     def left(self) -> list[str]:
         """Tensors that nothing has asked for."""
@@ -249,13 +296,13 @@ class _Tensors:
         if (tensor := self._tensors.get(name)) is None:
             return None
         self._used.add(name)
-        return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        return np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """A tensor by its name in transformers. Raises ModelError if it is missing, or has another shape."""
         stem, _, last = name.rpartition(".")
         data = self._experts(stem, last) if stem.endswith("mlp.experts") else self._plain(name)
-        if self._architecture == "qwen2moe" and name.endswith("shared_expert_gate.weight"):
+        if (self._architecture == "qwen2moe" and name.endswith("shared_expert_gate.weight")) or "token_type" in name:
             data = data.reshape(shape)
         if data.shape != shape:
             raise ModelError(f"{self._path}: {shown(name)} has the shape {data.shape}; transformers has {shape}")
@@ -270,7 +317,8 @@ class _Tensors:
     def _candidates(self, name: str) -> Iterator[str]:
         if name.endswith(".sinks"):
             yield f"blk.{name.split('.')[2]}.attn_sinks.weight"
-        for text in (name, name.removeprefix("transformer.")):  # BLOOM's tensors have no prefix on the hub
+        # BLOOM's tensors have no prefix on the hub, and those of decoders without a head have none.
+        for text in (name, name.removeprefix("transformer."), f"model.{name}"):
             if (found := self._names.get_name(text, try_suffixes=(".weight", ".bias"))) is not None:
                 yield found
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.pooler import PoolingKind
 from pipeline.stages.prepare.check_model import gguf_rebuilt
 from pipeline.stages.prepare.files import shown
 from pipeline.stages.prepare.gguf.parts import read_parts
@@ -34,6 +35,8 @@ COMPARED = (
 NOT_COMPUTED = {"name", "eos_ids", "bos_id", "add_bos", "weight_files", "layout", "modules", "eagle3", "max_position"}
 NOT_COMPUTED |= {"special_tokens", "split_special_tokens", "vocab_size", "norm_offset"}
 """Fields of ModelConfig that logits do not depend on, that tensors have to fit, or that are in the file's tensors."""
+POOLED = {"pooler", "tie_embeddings"}
+"""The same of models that generate no text: what follows the hidden states is computed by pooled_reference."""
 WINDOW = {"sliding_window", "sliding_layers"}
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 """Matrices that prepare stores in float32."""
@@ -57,7 +60,11 @@ def is_gguf(path: Path) -> bool:
 def how_compared(path: Path, ours: ModelConfig, num_tokens: int) -> list[str]:
     """Lines that say what is compared. `ours` is what prepare has read of the file. A window longer than `num_tokens`
     does not count. Raises ModelError if transformers reads another model of the file, or has no such model."""
-    ignored = NOT_COMPUTED | (WINDOW if (ours.sliding_window or 0) >= num_tokens else set())
+    ignored = (
+        NOT_COMPUTED
+        | (set() if ours.generates else POOLED)
+        | (WINDOW if (ours.sliding_window or 0) >= num_tokens else set())
+    )
     _, tensors = read_parts(parts_of(path))
     has_frequencies = ROPE_FREQUENCIES in tensors
     rebuilt = _reading(path, gguf_rebuilt.config_of(path, ours).to_dict(), ours.name)
@@ -74,6 +81,13 @@ def how_compared(path: Path, ours: ModelConfig, num_tokens: int) -> list[str]:
         raise ModelError(f"{path}: transformers reads the file otherwise: {_words(ours, theirs, others)}{ELSEWHERE}")
     unread = f"transformers does not read {', '.join(differing)} of the file, so prepare's reading counts"
     return [COMPARED, *([unread] if differing else [])]
+
+
+def head_of(path: Path, ours: ModelConfig) -> tuple[PoolingKind, list[tuple[Any, Any, str]]]:
+    """How the hidden states of a model that generates no text are pooled, and the layers after that: matrix, bias or
+    None, and activation."""
+    parts = parts_of(path)
+    return gguf_rebuilt.pooling_of(parts, ours), gguf_rebuilt.head_of(path, parts, ours)
 
 
 def load(path: Path, dtype: torch.dtype, ours: ModelConfig) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.cli.check.cases import Ids, Logits
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.pooler import HEAD_FILE, PoolingKind
+from pipeline.stages.prepare.check_model import gguf_reference
 from pipeline.stages.prepare.encoders import sentence_transformers
 from pipeline.stages.prepare.encoders.heads import SEQUENCE, TOKENS
 
@@ -53,8 +54,15 @@ def results_of(model: Any, wanted: Iterable[Ids], source: Path, prepared: Path) 
     `source` is the folder of the checkpoint, `prepared` what prepare has made of it."""
     pooler = ModelConfig.load(prepared).pooler
     assert pooler is not None
+    if gguf_reference.is_gguf(source):
+        pooling, given = gguf_reference.head_of(source, ModelConfig.load(prepared))
+        layers = [
+            _Layer(torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias), activation)
+            for weight, bias, activation in given
+        ]
+        return {ids: _result(model, ids, pooling, layers) for ids in wanted}
     modules = sentence_transformers.read(source)
-    pooling, layers = pooler.pooling, []
+    pooling, layers = pooler.pooling, list[_Layer]()
     if pooler.classifier is not None:
         tensors = load_file(prepared / HEAD_FILE) if pooler.layers else {}
         layers = [_Layer(tensors[f"{i}.weight"], None, one.activation) for i, one in enumerate(pooler.layers)]

@@ -70,8 +70,6 @@ def how_compared(source: Path, folder: Path, num_tokens: int) -> list[str]:
     checkpoint."""
     if not gguf_reference.is_gguf(source):
         return []
-    if not ModelConfig.load(folder).generates:
-        raise ModelError(f"{source}: check-model compares .gguf files of models that generate text only")
     return gguf_reference.how_compared(source, ModelConfig.load(folder), num_tokens + NUM_GREEDY)
 
 

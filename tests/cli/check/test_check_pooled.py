@@ -1,10 +1,16 @@
 """`pipeline check-model` on models that make embeddings, scores or labels."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.pooler import HEAD_FILE
 from tests.cli.check.checked import check, config_file, results
 from tests.stages.prepare import checkpoints
 from tests.stages.prepare.encoders.test_sentence_transformers import LAST, add_dense, add_modules
@@ -69,7 +75,39 @@ def test_an_embedder_passes_until_its_head_is_broken(tmp_path: Path, capsys: pyt
         assert code == 1 and {result for _, result in results(out)} == {"FAIL"}
 
 
-def test_a_gguf_file_of_an_embedder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = written(tmp_path, ENCODERS["bert"])
-    code, _, err = check(str(path), "--set", f"cache_dir={tmp_path / 'cache'}", capsys=capsys)
-    assert code == 1 and "check-model compares .gguf files of models that generate text only" in err
+CHECKED = ["bert, cls", "reranker", "nomic-bert", "gemma-embedding", "qwen3"]
+CHECKED = [*ENCODERS] if os.environ.get("PIPELINE_ALL_CASES") else CHECKED
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_gguf_file_of_an_embedder_or_reranker_is_compared(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = np.random.default_rng(0).normal(0, 0.1, (48, 64)).astype("f4")
+    more = {"dense_2_out": dense} if name == "gemma-embedding" else {}
+    path, _ = written(tmp_path, ENCODERS[name], **more)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch", "--tokens", "70"]
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert code == 0, out + err
+    assert {result for _, result in results(out)} == {"pass"} and "with what transformers reads of the same file" in out
+
+
+@pytest.mark.parametrize("wrong", ["pooling", "dense layer"])
+def test_a_gguf_file_that_is_computed_otherwise_fails(
+    tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = np.random.default_rng(0).normal(0, 0.1, (48, 64)).astype("f4")
+    path, _ = written(tmp_path, ENCODERS["gemma-embedding"], dense_2_out=dense)
+    where = ["--set", f"cache_dir={tmp_path / 'cache'}", "--kernels", "torch", "--tokens", "70"]
+    assert check(str(path), *where, capsys=capsys)[0] == 0
+    (made,) = (tmp_path / "cache").glob("model-*")
+    if wrong == "pooling":
+        config = ModelConfig.load(made)
+        assert config.pooler is not None
+        pooler = msgspec.structs.replace(config.pooler, pooling="last")
+        msgspec.structs.replace(config, pooler=pooler).save(made)
+    else:
+        tensors = load_file(made / HEAD_FILE)
+        save_file({"0.weight": tensors["0.weight"].flip(0).contiguous()}, made / HEAD_FILE)
+    code, out, err = check(str(path), *where, capsys=capsys)
+    assert code == 1 and "FAIL" in {result for _, result in results(out)}, out + err

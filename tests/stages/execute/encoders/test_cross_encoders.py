@@ -1,4 +1,4 @@
-"""Cross-encoders score pairs of texts as transformers and sentence-transformers do: joined, typed, cut and activated."""
+"""Cross-encoders score pairs as transformers and sentence-transformers do: joined, typed, cut and activated."""
 
 import json
 from pathlib import Path
@@ -73,9 +73,9 @@ class CrossEncoder:
         self.source = folder / "source"
         model.save_pretrained(self.source)
         tokenizer().save(str(self.source / "tokenizer.json"))
-        named = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": LONGEST, **names}
+        named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": LONGEST, **names}
         if kind == "bert":  # as transformers' own class, which its files have
-            named["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # type: ignore[assignment]
+            named["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
         (self.source / "tokenizer_config.json").write_text(json.dumps(named))
         checkpoints.edit_config(self.source, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, **config)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
@@ -149,8 +149,7 @@ def test_the_activation_is_what_the_files_say(
             json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"}])
         )
     encoder = CrossEncoder(tmp_path, "bert", **config)
-    classifier = encoder.config.pooler and encoder.config.pooler.classifier
-    assert classifier is not None
+    assert encoder.config.pooler is not None and (classifier := encoder.config.pooler.classifier) is not None
     for logit in (-2.0, 0.5):
         ours = activated(np.array([logit]), classifier.activation)[0]
         assert ours == pytest.approx(float(function(torch.tensor(logit))), abs=1e-6)

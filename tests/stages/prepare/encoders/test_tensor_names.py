@@ -50,5 +50,7 @@ def test_pickled_weights_are_refused_and_not_read(tmp_path: Path) -> None:
     folder = checkpoints.save_folder(tmp_path / "source", model)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pickled'\ntR.")
-    with pytest.raises(ModelError, match=r"weights in pytorch_model\.bin, but only safetensors are supported: save the"):
+    with pytest.raises(
+        ModelError, match=r"weights in pytorch_model\.bin, but only safetensors are supported: save the"
+    ):
         prepare(Settings(model=str(folder), cache_dir=str(tmp_path / "cache")))
