@@ -12,6 +12,7 @@ from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import Layout, Piece
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.runtime.model.pooler import Pooler
 from pipeline.stages.execute.cuda.available import Facts, look, require, weight_bytes, why_not
 from tests.stages.execute import checkpoints
 
@@ -76,6 +77,25 @@ def of_files(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str,
     save_file(tensors, folder / "model.safetensors", metadata)
     config = checkpoints.config_of(weight_files=["model.safetensors"], **changes.pop("config", {}))
     return weight_bytes(Settings(execute=ExecuteSettings(**changes.pop("execute", {})), **changes), config, folder)
+
+
+ENCODER = {"causal": False, "residual_norms": True, "pre_norms": False, "pooler": Pooler(pooling="mean", width=64)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "lacking"),
+    [
+        (ENCODER, "norms of the residual after each sum, no LM head"),
+        ({"pooler": Pooler(pooling="last", width=64)}, "no LM head"),
+    ],
+)
+def test_models_that_generate_no_text_are_refused_by_what_they_need(fields: dict[str, Any], lacking: str) -> None:
+    config = checkpoints.config_of(name="tiny", head_dim=64, **fields)
+    problem = why_not(Settings(execute=ExecuteSettings(device="cuda")), config, H100, WEIGHTS)
+    assert problem == (
+        "execute.device is 'cuda', but the GPU back end lacks what tiny (llama) needs: "
+        f"{lacking}. Set execute.device to 'cpu'"
+    )
 
 
 def test_weights_are_counted_in_their_loaded_format(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ def test_the_activation_is_what_the_files_say(
             json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"}])
         )
     encoder = CrossEncoder(tmp_path, "bert", **config)
-    assert encoder.config.pooler is not None and (classifier := encoder.config.pooler.classifier) is not None
+    assert encoder.config.pooler is not None
+    classifier = encoder.config.pooler.classifier
+    assert classifier is not None
     for logit in (-2.0, 0.5):
         ours = activated(np.array([logit]), classifier.activation)[0]
         assert ours == pytest.approx(float(function(torch.tensor(logit))), abs=1e-6)

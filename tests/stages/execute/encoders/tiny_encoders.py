@@ -124,21 +124,30 @@ def random_ids(num: int, seed: int) -> list[int]:
 class Texts:
     """Computes whole texts with a runner, some in one step."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self.driver = Driver(folder, settings)
+    def __init__(self, folder: Path, settings: Settings | None = None, driver: Driver | None = None) -> None:
+        """With the settings, or with a driver of several ranks."""
+        if driver is None:
+            assert settings is not None
+            driver = Driver(folder, settings)
+        self.driver = driver
         self.runner: CpuRunner = self.driver.runner
         pooler = ModelConfig.load(folder).pooler
         self.pooling = m.Pooling.MEAN if pooler is None else m.Pooling[pooler.pooling.upper()]
 
     def compute(
-        self, texts: Sequence[list[int]], pooling: m.Pooling | None = None, segment_starts: Sequence[int] = ()
+        self,
+        texts: Sequence[list[int]],
+        pooling: m.Pooling | None = None,
+        segment_starts: Sequence[int] = (),
+        adapter_ids: Sequence[str] = (),
     ) -> list[np.ndarray]:
         """The results of texts that are computed in one step, each float32 [width] or [tokens, width]."""
         how = self.pooling if pooling is None else pooling
         adds = []
         for row, ids in enumerate(texts):
             start = segment_starts[row] if segment_starts else 0
-            options = m.GenerationOptions(pooling=how, max_tokens=1, segment_start=start)
+            adapter_id = adapter_ids[row] if adapter_ids else ""
+            options = m.GenerationOptions(pooling=how, max_tokens=1, segment_start=start, adapter_id=adapter_id)
             adds.append(row_add(row, ids, self.driver.take_blocks(len(ids)), options))
         sampled = self.driver.step([(row, 0, len(ids), True) for row, ids in enumerate(texts)], adds=adds)
         self.driver.step(drops=list(range(len(texts))))
