@@ -34,7 +34,17 @@ PIECE_BYTES = 1024**2
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
-_repr = reprlib.Repr()
+
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Of numbers with more digits than the interpreter writes, only how many bits they have."""
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return f"<a number of {x.bit_length()} bits>"
+
+
+_repr = _Repr()
 _repr.maxstring = _repr.maxother = 200
 _repr.maxlist = _repr.maxdict = _repr.maxtuple = 10
 

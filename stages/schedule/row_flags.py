@@ -5,9 +5,9 @@ this word, and nothing else about features.
     plan ahead    the same, before the oldest result in flight is settled                      handles AHEAD
     decode run    the last step again, each row one position further; results and output too   handles DECODE_RUN
 
-The word is made when a sequence gets a row, and stays the same until it leaves it, but for PACED. A fast path names the flags that it
-handles, and is not taken while a row has any other. So a new feature with a flag of its own takes the slow path, until
-someone has read the fast ones and added it there.
+The word is made when a sequence gets a row, and stays the same until it leaves it, but for PACED. A fast path names the
+flags that it handles, and is not taken while a row has any other. So a new feature with a flag of its own takes the
+slow path, until someone has read the fast ones and added it there.
 `tests/stages/schedule/test_paths.py` runs each feature on each path.
 """
 

@@ -94,6 +94,8 @@ class CpuRunner(Runner):
         layout = with_most_layers(layout_of(settings, config), parts)
         slot_bytes = max(state_slot_bytes(config, part.layers, num_ranks) for part in parts)
         kv = plan_kv(settings, largest, max_num_tokens, draft_block_bytes(settings), layout, slot_bytes)
+        if not config.causal:  # its longest text, whatever config.json says
+            max_num_tokens = min(max_num_tokens, max(kv.max_model_len, settings.schedule.encoder_step_tokens))
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
         self._make_rows(config, kv, *((0, 0) if swapped is None else map(len, swapped)))

@@ -69,10 +69,15 @@ def _embedding(config: ModelConfig, weights: Weights, table: AnyMatrix) -> Embed
     return Embedding(table, positions, norm)
 
 
+USED_TYPES = 2
+"""A text has type 0, the second one of a pair type 1."""
+
+
 def _positions_of_types(config: ModelConfig, weights: Weights) -> StoredMatrix:
-    """The learned positions for each token type, or the types alone: [types x position_embeddings, hidden_size]."""
-    num, rows, hidden = config.token_types, config.position_embeddings, config.hidden_size
-    table = weights.floats("model.embed_token_types.weight", (num, hidden))
+    """The learned positions for each token type that is used, or the types alone: [types x position_embeddings,
+    hidden_size]."""
+    num, rows, hidden = min(config.token_types, USED_TYPES), config.position_embeddings, config.hidden_size
+    table = weights.floats("model.embed_token_types.weight", (config.token_types, hidden))[:num]
     if rows:
         positions = weights.floats("model.embed_positions.weight", (rows, hidden))
         table = (table[:, None] + positions).reshape(num * rows, hidden)

@@ -74,10 +74,10 @@ class PoolerReader:
                 return None
             for dense in _folded(modules.dense):
                 self._add_dense(dense)
+            # A folder without modules.json gets the mean, as in sentence-transformers.
+            return self._made(modules.pooling or "mean", normalize=modules.normalize)
         except ConfigFault as fault:
             raise ModelError(f"{self._path}: {fault}") from fault
-        # A folder without modules.json gets the mean, as in sentence-transformers.
-        return self._made(modules.pooling or "mean", normalize=modules.normalize)
 
     def _classifier(self, head: Head | None, pairs: tuple[int, int] | None) -> PreparedPooler:
         if self._modules.pooling is not None or self._modules.dense:

@@ -32,6 +32,8 @@ DTYPE_BITS = {
 """Bits of every safetensors dtype of whole bytes, also of those that weights must not have."""
 MAX_HEADER_BYTES = 32 * 1024**2
 """A header with ten thousand layers takes 16 MB."""
+MAX_TENSORS = 2**18
+"""Of a file. Models have some thousands; each entry takes up to 2 KiB while it is checked."""
 MAX_DIMS = 16
 
 Shape = tuple[int, ...]
@@ -79,7 +81,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         if text[:1] != b"{":
             raise ValueError("its header does not begin with '{'")
+        if text.count(b"{") > 2 * MAX_TENSORS:  # also of texts in its metadata
+            raise ValueError(f"its header has more than {MAX_TENSORS} tensors")
         raw_entries = _header_decoder.decode(text)
+        if len(raw_entries) > MAX_TENSORS:
+            raise ValueError(f"its header has {len(raw_entries)} entries; at most {MAX_TENSORS} are supported")
         json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from pipeline.runtime.messages import Pooling
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.cpu.native.program import NativeProgram
 from pipeline.stages.execute.cpu.pytorch.program import TorchProgram
+from pipeline.stages.execute.models import decoder
+from pipeline.stages.execute.weights import Weights
 from tests.stages.execute.driver import settings
-from tests.stages.execute.encoders.tiny_encoders import VARIANTS, Texts, Variant, random_ids, write
+from tests.stages.execute.encoders.tiny_encoders import MODERN, VARIANTS, Texts, Variant, random_ids, write
 from tests.stages.execute.pair import NUM_THREADS
 
 MAX_ERROR = 1e-4
@@ -78,6 +81,17 @@ def test_the_native_program_is_near_them_in_bfloat16_and_has_the_same_bits_in_an
         theirs = reference(variant, model, ids, start)
         # One logit has no direction.
         assert abs(ours - theirs).max() < 0.03 if theirs.size == 1 else cosine(ours, theirs) >= MIN_COSINE
+
+
+def test_sizes_of_a_config_that_no_text_uses_take_no_memory(tmp_path: Path) -> None:
+    """A table of all types and positions would have the product of both, and a step the longest text that is named."""
+    folder, _ = write(tmp_path / "a", Variant("bert", {"type_vocab_size": 3000, "max_position_embeddings": 3000}))
+    config = ModelConfig.load(folder)
+    table = decoder._positions_of_types(config, Weights(folder, config, "f32", keeps_floats=True))
+    assert (table.num_rows, table.num_columns) == (2 * 3000, 64)
+    folder, _ = write(tmp_path / "b", Variant("modernbert", {"max_position_embeddings": 2**31 - 1, **MODERN}))
+    facts = Texts(folder, settings(kernels="torch", kv_mib=2)).runner.facts
+    assert facts.max_num_prefill_tokens == facts.max_model_len < 10_000
 
 
 @pytest.mark.parametrize("name", ["bert", "bert, tokens", "distilbert, sequence"])

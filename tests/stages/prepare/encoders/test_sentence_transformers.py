@@ -272,3 +272,10 @@ def test_wrong_labels_are_refused_with_the_key(tmp_path: Path, changes: dict[str
     checkpoints.edit_config(source, **changes)
     with pytest.raises(ModelError, match=words):
         prepared(source)
+
+
+def test_wrong_dimensions_of_an_embedding_model_are_refused_with_the_key(source: Path) -> None:
+    add_modules(source, "Pooling", Pooling=LAST)
+    checkpoints.edit_config(source, matryoshka_dimensions=[8, 10**400])
+    with pytest.raises(ModelError, match=r"config\.json: matryoshka_dimensions is \[8, 1000"):
+        prepared(source)

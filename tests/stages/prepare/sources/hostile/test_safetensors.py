@@ -60,6 +60,7 @@ def shared_offset(entries: dict[str, Any]) -> None:
         (changed(shape=[-32]), r"norm\.weight' has shape \[-32\]"),
         (changed(shape=[2**40, 2**40]), r"its shape and dtype take \d+ bytes"),
         (changed(shape=[1] * 1000 + [32]), r"it must have at most 16 dimensions"),
+        (changed(shape=[10**300] * 16), r"its shape and dtype take <a number of \d+ bits> bytes"),
         (changed(shape="32"), r"must have dtype, shape and data_offsets"),
         (changed(dtype="F7"), r"norm\.weight' has dtype 'F7'"),
         (changed(dtype="I32"), r"norm\.weight' is I32; weights must be"),
@@ -85,6 +86,7 @@ def test_a_hostile_safetensors_header_is_rejected(
         (U64(100_000) + b"[" * 100_000, r"does not begin with '\{'"),
         (U64(100_005) + b'{"a":' + b"[" * 100_000, r"not a complete safetensors file"),
         (U64(13) + b'{"a":1,"a":2}', r"not a complete safetensors file"),
+        (U64(8_400_002) + b"{" + b'"a":{},' * 1_200_000 + b"}", r"its header has more than 262144 tensors"),
         (b"\x01", r"it has 1 bytes"),
     ],
 )
