@@ -36,8 +36,8 @@ _ALIGNMENT = 8
 WHOLE = 0
 ELSEWHERE = 1
 """Kind of a message that was too large for the ring: it has no bytes here, and travels another way."""
-RESERVED_BYTES = 64 * _HEAD.size
-"""Room that only messages of kind `ELSEWHERE` use, so that one can be announced while the ring is full of others."""
+ANNOUNCED_BYTES = _HEAD.size
+"""Of a message of kind `ELSEWHERE`."""
 
 _WAKE = 1 << 32
 """What a wake without a message adds to the eventfd. A ring has no room for so many messages."""
@@ -50,38 +50,46 @@ class RingMessage(NamedTuple):
 
 class RingWriter:
     """The sender's end. `data` [num_bytes] is writable, `position` [8] is the receiver's; num_bytes is a multiple of 8,
-    and the same for both ends. The descriptor of the eventfd stays the caller's."""
+    and the same for both ends. The descriptor of the eventfd stays the caller's. `reserved_bytes`
+    are for announcements alone, so that they can be made while the ring is full of messages."""
 
-    def __init__(self, data: memoryview, position: memoryview, event_fd: int) -> None:
-        assert len(data) % _ALIGNMENT == 0 and len(data) > RESERVED_BYTES, f"a ring of {len(data)} bytes"
-        self._data, self._num_bytes = data, len(data)
+    def __init__(self, data: memoryview, position: memoryview, event_fd: int, reserved_bytes: int) -> None:
+        assert len(data) % _ALIGNMENT == 0 and len(data) > reserved_bytes, f"a ring of {len(data)} bytes"
+        self._data, self._num_bytes, self._reserved_bytes = data, len(data), reserved_bytes
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = 0
         self._fence = Fence()
 
-    def put(self, body: bytes) -> bool:
-        """Put a message, or return False if there is no room for it now."""
-        return self._put(body, len(body), WHOLE, self._num_bytes - RESERVED_BYTES)
+    def put(self, *bodies: bytes) -> bool:
+        """Put messages, or return False, and put none of them, if there is no room for all of them now."""
+        needed = sum(_padded(_HEAD.size + len(body)) for body in bodies)
+        if self._position + needed - self._taken[0] > self._num_bytes - self._reserved_bytes:
+            return False
+        self._fence()
+        for body in bodies:
+            self._write(body, WHOLE)
+        os.eventfd_write(self._event_fd, len(bodies))
+        return True
 
-    @property
-    def can_announce(self) -> bool:
-        """Whether there is room for an announcement."""
-        return self._position + _HEAD.size - self._taken[0] <= self._num_bytes
+    def can_announce(self, num: int = 1) -> bool:
+        """Whether there is room for so many announcements."""
+        return self._position + num * _HEAD.size - self._taken[0] <= self._num_bytes
 
-    def announce(self) -> None:
-        """Put the announcement of a message that travels another way. Call it only if `can_announce`."""
-        assert self._put(b"", 0, ELSEWHERE, self._num_bytes)
+    def announce(self, num: int = 1) -> None:
+        """Put the announcements of messages that travel another way. Call it only if `can_announce`."""
+        assert self.can_announce(num), "messages were sent that can't be announced"
+        self._fence()
+        for _ in range(num):
+            self._write(b"", ELSEWHERE)
+        os.eventfd_write(self._event_fd, num)
 
     def wake(self) -> None:
         """Wake the receiver, because a message follows in a moment: see `RingReader.was_woken`."""
         os.eventfd_write(self._event_fd, _WAKE)
 
-    def _put(self, body: bytes, size: int, kind: int, most: int) -> bool:
-        needed = _padded(_HEAD.size + size)
-        if self._position + needed - self._taken[0] > most:
-            return False
-        self._fence()
+    def _write(self, body: bytes, kind: int) -> None:
+        size = len(body)
         at = self._position % self._num_bytes
         _HEAD.pack_into(self._data, at, size, kind)
         at = (at + _HEAD.size) % self._num_bytes
@@ -89,9 +97,7 @@ class RingWriter:
         self._data[at : at + first] = body[:first]
         if first < size:
             self._data[: size - first] = body[first:]
-        self._position += needed
-        os.eventfd_write(self._event_fd, 1)
-        return True
+        self._position += _padded(_HEAD.size + size)
 
 
 class RingReader:

@@ -19,6 +19,7 @@ import msgspec
 from pipeline.config.settings import Settings
 from pipeline.runtime.messages import PeerInbox
 from pipeline.shm import fence
+from pipeline.shm.ring import ANNOUNCED_BYTES
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -49,11 +50,20 @@ TOPOLOGY = (
     StageRow("gateway", "pipeline.stages.gateway.stage", ("ingest", "schedule", "gateway"), reads=("ingest",)),
 )
 
-RINGS = (("schedule", "execute"), ("execute", "schedule"), ("schedule", "detokenize"), ("detokenize", "gateway"))
-"""Edges, from sender to receiver, that use a ring in shared memory: each token crosses them, and a wake-up through
-ZeroMQ's threads takes several times as long."""
+RINGS = (
+    ("gateway", "ingest"),
+    ("ingest", "gateway"),
+    ("ingest", "schedule"),
+    ("schedule", "execute"),
+    ("execute", "schedule"),
+    ("schedule", "detokenize"),
+    ("detokenize", "gateway"),
+    ("gateway", "schedule"),
+)
+"""Edges, from sender to receiver, that use a ring in shared memory: each request or each token crosses them, and a
+wake-up through ZeroMQ's threads takes several times as long."""
 RING_BYTES = 1024**2
-"""Larger messages use ZeroMQ."""
+"""Messages for which a ring has no room use ZeroMQ. Besides these bytes, it has room to announce them."""
 MAX_RINGS = 16
 """An edge between more pairs of replicas uses ZeroMQ alone."""
 
@@ -102,6 +112,11 @@ def bound_of(settings: Settings) -> int:
     """Maximum number of queued messages on an edge. Messages of requests always fit, because the gateway's credits
     bound them. `Settled` and `Deltas`, one per step, may fill an edge to a slow peer; their senders then merge them."""
     return settings.gateway.max_open_sequences * MESSAGES_PER_REQUEST + 64
+
+
+def ring_bytes(settings: Settings) -> int:
+    """The size of a ring."""
+    return RING_BYTES + bound_of(settings) * ANNOUNCED_BYTES
 
 
 def num_replicas(settings: Settings, name: str) -> int:

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.shm import segment
-from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
+from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
+
+RESERVED_BYTES = 512
 
 
 class Ends(NamedTuple):
@@ -28,7 +30,7 @@ def event_fd() -> Iterator[int]:
 
 def ends(event_fd: int, num_bytes: int = 1024) -> Ends:
     data, position = memoryview(bytearray(num_bytes)), memoryview(bytearray(POSITION_BYTES))
-    return Ends(RingWriter(data, position, event_fd), RingReader(data.toreadonly(), position, event_fd))
+    return Ends(RingWriter(data, position, event_fd, RESERVED_BYTES), RingReader(data.toreadonly(), position, event_fd))
 
 
 def test_messages_come_whole_and_in_order(event_fd: int) -> None:
@@ -66,7 +68,7 @@ def test_what_is_too_large_can_be_announced_while_the_ring_is_full(event_fd: int
     writer, reader = ends(event_fd)
     assert writer.put(b"x" * (1024 - RESERVED_BYTES - 8))
     announced = 0
-    while writer.can_announce:
+    while writer.can_announce():
         writer.announce()
         announced += 1
     assert announced == RESERVED_BYTES // 8
@@ -97,7 +99,7 @@ def test_any_sizes_in_any_turns(steps: list[tuple[int, bool]], num_words: int) -
 def test_accesses_that_no_system_call_orders_are_fenced(event_fd: int) -> None:
     """A CPU may not free bytes before they are read, nor write bytes before it knows that they are free."""
     data, position = memoryview(bytearray(1024)), memoryview(bytearray(POSITION_BYTES))
-    writer, reader = RingWriter(data, position, event_fd), RingReader(data.toreadonly(), position, event_fd)
+    writer, reader = RingWriter(data, position, event_fd, RESERVED_BYTES), RingReader(data.toreadonly(), position, event_fd)
     at_fences: list[tuple[bytes, int]] = []
     for end in (writer, reader):
         end._fence = lambda: at_fences.append((bytes(data[8:11]), position.cast("Q")[0]))  # type: ignore[assignment]
@@ -115,7 +117,7 @@ def test_two_processes(event_fd: int) -> None:
         status = 1
         try:
             views = [segment.attach(fd, num_bytes, writable=fd == fds[0]) for fd in fds]
-            writer = RingWriter(views[0], views[1], event_fd)
+            writer = RingWriter(views[0], views[1], event_fd, RESERVED_BYTES)
             for number in range(num_messages):
                 body = random.Random(number).randbytes(number % 1500)
                 while not writer.put(body):

@@ -263,19 +263,20 @@ class Inbox(Generic[T]):
                 return edge.envelope, body
         while self._may_have_message:
             try:
-                head, body, *others = self._socket.recv_multipart(zmq.NOBLOCK)
+                head, *bodies = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._may_have_message = False
                 break
             envelope = self._envelopes.decode(head)
-            if others:  # sent together
-                self._released.extend((envelope, other) for other in others)
             edge_of_sender = self._rings.get(envelope.sender)
             if edge_of_sender is None or edge_of_sender.envelope.incarnation != envelope.incarnation:
+                body, *others = bodies
+                if others:  # sent together
+                    self._released.extend((envelope, other) for other in others)
                 return envelope, body
-            edge_of_sender.early.append(body)
-            if (body := edge_of_sender.take()) is not None:
-                return envelope, body
+            edge_of_sender.early.extend(bodies)
+            if (found := edge_of_sender.take()) is not None:
+                return envelope, found
         return None
 
     def replaced(self, sender: str, incarnation: int, edge: RingEdge | None = None) -> None:

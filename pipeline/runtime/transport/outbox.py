@@ -93,12 +93,11 @@ class Outbox(Generic[T]):
 
     def send_all(self, messages: Sequence[T]) -> bool:
         """Send messages as one of the transport, which costs a fraction of as many. Returns False, and sends none of
-        them, if the outbox is full. Never blocks. Only for edges without a ring."""
-        assert self.is_detached or self._ring is None, "messages of a ring cost little"
+        them, if the outbox is full. Never blocks."""
         if self.is_detached or not messages:
             return True
         bodies = [self._encoder.encode(message) for message in messages]
-        if not (self._put(*bodies) or (self._has_room() and self._put(*bodies))):
+        if not self._deliver(*bodies):
             self._refused()
             return False
         self.num_sent += len(bodies)
@@ -118,16 +117,17 @@ class Outbox(Generic[T]):
         if not self.is_detached and self._may_wake and self._ring is not None:
             self._ring.wake()
 
-    def _deliver(self, body: bytes) -> bool:
+    def _deliver(self, *bodies: bytes) -> bool:
+        """Send these messages, together, or none of them. Returns whether it did."""
         if self._ring is not None:
-            if self._ring.put(body):
+            if self._ring.put(*bodies):
                 return True
-            if not self._ring.can_announce:
+            if not self._ring.can_announce(len(bodies)):
                 return False
-        if not (self._put(body) or (self._has_room() and self._put(body))):
+        if not (self._put(*bodies) or (self._has_room() and self._put(*bodies))):
             return False
         if self._ring is not None:
-            self._ring.announce()
+            self._ring.announce(len(bodies))
         return True
 
     def _put(self, *bodies: bytes) -> bool:

@@ -13,6 +13,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Envelope
 from pipeline.runtime.messages.lifecycle import EPOCH
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.runtime.topology import RING_BYTES
 from pipeline.runtime.transport.arrays import Arrays
 from pipeline.runtime.transport.curve import ClientKeys, CurveKeys
 from pipeline.runtime.transport.inbox import Inbox
@@ -46,7 +47,7 @@ def ring_ends(rings: list[m.Ring], peer: str, incarnation: int) -> RingEnds:
         position = segment.attach(ring.position_fd, POSITION_BYTES, writable=not ring.sends)
         ends.event_fds.append(ring.event_fd)
         if ring.sends:
-            ends.writer = RingWriter(data, position, ring.event_fd)
+            ends.writer = RingWriter(data, position, ring.event_fd, ring.num_bytes - RING_BYTES)
         else:
             ends.reader = RingEdge(Envelope(peer, incarnation), RingReader(data, position, ring.event_fd))
     return ends

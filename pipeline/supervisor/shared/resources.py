@@ -138,7 +138,7 @@ class SharedResources:
             self._create_ring(sender, receiver)
 
     def _create_ring(self, sender: str, receiver: str) -> None:
-        sizes = (("data", topology.RING_BYTES), ("position", mmap.PAGESIZE))
+        sizes = (("data", topology.ring_bytes(self.settings)), ("position", mmap.PAGESIZE))
         data_fd, position_fd = (segment.create(f"{sender}-{receiver}-{part}", size) for part, size in sizes)
         self._rings[sender, receiver] = data_fd, position_fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -285,9 +285,9 @@ class SharedResources:
         """The rings between two processes, as the first one uses them."""
         edges = ((name, peer), (peer, name))
         return [
-            m.Ring(peer, edge[0] == name, *self._rings[edge], topology.RING_BYTES)
+            m.Ring(peer, edge[0] == name, *fds, os.fstat(fds[0]).st_size)
             for edge in edges
-            if edge in self._rings
+            if (fds := self._rings.get(edge)) is not None
         ]
 
     def launch(

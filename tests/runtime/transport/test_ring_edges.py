@@ -16,9 +16,9 @@ from pipeline.runtime.transport import inbox as channels
 from pipeline.runtime.transport.inbox import Inbox, address_of
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.runtime.transport.ring_edge import RingEdge
-from pipeline.shm.ring import POSITION_BYTES, RESERVED_BYTES, RingReader, RingWriter
+from pipeline.shm.ring import POSITION_BYTES, RingReader, RingWriter
 
-NUM_BYTES = 4096
+NUM_BYTES, RESERVED_BYTES = 4096, 512
 PATIENCE_S = 30.0
 _numbers = itertools.count()
 
@@ -34,7 +34,7 @@ class Edge:
         address = address_of(f"test-{os.getpid()}-{next(_numbers)}", "stage.0", 1)
         rings = [RingEdge(envelope, RingReader(data, position, self.event_fd))]
         self.inbox: Inbox[Any] = Inbox(self.context, address, m.DetokenizeInbox, rings=rings)
-        ring = RingWriter(data, position, self.event_fd)
+        ring = RingWriter(data, position, self.event_fd, RESERVED_BYTES)
         self.outbox: Outbox[Any] = Outbox(self.context, address, envelope, 100, ring)
         self.other: Outbox[Any] = Outbox(self.context, address, m.Envelope("supervisor.0", 1), 100)
 
@@ -136,6 +136,24 @@ def test_a_large_message_does_not_overtake_those_in_the_ring(edge: Edge) -> None
     messages = edge.receive(4)
     assert [one.request_id for one in messages if isinstance(one, m.Reject)] == [1, 2, 3]
     assert m.Ping(9) in messages
+
+
+def test_messages_sent_together_keep_their_places_whether_they_fit_or_not(edge: Edge) -> None:
+    """Those of one call go through the ring, or all through the socket."""
+    for first, sizes in ((0, (0, 10)), (3, (900, 2 * NUM_BYTES, 0)), (7, (5, 900))):
+        assert edge.outbox.send_all([refuse(first + i, size) for i, size in enumerate(sizes)])
+        assert edge.outbox.send(refuse(first + len(sizes)))
+    assert [one.request_id for one in edge.receive(10)] == list(range(10))
+    assert edge.outbox.num_sent == edge.inbox.num_received == 10
+
+
+def test_of_messages_sent_together_a_full_edge_takes_none(edge: Edge) -> None:
+    num_sent = 0
+    while edge.outbox.send_all([refuse(num_sent, 500), refuse(num_sent + 1, 500)]):
+        num_sent += 2
+        assert num_sent < 1000
+    assert [one.request_id for one in edge.receive(num_sent)] == list(range(num_sent))
+    assert edge.outbox.send_all([refuse(0)])
 
 
 def test_a_full_ring_refuses_messages_until_the_receiver_reads(edge: Edge) -> None:
