@@ -263,10 +263,9 @@ class HttpConnection(web.RequestHandler):
     def _refuse_small_chunks(self) -> None:
         """Fail a body with too many buffered chunks. aiohttp copies the rest of its list for each chunk, so half a
         megabyte of one-byte chunks would block the loop for ten seconds."""
-        bodies = [payload for _, payload in self._messages]
-        if self._current_request is not None:
-            bodies.append(self._current_request.content)
-        for body in bodies:
+        current = self._current_request
+        bodies = [payload for _, payload in self._messages] if self._messages else []
+        for body in bodies if current is None else (*bodies, current.content):
             if len(getattr(body, "_http_chunk_splits", None) or ()) > MAX_CHUNKS and body.exception() is None:
                 broken = web.RequestPayloadError("its chunks are too small")
                 body.set_exception(broken)

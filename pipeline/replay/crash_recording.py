@@ -145,8 +145,14 @@ class CrashRecording(RecordingContext):
 
     def _put(self, entry: f.Entry) -> None:
         self._turn_kind_at = 0
-        if not self.is_over and self._has_room(len(data := f.frame(entry))):
-            self._mapped.put(data)
+        if self.is_over:
+            return
+        mapped, data = self._mapped, f.frame(entry)
+        if mapped.num_bytes + len(data) > mapped.size and not self._has_room(len(data)):
+            return
+        begin = mapped.num_bytes
+        mapped.num_bytes = end = begin + len(data)
+        self._memory[begin:end] = data
 
     def _put_body(self, kind: int, body: bytes) -> None:
         mapped = self._mapped

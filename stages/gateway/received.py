@@ -12,7 +12,7 @@ import msgspec
 from pipeline.http_server.bodies.body_reader import Rest
 from pipeline.runtime import messages as m
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.stages.gateway.admission.open_bytes import measured
+from pipeline.stages.gateway.admission.open_bytes import measure
 from pipeline.stages.gateway.apis.responses.parsing import Referred, parse_response
 from pipeline.stages.gateway.apis.table import API_ROUTES
 from pipeline.stages.gateway.http.route import Parse
@@ -68,7 +68,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     def complete(self, parsed: ParsedRequest, limits: RequestLimits) -> ParsedRequest:
         """Add to a parsed body what is not in it, and its size. Raises ApiError."""
         parsed = msgspec.structs.replace(
-            parsed if parsed.size is not None else measured(parsed),
+            parsed,
+            size=parsed.size or measure(parsed),
             received_s=self.received_s,
             request_id=self.request_id or parsed.request_id,
             has_resume_points=self.wants_resume_points and resumption.is_resumable(parsed),

@@ -99,7 +99,8 @@ def test_any_sizes_in_any_turns(steps: list[tuple[int, bool]], num_words: int) -
 def test_accesses_that_no_system_call_orders_are_fenced(event_fd: int) -> None:
     """A CPU may not free bytes before they are read, nor write bytes before it knows that they are free."""
     data, position = memoryview(bytearray(1024)), memoryview(bytearray(POSITION_BYTES))
-    writer, reader = RingWriter(data, position, event_fd, RESERVED_BYTES), RingReader(data.toreadonly(), position, event_fd)
+    writer = RingWriter(data, position, event_fd, RESERVED_BYTES)
+    reader = RingReader(data.toreadonly(), position, event_fd)
     at_fences: list[tuple[bytes, int]] = []
     for end in (writer, reader):
         end._fence = lambda: at_fences.append((bytes(data[8:11]), position.cast("Q")[0]))  # type: ignore[assignment]

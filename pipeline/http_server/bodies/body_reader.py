@@ -101,8 +101,9 @@ class BodyReader:
 
         upload = self._uploads.upload(stop=lambda: _end_now(turn if upload.is_complete else deadline), scope=scope)
         try:
-            async with deadline:
-                body = await self._read(http_request, upload)
+            if (body := self._arrived(http_request)) is None:
+                async with deadline:
+                    body = await self._read(http_request, upload)
             upload.complete()
             if len(body) <= LARGE_BYTES:
                 parsed = self.parse_now(body, parser)
@@ -137,6 +138,13 @@ class BodyReader:
         check_depth(body, self._max_depth)
         parsed = parser(body)
         return parsed.finish() if isinstance(parsed, Rest) and parsed.num_bytes <= num_more else parsed
+
+    def _arrived(self, http_request: web.Request) -> bytes | None:
+        """A small body that has arrived as a whole, as nearly all have with their heads: nothing is waited for."""
+        content = http_request.content
+        if not content.is_eof() or content.total_bytes > min(LARGE_BYTES, self._max_body):
+            return None
+        return content.read_nowait()
 
     async def _read(self, http_request: web.Request, upload: Upload) -> bytes:
         """Like aiohttp's own `read`, but reports progress and does not keep the bytes with the request."""

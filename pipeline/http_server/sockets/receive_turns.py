@@ -104,20 +104,30 @@ class ReceiveTurns:
 
     def _arrived(self) -> None:
         assert self._epoll is not None
+        arrived = []
         for descriptor, _ in self._epoll.poll(0, MAX_EVENTS):
             receiver = self._known.get(descriptor)
             if receiver is not None and receiver in self._watched:
                 self._watched.discard(receiver)
-                self._queue.push(receiver, None, receiver.address, max(1, receiver.num_read))
+                arrived.append(receiver)
+        # Where all have their turns now, the queue has nothing to decide.
+        if len(arrived) + len(self._queue) <= self._num_reads - self._num_read:
+            while arrived and self._has_room:
+                self._read(arrived.pop(0))
+        for receiver in arrived:
+            self._queue.push(receiver, None, receiver.address, max(1, receiver.num_read))
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._has_room and (turn := self._queue.pop()) is not None:
-            self._num_read += 1
-            begin_s = time.thread_time()
-            turn[0].go_on()
-            self._took_s += time.thread_time() - begin_s
-        if self._num_read and not self._is_due:
+        while self._queue and self._has_room and (turn := self._queue.pop()) is not None:
+            self._read(turn[0])
+
+    def _read(self, receiver: Receiver) -> None:
+        self._num_read += 1
+        begin_s = time.thread_time()
+        receiver.go_on()
+        self._took_s += time.thread_time() - begin_s
+        if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._next_turn)
 

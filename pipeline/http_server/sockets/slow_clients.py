@@ -85,6 +85,18 @@ async def write(http_request: web.BaseRequest, response: web.StreamResponse, dat
         await http_request.writer.drain()
 
 
+async def send(http_request: web.BaseRequest, response: web.StreamResponse, timeout_s: float) -> None:
+    """Send a response, or what is left of it. Raises ConnectionError if the client disconnects, or is disconnected
+    because it reads nothing for `timeout_s`."""
+    if _body_bytes(response) <= PIECE_BYTES:
+        await send_body(http_request, response)  # which waits for nothing: the transport takes all of it
+        if http_request.transport is None or not http_request.transport.get_write_buffer_size():
+            return
+    with SlowClientTimeout(http_request, timeout_s):
+        await send_body(http_request, response)
+        await flushed(http_request)
+
+
 async def send_body(http_request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Prepare a response and write what it has not written yet, and its end. A transport would copy a large body twice,
     while everybody else waits."""
@@ -143,16 +155,13 @@ class UnreadReplies:
 
         async def sent(request: web.BaseRequest) -> web.StreamResponse:
             response = await handle(request)
-            with (
-                contextlib.suppress(ConnectionError),  # aiohttp finds that too, and ends the connection
-                self.counted(request, _body_bytes(response)),
-                SlowClientTimeout(request, self._timeout_s),
-            ):
-                await send_body(request, response)
-                if request.transport is not None and request.transport.get_write_buffer_size():
-                    await flushed(request)
+            try:
+                with self.counted(request, _body_bytes(response)):
+                    await send(request, response, self._timeout_s)
                 if isinstance(response, web.Response):
                     response.body = None  # aiohttp keeps the response until the connection's next request
+            except ConnectionError:
+                pass  # aiohttp finds that too, and ends the connection
             return response
 
         return sent

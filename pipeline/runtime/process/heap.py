@@ -8,11 +8,17 @@ M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 512 * 1024
 
 
+NEW_OBJECTS = 5000
+"""A garbage collection looks at new objects when there are this many more. With Python's 700, a gateway that serves
+small requests collects once for every few of them, and finds nothing: that takes a twentieth of its time."""
+
+
 def freeze() -> None:
     """Keep all objects that exist now out of later garbage collections: they are never freed. For a process that has
     just loaded what it needs."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def trim() -> bool:

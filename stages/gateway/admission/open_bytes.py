@@ -169,10 +169,15 @@ def json_bytes(value: object) -> int:
 def measured(parsed: ParsedRequest) -> ParsedRequest:
     """The request with its size. The time for that grows with everything that the client sent: call it where the body
     is parsed."""
+    return msgspec.structs.replace(parsed, size=measure(parsed))
+
+
+def measure(parsed: ParsedRequest) -> RequestSize:
+    """The size of a request, as `measured` adds it."""
     sizes = [prompt_bytes(one) for one in parsed.prompts]
-    length = functools.cache(utf8_bytes)  # a query is in the prompt of each of a thousand documents
-    size = RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one, length) for one in parsed.prompts])
-    return msgspec.structs.replace(parsed, size=size)
+    # A query is in the prompt of each of a thousand documents.
+    length = functools.cache(utf8_bytes) if len(sizes) > 1 else utf8_bytes
+    return RequestSize(reply_bytes(parsed), sizes, [typical_tokens(one, length) for one in parsed.prompts])
 
 
 def size_of(parsed: ParsedRequest) -> RequestSize:

@@ -59,6 +59,7 @@ class Api:
         self._slow_client_timeout_s = settings.slow_client_timeout_s
         self._sse_keep_alive_s = settings.sse_keep_alive_s
         self._has_page = settings.page
+        self._has_keys = has_keys
         self.cors = Cors(settings)
         self._reader = reader = RequestReader(readiness, requests, limits, settings)
         self._server = ServerApi(
@@ -84,7 +85,8 @@ class Api:
         """All routes, with or without those of `admin_app`."""
         self._server.has_admin_routes = has_admin_routes
         app = self._empty()
-        app.on_response_prepare.append(self._add_cors_headers)
+        if self.cors.is_on:
+            app.on_response_prepare.append(self._add_cors_headers)
         app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
         if self._has_page:
             app.add_routes(files.routes())
@@ -126,7 +128,8 @@ class Api:
     def _empty(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
         app.on_response_prepare.append(add_headers)
-        app.on_response_prepare.append(add_limit_headers)
+        if self._has_keys:
+            app.on_response_prepare.append(add_limit_headers)
         app.on_response_prepare.append(self._close_if_leaving)
         return app
 

@@ -1,9 +1,7 @@
 """Reads the body of a request that opens one in the table, within the limits of the server and of the client's key."""
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 
 import msgspec
 from aiohttp import web
@@ -87,8 +85,11 @@ class RequestReader:
             self._requests.check_room(http_request.content_length or 0)
             if account is not None:
                 account.check()
-            with self._count_overloaded():
+            try:
                 self.bodies.check_declared(http_request)
+            except ApiError as error:
+                self._count_overloaded(error)
+                raise
         except ApiError as error:
             if account is not None:
                 account.refused(error.status)
@@ -114,17 +115,14 @@ class RequestReader:
             return received.complete(parsed, limits), received
 
         try:
-            with self._count_overloaded():
-                return await self.bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
+            return await self.bodies.parse(http_request, parse_body, body_reader.BODY_TIMEOUT_S, left_s)
         except OutOfTime:
             raise self._requests.refusals.timed_out(self._timeout_s or given_s) from None
-
-    @contextlib.contextmanager
-    def _count_overloaded(self) -> Iterator[None]:
-        """Count requests that are refused because the upload budget is used up."""
-        try:
-            yield
         except ApiError as error:
-            if error.code == "overloaded":
-                self._requests.refusals.overloaded(error)
+            self._count_overloaded(error)
             raise
+
+    def _count_overloaded(self, error: ApiError) -> None:
+        """Count a request that is refused because the upload budget is used up."""
+        if error.code == "overloaded":
+            self._requests.refusals.overloaded(error)

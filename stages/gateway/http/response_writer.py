@@ -23,7 +23,7 @@ from pipeline.http_server.sockets.slow_clients import (
     SlowClientTimeout,
     UnreadReplies,
     flushed,
-    send_body,
+    send,
     write,
 )
 from pipeline.runtime.queues.work_pool import WorkPool
@@ -52,15 +52,6 @@ LARGE_CHARS = 10_000
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def send(http_request: web.Request, response: web.StreamResponse, timeout_s: float) -> web.StreamResponse:
-    """Send a complete response. Raises ConnectionError if the client disconnects, or is disconnected because it reads
-    nothing for `timeout_s`."""
-    with SlowClientTimeout(http_request, timeout_s):
-        await send_body(http_request, response)
-        await flushed(http_request)
-    return response
-
-
 async def send_whole(
     http_request: web.Request, request: Request, timeout_s: float, body_of: Callable[[Request], bytes] | None = None
 ) -> web.StreamResponse:
@@ -69,7 +60,8 @@ async def send_whole(
     await request.until(lambda: request.is_finished)
     body = body_of(request) if body_of is not None else request.log_output("whole", await whole_body(request))
     response = web.Response(body=body, content_type="application/json", headers=_headers(request))
-    return await send(http_request, response, timeout_s)
+    await send(http_request, response, timeout_s)
+    return response
 
 
 async def encoded(value: Any) -> bytes:
@@ -185,7 +177,8 @@ async def send_log(
     headers = {"Content-Type": EVENT_STREAM, "X-Request-Id": request_id} | STREAM_HEADERS
     response = web.StreamResponse(headers=headers)
     if http_request.method == "HEAD":
-        return await send(http_request, response, timeout_s)
+        await send(http_request, response, timeout_s)
+        return response
     with SlowClientTimeout(http_request, timeout_s):
         await response.prepare(http_request)
         http_request.writer.send_headers()

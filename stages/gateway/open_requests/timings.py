@@ -58,21 +58,19 @@ def times_of(request: "Request", now_s: float = 0.0) -> RequestTimings:
         # Returned sequences come first, so their index is that of their choice.
         order = {id(sequence): index for index, sequence in enumerate(request.choices)}
         pairs.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
-    sequences = [_sequence_times(request, prompt_request, sequence, now_s) for prompt_request, sequence in pairs]
-    for index, sequence in enumerate(sequences):
-        sequences[index] = msgspec.structs.replace(sequence, index=index)
+    sequences = [_sequence_times(request, *pair, index, now_s) for index, pair in enumerate(pairs)]
     return RequestTimings(
         request.id, request.prompt_requests[0].submit.arrival_s if request.prompt_requests else 0.0, sequences
     )
 
 
 def _sequence_times(
-    request: "Request", prompt_request: "PromptRequest", sequence: "SequenceOutput", now_s: float
+    request: "Request", prompt_request: "PromptRequest", sequence: "SequenceOutput", index: int, now_s: float
 ) -> SequenceTimings:
     first = sequence.first
     return SequenceTimings(
         request_id=prompt_request.id,
-        index=0,
+        index=index,
         stamps_s=stamps(
             request.received_s,
             prompt_request.began_s,

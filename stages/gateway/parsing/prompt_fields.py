@@ -68,7 +68,8 @@ def check_num_ids(num_ids: int, param: str, max_ids: int | None) -> None:
 
 def check_prompt_bytes(prompts: Sequence[m.Prompt], max_bytes: int, dialect: Dialect, name: str = "prompt") -> None:
     """Check the length of each prompt's text, in the field `name`. Raises ApiError."""
-    num_bytes = functools.cache(_num_bytes)  # a query is in the prompt of each of a thousand documents
+    # A query is in the prompt of each of a thousand documents.
+    num_bytes = functools.cache(_num_bytes) if len(prompts) > 1 else _num_bytes
     for index, prompt in enumerate(prompts):
         size = sum(map(num_bytes, _texts(prompt)))
         if size > max_bytes:

@@ -26,7 +26,7 @@ def numbers_of(sequence: SequenceOutput) -> Doubles:
         message = "the request was aborted before all of its inputs were computed"
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="ended")
     numbers = np.frombuffer(bytes(sequence.token_outputs), "<f4").astype(np.float64)
-    if not np.isfinite(numbers).all():
+    if not np.logical_and.reduce(np.isfinite(numbers)):
         raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the model produced a result with NaN or infinity")
     return numbers
 
@@ -47,8 +47,10 @@ def vectors_of(sequence: SequenceOutput, options: EmbeddingOptions, width: int) 
 def _vectors(numbers: Doubles, options: EmbeddingOptions) -> Any:
     vectors = numbers[..., : options.dimensions]
     if options.normalize:
-        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-        vectors = vectors / np.where(lengths == 0, 1, lengths)
+        # np.linalg.norm gives the same bits, and takes three times as long for a vector.
+        lengths = np.sqrt(np.add.reduce(vectors * vectors, axis=-1, keepdims=True))
+        lengths[lengths == 0] = 1
+        vectors = vectors / lengths
     return vectors.astype("<f4")
 
 
