@@ -63,7 +63,9 @@ class RingWriter:
 
     def put(self, *bodies: bytes) -> bool:
         """Put messages, or return False, and put none of them, if there is no room for all of them now."""
-        needed = sum(_padded(_HEAD.size + len(body)) for body in bodies)
+        needed = 0
+        for body in bodies:
+            needed += _padded(_HEAD.size + len(body))
         if self._position + needed - self._taken[0] > self._num_bytes - self._reserved_bytes:
             return False
         self._fence()

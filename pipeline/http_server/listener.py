@@ -253,6 +253,12 @@ class HttpConnection(web.RequestHandler):
             self.data_received(data)
         return len(data)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Called by aiohttp with each part of a body that is read. It would parse again, although nothing waits for
+        that unless it had paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def _resume_transport_reading(self) -> None:
         """Called by aiohttp when it wants more."""
         if self.raw is not self.transport:  # over TLS, more may have arrived already

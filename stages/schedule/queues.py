@@ -119,7 +119,7 @@ class WaitingQueue:
         if prefers_short and self._short and not (self._long and self._long.first_rank < self._short.first_rank):
             waiting = iter(self._short)
         else:
-            waiting = merge(self._short, self._long, key=_by_order)
+            waiting = merge(self._short, self._long, key=_by_order) if self._long else iter(self._short)
         return next((one for one in islice(waiting, MAX_CANDIDATES) if fits(len(one.ids))), None)
 
     def short_after(self, first: Sequence, rank: int) -> Iterator[Sequence]:

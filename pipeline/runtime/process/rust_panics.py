@@ -7,23 +7,20 @@ BaseException, so `except Exception` does not catch it. Here it becomes an ordin
 For each panic, the library writes two lines to stderr, and with RUST_BACKTRACE=1 a backtrace.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class RustPanic(Exception):
     """A Rust library panicked. The message is the library's."""
 
 
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
+class panics_as_errors:
     """Raise RustPanic if the code inside panics."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise RustPanic(str(error)) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and is_panic(error):
+            raise RustPanic(str(error)) from error
 
 
 def is_panic(error: BaseException) -> bool:

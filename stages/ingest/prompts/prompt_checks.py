@@ -42,6 +42,8 @@ class PromptChecks:
         )
 
     def check_known(self, ids: Sequence[int] | Ids, param: str) -> None:
+        if not len(ids):
+            return
         if isinstance(ids, np.ndarray):
             ids = ids[(ids < 0) | (ids >= self._vocab_size)].tolist()
         for token_id in ids:
@@ -50,7 +52,7 @@ class PromptChecks:
 
     def check_ids(self, ids: Ids, prompt: Prompt) -> None:
         """Refuse ids outside the vocabulary, with the position of the first if the client wrote them."""
-        if len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size):
+        if len(ids) == 0 or np.maximum.reduce(ids.view(np.uint32)) < self._vocab_size:  # negative ones are large
             return
         index = int(np.argmax((ids < 0) | (ids >= self._vocab_size)))
         param = f"prompt[{index}]" if isinstance(prompt, IdsPrompt) else param_of(prompt)
