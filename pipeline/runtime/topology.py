@@ -58,6 +58,7 @@ RINGS = (
     ("execute", "schedule"),
     ("schedule", "detokenize"),
     ("detokenize", "gateway"),
+    ("detokenize", "schedule"),
     ("gateway", "schedule"),
 )
 """Edges, from sender to receiver, that use a ring in shared memory: each request or each token crosses them, and a

@@ -178,8 +178,9 @@ class Scheduler:
 
     @property
     def expects_step(self) -> bool:
-        """Whether a step is likely to follow the result of the one in flight: a text of an encoder ends with it."""
-        return self.num_waiting > 0 if self.config.is_encoder else len(self.rows) > 0
+        """Whether a step is likely to follow the result of the one in flight at once. A text of an encoder ends with
+        it, and to plan a step of other texts takes longer than the executor waits awake."""
+        return not self.config.is_encoder and len(self.rows) > 0
 
     @property
     def num_running(self) -> int:

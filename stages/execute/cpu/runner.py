@@ -74,6 +74,7 @@ class CpuRunner(Runner):
         super().__init__(settings, model_dir)
         self.answers = context.answers
         self._config = config = ModelConfig.load(model_dir)
+        self.generates = config.generates
         require_supported(settings, config)
         library = choose_library(settings, config, kept, compiling)
         self._library, self._cache_root = library, cache_root(settings)

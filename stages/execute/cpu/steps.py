@@ -31,8 +31,8 @@ class CpuSteps:
         stage = self._stage
         began_s = stage.replay_context.monotonic()
         sampled = self._runner.step(step, stage.arrays.take, stage.replay_context.monotonic)
-        if self._runner.answers:
-            self._schedule.wake()  # it wakes while the result is packed
+        if self._runner.answers and self._runner.generates:
+            self._schedule.wake()  # it wakes while the result is packed; texts of an encoder are not in such a hurry
         ended_s = stage.replay_context.monotonic()
         times = StepTiming(began_s, ended_s, began_s - self._idle_since_s)
         self._computed, self._idle_since_s = ComputedStep(step, sampled, times), ended_s

@@ -19,9 +19,9 @@ ABANDONED = 99
 class EventRunner:
     """Replaces `CpuRunner`, and records what the loop calls."""
 
-    def __init__(self, *, answers: bool = True) -> None:
+    def __init__(self, *, answers: bool = True, generates: bool = True) -> None:
         self.events: list[str] = []
-        self.answers, self.rank_name, self.adapters = answers, "", None
+        self.answers, self.generates, self.rank_name, self.adapters = answers, generates, "", None
         self.rows = SimpleNamespace(num_live=0)
         self.num_over = self.num_captured = 0
 
@@ -68,6 +68,11 @@ def test_each_result_is_sent_before_the_next_message_is_handled() -> None:
     )
     expected = "start, |, compute 1, wake, result 1, pong 5, compute 2, wake, result 2, |, compute 3, wake, result 3, |"
     assert events == expected.split(", ")
+
+
+def test_the_scheduler_is_not_woken_early_for_texts_of_an_encoder() -> None:
+    events, _ = events_of(EventRunner(generates=False), [make_step(step_id=1)])
+    assert events == ["compute 1", "result 1", "|"]
 
 
 def test_a_step_of_a_dead_schedule_has_no_result() -> None:

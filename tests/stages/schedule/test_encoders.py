@@ -143,17 +143,14 @@ def test_whole_texts_beside_decoding_rows_take_their_tokens_and_time() -> None:
     assert budget.chunk(0, 5, False, whole=True) == 0, "the time is used up"
 
 
-def test_a_step_is_expected_only_while_texts_wait() -> None:
-    """The executor is woken before the step that follows: a text that runs ends with its result."""
+def test_the_executor_of_an_encoder_is_not_woken_before_a_step() -> None:
+    """It would wait awake, and give up before the next texts are planned."""
     bench = encoder(step_tokens=64)
-    assert not bench.scheduler.expects_step
     for _ in range(4):
         embed(bench, 30)
     bench.fill()
-    assert bench.scheduler.expects_step and bench.scheduler.num_running == 2
-    bench.answer()
-    bench.fill()
-    assert not bench.scheduler.expects_step and bench.scheduler.num_running == 2
+    assert bench.scheduler.num_waiting == bench.scheduler.num_running == 2
+    assert not bench.scheduler.expects_step
     decoder = Bench(config(), 1)
     decoder.admit(range(10), max_tokens=3)
     decoder.fill()
