@@ -5,10 +5,12 @@ The model is prepared once, and one server serves all tests that don't end it.
 
 import functools
 import gc
+import hashlib
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,7 @@ import hypothesis
 
 from pipeline.config.settings import Settings
 from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.tokenizers import tokenizer_probe
 from tests import long_tests, pairwise
 from tests.e2e.server import Server
 from tests.house import pythons
@@ -44,6 +47,23 @@ hypothesis.settings.load_profile("without deadline")
 
 # Each of httpx's clients would read the system's certificates, 25 ms of CPU time.
 httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+
+
+def remembered(run: Callable[[Path, bytes], Any]) -> Callable[[Path, bytes], Any]:
+    """A tokenizer that was tried is not tried again: most tests have the same few, and each process imports the
+    library."""
+    tried: dict[tuple[bytes, bytes], Any] = {}
+
+    def once(path: Path, given: bytes) -> Any:
+        key = hashlib.sha256(path.read_bytes()).digest(), given
+        if key not in tried:
+            tried[key] = run(path, given)
+        return tried[key]
+
+    return once
+
+
+tokenizer_probe.run = remembered(tokenizer_probe.run)  # type: ignore[assignment]
 
 ALONE = (
     # Limits of wall-clock or CPU time.

@@ -83,8 +83,6 @@ def probe(path: Path, what: Path, calls: Sequence[AddCall] = (), specials: Itera
 
     Raises ModelError, naming the file as `what`, if the library can't read the tokenizer, add the tokens or encode.
     """
-    command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S)), " ".join(FLAGS)]
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     given = msgspec.json.encode(
         {
             "specials": sorted(specials),
@@ -98,9 +96,7 @@ def probe(path: Path, what: Path, calls: Sequence[AddCall] = (), specials: Itera
         }
     )
     try:
-        done = subprocess.run(
-            command, input=given, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False
-        )
+        done = run(path, given)
     except subprocess.TimeoutExpired as error:
         raise ModelError(f"{what} cannot be read: encoding one letter took more than {TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
@@ -109,3 +105,10 @@ def probe(path: Path, what: Path, calls: Sequence[AddCall] = (), specials: Itera
         words = words.removeprefix("Exception: ").removeprefix("pyo3_runtime.PanicException: ")[:MAX_WORDS]
         raise ModelError(f"{what} cannot be read: {words}")
     return msgspec.json.decode(done.stdout, type=Probed)
+
+
+def run(path: Path, given: bytes) -> "subprocess.CompletedProcess[bytes]":
+    """Run PROGRAM with a tokenizer and its input. Raises subprocess.TimeoutExpired."""
+    command = [sys.executable, "-P", "-c", PROGRAM, str(path), str(MAX_BYTES), str(int(TIMEOUT_S)), " ".join(FLAGS)]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    return subprocess.run(command, input=given, capture_output=True, env=environment, timeout=TIMEOUT_S, check=False)
