@@ -232,19 +232,20 @@ def response_id(server: Server) -> str:
 
 
 def walk(target: Target, paths: list[tuple[str, bytes]], number: int = 0) -> None:
-    """Send all forms, or some of them that differ from path to path, with each method and query to each path."""
+    """Send all forms with each method and query to each path, or a plain one and some that differ from path to path."""
     wire = Wire(target)
     problems = []
     names = itertools.cycle(FORMS)
     for _ in range(number):
         next(names)
-    for path, body in paths:
-        for method, query in itertools.product(METHODS, QUERIES):
-            if query and body != b"{}":
-                body = json.dumps(json.loads(body) | {"stream": True}).encode()
-            for name in FORMS if ALL else (next(names), *(() if query else ("plain", next(names)))):
+    for row, (path, body) in enumerate(paths):
+        streamed = json.dumps(json.loads(body) | {"stream": True}).encode() if body != b"{}" else body
+        for column, method in enumerate(METHODS):
+            queries = QUERIES if method in ("GET", "POST") else [QUERIES[(row + column) % len(QUERIES)]]
+            some = [("", "plain"), *((query, next(names)) for query in queries)]
+            for query, name in itertools.product(QUERIES, FORMS) if ALL else some:
                 try:
-                    wire.check(method, path + query, FORMS[name], body)
+                    wire.check(method, path + query, FORMS[name], streamed if query else body)
                 except (FramingError, TimeoutError, ConnectionError) as error:
                     problems.append(f"{method} {path}{query}, {name}: {error!r}")
                     wire.close()

@@ -11,6 +11,7 @@ from pipeline.runtime.messages import Finish
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.kv_cache.states.cuts import StateCut, cuts_of, next_in_output
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConfig
+from tests.slices import part_of
 from tests.stages.schedule.bench import Bench, config
 from tests.stages.schedule.kv_cache.runs import num_computed
 
@@ -203,7 +204,7 @@ FOUND = [1044, 1127, 5085]
 blocks that no step named."""
 
 
-@pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", "25"))), *FOUND])
+@pytest.mark.parametrize("seed", [*range(int(os.environ.get("PIPELINE_HISTORIES", part_of(25, 8)))), *FOUND])
 def test_histories_with_restarts(seed: int) -> None:
     check_history(seed)
 
