@@ -14,6 +14,7 @@ LONG = (
     # Clients that build on a client which is tested.
     "tests/e2e/client/sdks/test_other_clients.py::test_python_clients_work[with_langchain.py]",
     "tests/e2e/client/sdks/test_other_clients.py::test_python_clients_work[with_instructor.py]",
+    "tests/e2e/client/sdks/test_other_clients.py::test_python_clients_work[with_llm.py]",
     "tests/e2e/client/sdks/test_other_clients.py::test_javascript_clients_work[with_anthropic.mjs]",
     "tests/e2e/client/sdks/test_other_clients.py::test_javascript_clients_work[with_ollama.mjs]",
     "tests/e2e/client/sdks/test_agents_sdk.py::test_an_agent_answers[chat-whole]",
@@ -29,6 +30,8 @@ LONG = (
     "tests/cli/check/test_check_gguf.py::test_the_frequencies_of_llama_3_are_those_of_its_gguf_file",
     "tests/cli/check/test_check_gguf.py::test_a_tensor_of_a_gguf_file_that_is_computed_wrongly_fails",
     "tests/cli/check/test_check_model.py::test_a_window_longer_than_every_prompt_is_reported_as_unchecked",
+    "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture[Phi-4-mini]",
+    "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture[SmolLM2]",
     "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared[mixtral]",
     "tests/cli/check/test_check_model.py::test_it_runs_as_a_command",
     "tests/cli/check/test_check_model.py::test_one_broken_program_fails_alone",
@@ -114,7 +117,7 @@ LONG = (
     "tests/tools/part_bench/test_schedule.py::test_a_step_is_measured_with_and_without_block_boundaries",
     # Files of real models, where they are. `pipeline check-model --fidelity` measures the same.
     "tests/stages/execute/models/test_gemma.py::test_its_most_likely_tokens_are_those_of_float32",
-    "tests/stages/execute/models/test_k_quant_models.py::test_its_most_likely_tokens_are_those_of_float32",
+    "tests/stages/execute/models/test_k_quant_models.py",
     # Real peers and their processes, besides one run of all of them.
     "tests/e2e/test_compare_peers.py",
     "tests/tools/compare/test_compare_peers.py::test_an_interrupted_run_continues_with_resume",
@@ -156,13 +159,16 @@ LONG = (
 
 FEW = {
     "tests/e2e/test_alone.py::test_the_replay_of_a_real_server_s_stage_is_bit_identical": 2,
+    "tests/e2e/client/sdks/test_agents_sdk.py::test_a_forced_call_is_run_and_its_output_is_answered": 3,
     "tests/cli/check/test_check_model.py::test_a_config_is_enough_to_check_an_architecture": 8,
     "tests/cli/check/test_check_gguf.py::test_a_gguf_file_of_each_architecture_is_compared": 3,
     "tests/e2e/http/attacks/test_hostile.py::test_hostile_bodies": 2,
     "tests/kernels/cpu/sampling/test_logits_processors.py": 3,
     "tests/kernels/cpu/sampling/test_logprobs.py": 3,
+    "tests/kernels/cpu/attention/test_key_ends.py": 8,
     "tests/kernels/cpu/attention/test_native_attention.py": 4,
     "tests/kernels/cpu/ops/": 3,
+    "tests/kernels/cpu/test_native_delta.py": 4,
     "tests/kernels/cpu/sampling/test_late_masks.py": 4,
     "tests/kernels/cpu/sampling/test_native_sampler.py": 4,
     "tests/kernels/cpu/library/test_peaks.py::test_peaks_are_plausible": 2,
@@ -172,10 +178,13 @@ FEW = {
     "tests/kernels/cpu/attention/test_unseen_memory.py": 4,
     "tests/kernels/test_invariance.py": 5,
     "tests/kernels/test_matrix.py": 3,
+    "tests/kernels/attention/test_paged_attention.py": 4,
     "tests/kernels/sampling/test_sample.py": 6,
     "tests/kernels/triton/attention/test_attention.py": 4,
+    "tests/kernels/triton/attention/test_key_ends.py": 4,
     "tests/kernels/triton/gemm/test_experts.py": 2,
     "tests/kernels/triton/gemm/test_linear.py": 3,
+    "tests/kernels/triton/test_delta.py": 3,
     "tests/runtime/files/test_private_files.py::test_a_command_writes_to_its_own_descriptors": 3,
     "tests/stages/execute/cuda/models/test_architectures.py": 6,
     "tests/stages/execute/cuda/graphs/test_captures.py": 12,
@@ -187,11 +196,14 @@ FEW = {
     "tests/stages/execute/kv/test_copies.py": 2,
     "tests/stages/execute/drafts/test_eagle.py::test_a_random_head_changes_no_text": 3,
     "tests/stages/execute/models/test_experts.py": 4,
+    "tests/stages/execute/models/test_recurrent_models.py": 3,
     "tests/stages/execute/exactness/test_group_texts.py": 4,
     "tests/stages/execute/exactness/test_invariance.py": 4,
     "tests/stages/execute/sampling/test_logits.py": 5,
     "tests/stages/execute/grammar_masks/test_masks.py": 6,
     "tests/stages/execute/exactness/test_nan_rows.py": 3,
+    "tests/stages/execute/exactness/test_recurrent_texts.py": 2,
+    "tests/stages/execute/encoders/test_encoders.py": 4,
     "tests/stages/execute/cpu/test_native.py": 12,
     "tests/stages/execute/cpu/test_native_rows.py": 12,
     "tests/stages/execute/sampling/test_prompt_logprobs.py": 4,
@@ -203,6 +215,7 @@ FEW = {
     "tests/stages/gateway/replies/test_history.py::test_each_reply_is_history": 2,
     "tests/stages/gateway/zmq/attacks/test_memory.py": 5,
     "tests/stages/ingest/templates/test_real_templates.py": 12,
+    "tests/stages/ingest/test_reply_start.py": 3,
     "tests/stages/prepare/quantized/test_convert.py": 6,
     "tests/stages/prepare/quantized/test_refused.py": 3,
     "tests/stages/prepare/test_architectures.py": 2,
@@ -243,8 +256,8 @@ def selected(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pyte
         return items, []
     left_out = {one.nodeid for one in items if one.nodeid.startswith(LONG)}
     cases: dict[str, list[str]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    for name in (item.nodeid for item in items if item.nodeid not in left_out):
+        cases.setdefault(name.partition("[")[0], []).append(name)
     for test, ids in cases.items():
         if len(ids) > LEAST and (share := next((FEW[one] for one in FEW if test.startswith(one)), 0)):
             ids.sort(key=lambda name: (zlib.crc32(name.encode()), name))
