@@ -4,11 +4,14 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 
+from pipeline.cli.replay.replaying import replay
+from pipeline.replay.compare import compare
 from tests.compiled import link_kernels
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, kill, pids, post
 from tests.e2e.server import Server
@@ -101,3 +104,29 @@ def test_generation_is_refused_and_names_the_tasks(server: Server) -> None:
     with error.value as response:
         refused = json.load(response)["error"]
     assert refused["code"] == "unsupported_task" and "its tasks are" in refused["message"]
+
+
+STAGES = ("gateway", "ingest", "schedule", "execute", "detokenize")
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each stage, from the start to the end of a server, while three clients send requests."""
+    folder = tmp_path_factory.mktemp("recordings")
+    save_folder(folder / "tiny", make(VARIANTS["bert"]), tokenizer_config=TOKENIZER)
+    files = {stage: folder / f"{stage}.rec" for stage in STAGES}
+    options = tuple(part for stage, path in files.items() for part in ("--record", f"{stage}={path}"))
+    rules = (f"model={folder / 'tiny'}", f"cache_dir={link_kernels(folder / 'cache')}")
+    with Server(*rules, options=options) as server, ThreadPoolExecutor(3) as clients:
+        for path, body in EMBEDS:
+            list(clients.map(lambda _, path=path, body=body: post(server, path, **body), range(3)))  # type: ignore[misc]
+        server.until_idle()
+    return files
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_replay_of_a_stage_sends_the_same(recordings: dict[str, Path], tmp_path: Path, stage: str) -> None:
+    replay(stage, recordings[stage], tmp_path / "out", paced=False, inline=True)
+    comparison = compare(tmp_path / "out", recordings[stage])
+    assert comparison.are_same, comparison.difference
+    assert comparison.num_same == sum(comparison.sent.values()) > 3
