@@ -119,6 +119,7 @@ PARSERS: Mapping[str, tuple[Parse, dict[str, Any]]] = {
 SAME: Mapping[str, str] = {
     "/v1/chat/completions/render": "/v1/chat/completions",
     "/v1/completions/render": "/v1/completions",
+    "/v1/embed": "/v2/embed",
     "/v1/score": "/score",
     "/v1/rerank": "/rerank",
     "/v2/rerank": "/rerank",

@@ -1,5 +1,6 @@
-"""Bodies of POST /v2/embed, which is Cohere's. Pure."""
+"""Bodies of POST /v2/embed and /v1/embed, which are Cohere's. Pure."""
 
+import functools
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -42,10 +43,10 @@ class EmbedInput(msgspec.Struct):
     content: Annotated[list[TextPart], Meta(min_length=1, description="Parts of one text.")]
 
 
-class CohereEmbedBody(msgspec.Struct, kw_only=True):
-    """POST /v2/embed"""
+class OldCohereEmbedBody(msgspec.Struct, kw_only=True):
+    """POST /v1/embed"""
 
-    model: str
+    model: Annotated[str, Meta(description="Default the served model.")] | None = None
     texts: list[str] | None = None
     inputs: Annotated[list[EmbedInput], Meta(description="In place of texts.")] | None = None
     input_type: (
@@ -72,9 +73,16 @@ class CohereEmbedBody(msgspec.Struct, kw_only=True):
     """vLLM's"""
 
 
+class CohereEmbedBody(OldCohereEmbedBody, kw_only=True):
+    """POST /v2/embed"""
+
+    model: str
+
+
 COHERE_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {"images": ([],)}
 
 _decoder = msgspec.json.Decoder(with_unsupported(CohereEmbedBody, COHERE_UNSUPPORTED_FIELDS))
+_old_decoder = msgspec.json.Decoder(with_unsupported(OldCohereEmbedBody, COHERE_UNSUPPORTED_FIELDS))
 _NAMES = FieldNames(
     (
         (r"dimensions\b", "output_dimension"),
@@ -83,9 +91,9 @@ _NAMES = FieldNames(
 )
 
 
-def parse_embed(body: bytes, limits: RequestLimits) -> ParsedRequest:
-    """Read the body of POST /v2/embed. Raises ApiError."""
-    decoded = decode(_decoder, body, COHERE_UNSUPPORTED_FIELDS)
+def parse_embed(body: bytes, limits: RequestLimits, *, is_old: bool = False) -> ParsedRequest:
+    """Read the body of POST /v2/embed, or of /v1/embed, whose reply has another form. Raises ApiError."""
+    decoded: OldCohereEmbedBody = decode(_old_decoder if is_old else _decoder, body, COHERE_UNSUPPORTED_FIELDS)
     check_task("embed", decoded.model, limits)
     param, texts = _texts(decoded)
     cuts = (decoded.truncate or "END") != "NONE"
@@ -98,7 +106,7 @@ def parse_embed(body: bytes, limits: RequestLimits) -> ParsedRequest:
         priority=decoded.priority,
     )
     types: list[EmbeddingType] = list(dict.fromkeys(decoded.embedding_types or ["float"]))
-    dialect = CohereEmbedDialect(types, texts)
+    dialect = CohereEmbedDialect(types, texts, is_old, is_list=is_old and not decoded.embedding_types)
     inputs: Any = texts  # lists are invariant
     try:
         make = inputs_of(inputs, limits, ("input_type", _prompt_of(decoded.input_type, limits)), param=param)
@@ -109,7 +117,11 @@ def parse_embed(body: bytes, limits: RequestLimits) -> ParsedRequest:
         raise _NAMES.renamed(error) from error
 
 
-def _texts(decoded: CohereEmbedBody) -> tuple[str, list[str]]:
+parse_old_embed = functools.partial(parse_embed, is_old=True)
+"""Reads the body of POST /v1/embed. Raises ApiError."""
+
+
+def _texts(decoded: OldCohereEmbedBody) -> tuple[str, list[str]]:
     """The field with the texts, and they. Raises ApiError."""
     match decoded.texts, decoded.inputs:
         case None, None:

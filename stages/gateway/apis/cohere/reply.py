@@ -1,4 +1,4 @@
-"""Replies of POST /v2/embed, as Cohere's clients read them."""
+"""Replies of POST /v2/embed and /v1/embed, as Cohere's clients read them."""
 
 import base64
 from collections.abc import Callable
@@ -57,12 +57,28 @@ class CohereEmbedReply(msgspec.Struct, kw_only=True):
     meta: CohereMeta
 
 
+class OldCohereEmbedReply(msgspec.Struct, kw_only=True):
+    """POST /v1/embed"""
+
+    id: str
+    response_type: Annotated[
+        str, Meta(description="embeddings_floats, or embeddings_by_type if the request has embedding_types.")
+    ]
+    embeddings: EmbeddingsByType | list[list[float]]
+    texts: list[str]
+    meta: CohereMeta
+
+
 @dataclass(frozen=True)
 class CohereEmbedDialect(Dialect):
     """/v2/embed"""
 
     types: list[EmbeddingType]
     texts: list[str]
+    is_old: bool = False
+    """/v1/embed"""
+    is_list: bool = False
+    """The reply of /v1/embed has a list of vectors, as none of `types` was asked for."""
 
     id_prefix = "embd-"
     prompt_field = "texts"
@@ -77,7 +93,12 @@ class CohereEmbedDialect(Dialect):
             for one in self.types
         }
         texts: Any = PackedList(map(_encoder.encode, self.texts))
-        meta = CohereMeta(ApiVersion(), BilledUnits(request.num_prompt_tokens))
+        meta = CohereMeta(ApiVersion("1" if self.is_old else "2"), BilledUnits(request.num_prompt_tokens))
+        if self.is_list:
+            floats = OldCohereEmbedReply(
+                id=request.id, response_type="embeddings_floats", embeddings=by_type["float_"], texts=texts, meta=meta
+            )
+            return encode_large(floats)
         return encode_large(
             CohereEmbedReply(id=request.id, embeddings=EmbeddingsByType(**by_type), texts=texts, meta=meta)
         )

@@ -202,6 +202,18 @@ class TestCohere:
         assert reply["texts"] == ["a", "b"] and reply["id"].startswith("embd-")
         assert reply["meta"] == {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 6}}
 
+    def test_the_old_route_has_a_list_unless_types_are_asked_for(self, gate: Gate) -> None:
+        for fields, kind in (({}, "floats"), ({"embedding_types": ["float"]}, "by_type")):
+            response = gate.post(
+                {"texts": ["a"], "input_type": "search_query", "truncate": "NONE"} | fields, "/v1/embed"
+            )
+            give(gate, gate.begin(), VECTOR)
+            reply = response.result().json()
+            (vector,) = reply["embeddings"]["float"] if fields else reply["embeddings"]
+            assert np.allclose(vector, np.array(VECTOR) / np.linalg.norm(VECTOR))
+            assert reply["response_type"] == f"embeddings_{kind}" and reply["texts"] == ["a"]
+            assert reply["meta"] == {"api_version": {"version": "1"}, "billed_units": {"input_tokens": 3}}
+
     def test_parts_of_an_input_are_one_text(self) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         body = EMBED | {"texts": None, "inputs": [{"content": parts}]}

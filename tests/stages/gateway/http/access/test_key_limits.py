@@ -282,6 +282,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/classify": {"input": "Hi"},
     "/pooling": {"input": "Hi"},
     "/v2/embed": {"texts": ["Hi"]},
+    "/v1/embed": {"texts": ["Hi"]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
     "/infill": {"input_prefix": "a", "input_suffix": "b"},
