@@ -234,7 +234,7 @@ class Stream:
 
     def expire(self) -> None:
         """Its time is up while no server works on it; for the client. Ends as the server would end it."""
-        if self._request.pooling is None and not self._received.num_ids:
+        if not self._is_pooled and not self._received.num_ids:
             timeout_s = self._request.timeout_s
             self.fail(RequestError(504, f"the request timed out after {timeout_s:g} s", None, "timeout"))
         else:
@@ -246,7 +246,7 @@ class Stream:
         deadline_s = self.deadline_s
         timeout_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 1e-3)
         request = msgspec.structs.replace(self._request, timeout_s=timeout_s)
-        if request.pooling is not None:
+        if self._is_pooled:
             return msgspec.structs.replace(self._message, request=request)
         if self.prompt_token_ids is not None:
             request.seed = self.seed
@@ -261,12 +261,17 @@ class Stream:
         )
 
     @property
+    def _is_pooled(self) -> bool:
+        """Whether it is a request for what the model's pooler makes, which has no outputs."""
+        return self._request.task is not None or self._request.pooling is not None
+
+    @property
     def _num_prompt_ids(self) -> int:
         return len(self.prompt_token_ids or ())
 
     def _end_here(self) -> None:
         """End without the server: sequences that are open end with `abort`."""
-        if self._request.pooling is not None:
+        if self._is_pooled:
             self.fail(RequestError(503, "the request was aborted before its embedding was computed", None, "ended"))
             return
         if not self._received.has_all_ends:
