@@ -34,6 +34,11 @@ const [two, other] = await Promise.all([
 ]);
 say("n", { indexes: [...new Set(two.map((output) => output.index))].sort(), other: other.length > 0 });
 
+// What the model's pooler makes.
+const pooled = await client.pool("One, two,", { dimensions: 4, pooling: "mean" });
+const refused = await client.pool({ prompt: "a", pair: "b" }, { task: "score" }).catch((error) => error);
+say("pooled", { numbers: Array.from(pooled), tasks: client.info.tasks, refused: refused.code });
+
 // A name of one's own, and where the time went.
 const named = client.generate("One, two,", { max_tokens: 4, ignore_eos: true }, { name: "counting/1", timings: true });
 await collect(named);

@@ -90,6 +90,18 @@ export class Client {
     return stream;
   }
 
+  /**
+   * What the model's pooler makes of a text, an array of token ids, or a pair {prompt, pair}: Float32Array. `params.task` is
+   * one of `info.tasks` (docs/http/embeddings.md), by default "embed". The numbers of a task for tokens are those of one
+   * token after the other. Further fields of `Request` are `dimensions`, `prompt_name`, `instruction`, `use_activation` …
+   * `options` are those of `generate`, without `received`. Rejects with RequestError or ConnectionLost.
+   */
+  async pool(prompt, params = {}, options = {}) {
+    const stream = this.generate(prompt, { task: "embed", ...params }, options);
+    for await (const _ of stream); // it has no outputs
+    return stream.embedding;
+  }
+
   /** Close the connection; the server aborts what is open. */
   async close() {
     const connection = this.#connection;

@@ -65,6 +65,8 @@ export class Stream {
     this.id = null;
     /** Where its time went, as docs/observability.md has it; null until the end, and where it was not asked for. */
     this.timings = null;
+    /** Float32Array: what the model's pooler made of a request with `task` or `pooling`; null until the end. */
+    this.embedding = null;
   }
 
   /** Have it ended. The last outputs then say "abort". Harmless where it has ended already. */
@@ -117,6 +119,7 @@ export class Stream {
           num_output_tokens: message.num_output_tokens,
           num_cached_tokens: message.num_cached_tokens.length ? Math.min(...message.num_cached_tokens) : null,
         };
+        if (this.#isPooled) this.embedding = floatsOf(message.embedding);
         if (message.timings !== null) this.timings = JSON.parse(message.timings);
         this.isClosed = true;
         break;
@@ -155,6 +158,7 @@ export class Stream {
     const asked = { ...this.#request.request };
     this.#numRead = 0;
     if (asked.timeout_s !== null) asked.timeout_s = Math.max(this._leftMs, 1) / 1000;
+    if (this.#isPooled) return { ...this.#request, request: asked, credits: 0, received: [] };
     if (this.promptTokenIds !== null) {
       asked.seed = this.seed;
       // A grammar depends on the chat: on its tools, and on whether the model reasons.
@@ -202,7 +206,17 @@ export class Stream {
     else this._fail(new RequestError({ status: 504, message: "the request timed out", code: "timeout" }));
   }
 
+  get #isPooled() {
+    const { task, pooling } = this.#request.request;
+    return (task ?? pooling ?? null) !== null;
+  }
+
   #endHere() {
+    if (this.#isPooled) {
+      const message = "the request was aborted before its embedding was computed";
+      this._fail(new RequestError({ status: 503, message, param: null, code: "ended" }));
+      return;
+    }
     this.#deltas.push(this.#received.aborted());
     const [num_prompt_tokens, num_output_tokens] = [this.promptTokenIds?.length ?? 0, this.#received.numIds];
     this.usage = { num_prompt_tokens, num_output_tokens, num_cached_tokens: null };
@@ -216,6 +230,12 @@ export class Stream {
     this.isClosed = true;
     this.#wake();
   }
+}
+
+/** float32, little-endian. */
+function floatsOf(bytes) {
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  return Float32Array.from({ length: bytes.byteLength / 4 }, (_, i) => view.getFloat32(4 * i, true));
 }
 
 function isStrict(tools) {

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.client.blocking_client import Client
 from pipeline.client.connection.wire import OutputDelta
+from pipeline.client.inputs.pooling_params import PoolingParams
 from pipeline.client.inputs.sampling_params import SamplingParams
 from pipeline.client.logprobs import Logprob
 from tests.e2e.client.conftest import NODE_CLIENT
@@ -44,6 +45,7 @@ def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server:
         outputs = list(stream)
         greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
         reply = client.generate("One, two,", greedy)
+        vector = client.embed("One, two,", PoolingParams(dimensions=4, pooling="mean"))
         each = [(one, logprobs) for output in reply for one, logprobs in zip_logprobs(output)]
     num_cached = results["stream"]["usage"].pop("num_cached_tokens")
     assert num_cached is not None and 0 <= num_cached < stream.num_prompt_tokens  # other tests sent this prompt before
@@ -58,6 +60,8 @@ def test_it_streams_resumes_aborts_and_reports_errors(node_client: Path, server:
         {"cut": cut, "same": True} for cut in (1, 7, 13, 24)
     ]
     assert results["n"] == {"indexes": [0, 1], "other": True}
+    pooled = {"numbers": vector.tolist(), "tasks": ["generate", "embed"], "refused": "unsupported_task"}
+    assert results["pooled"] == pooled
     logprobs = results["logprobs"]
     assert logprobs["ids"] == [one for one, _ in each]
     for row, (one, known) in zip(logprobs["output"], each, strict=True):
