@@ -1,6 +1,6 @@
 """Metrics of Pipeline's own: the server, each stage, and each kind of stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -110,6 +110,25 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
         ),
     ):
         yield counter(name, words, {}, value)
+    yield from _pooled_metrics(gateways)
+
+
+def _pooled_metrics(gateways: Sequence[GatewayCounts]) -> Iterator[Metric]:
+    """What was asked of the model besides text, by task."""
+    tasks = sorted({task for gateway in gateways for task in gateway.pooled})
+    for index, (what, words) in enumerate(
+        (
+            ("requests", "Requests for embeddings, scores or labels that were opened."),
+            ("inputs", "Inputs of such requests that were computed."),
+            ("tokens", "Tokens of these inputs."),
+        )
+    ):
+        family = CounterMetricFamily(f"pipeline_pooling_{what}", words, labels=["task"])
+        for task in tasks:
+            family.add_metric(
+                [task], sum(gateway.pooled[task][index] for gateway in gateways if task in gateway.pooled)
+            )
+        yield family
 
 
 _KEY_COUNTERS: tuple[tuple[str, str, Callable[[KeyUsage], int]], ...] = (

@@ -88,6 +88,8 @@ class GatewayCounts(Part, frozen=True, tag="gateway"):
     """Part of `num_overloaded`: too many prompt tokens or bytes were open, not too many requests."""
     num_log_lines_dropped: int = 0
     """Lines of the access log that were not written."""
+    pooled: dict[str, list[int]] = {}
+    """By task, besides generate: requests, and inputs that were computed and their tokens."""
 
 
 class IngestCounts(Part, frozen=True, tag="ingest"):

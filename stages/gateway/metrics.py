@@ -1,8 +1,11 @@
 """The gateway's metrics of sequences, from admission to their end. Pure."""
 
+from collections import defaultdict
+
 from pipeline.metrics.histogram import REQUEST_S, TIME_TO_FIRST_TOKEN_S, TOKEN_S, TOKENS, Histogram, N
 from pipeline.metrics.stats import GatewayCounts
 from pipeline.runtime.messages import Finish
+from pipeline.runtime.model.pooler import Task
 from pipeline.stages.gateway.admission.admission import Admission
 
 
@@ -28,6 +31,8 @@ class GatewayMetrics:
         self._max_tokens = Histogram(TOKENS)
         self._n = Histogram(N)
         self._longest = Histogram(TOKENS)
+        self._pooled: defaultdict[Task, list[int]] = defaultdict(lambda: [0, 0, 0])
+        """Requests opened, and inputs and their tokens that ended by stop or length."""
 
     def opened(self, num_sequences: int, n: int, max_tokens: int | None) -> None:
         """A prompt was opened: `num_sequences` are generated, `n` are returned."""
@@ -52,9 +57,17 @@ class GatewayMetrics:
         if num_output > 1:
             self._per_token_s.observe(decode_s / (num_output - 1))
 
-    def prompt(self, num_tokens: int) -> None:
+    def prompt(self, num_tokens: int, task: Task = "generate") -> None:
         """The length of the prompt of a sequence that has ended by stop or length."""
         self._prompt_tokens.observe(num_tokens)
+        if task != "generate":
+            counts = self._pooled[task]
+            counts[1] += 1
+            counts[2] += num_tokens
+
+    def pooled(self, task: Task) -> None:
+        """A request of this task, which generates no text, was opened."""
+        self._pooled[task][0] += 1
 
     def longest(self, num_output: int) -> None:
         """All sequences of a prompt have ended; the longest has `num_output` ids."""
@@ -88,4 +101,5 @@ class GatewayMetrics:
             num_preemptions=self.num_preemptions,
             num_overloaded_by_size=self.num_overloaded_by_size,
             num_log_lines_dropped=self.num_log_lines_dropped,
+            pooled={task: list(counts) for task, counts in self._pooled.items()},
         )

@@ -77,6 +77,9 @@ def gateway(num_stopped: int, first_s: float) -> Any:
         counting.first_s.observe(first_s)
         counting.finished(Finish.STOP, 1.0, 0.5, 6)
         counting.prompt(10)
+    counting.pooled("score")
+    counting.prompt(7, "score")
+    counting.prompt(8, "score")
     admission = Admission(16, 1000, 5000)
     admission.take(2, 300, 0.0, 70)
     admission.num_preempted = counting.num_preemptions = 2
@@ -368,3 +371,9 @@ def test_each_api_key_has_its_counters() -> None:
     assert len(found) == 14, "a key that was not used yet has counters of 0"
     without = exposition.text_of(msgspec.structs.replace(stats, keys=[]))
     assert b"pipeline_key_" not in without
+
+
+def test_requests_of_poolers_count_by_task_at_all_gateways() -> None:
+    samples = read(server(stage("gateway.0", gateway(0, 0.1)), stage("gateway.1", gateway(0, 0.1))))
+    for what, value in (("requests", 2), ("inputs", 4), ("tokens", 30)):
+        assert samples[f"pipeline_pooling_{what}_total", frozenset({("task", "score")})] == value

@@ -81,7 +81,8 @@ class ResultHandler:
         if prompt_request.generates:
             for sequence in prompt_request.sequences:
                 if sequence.finish in (m.Finish.STOP, m.Finish.LENGTH) and not prompt_request.is_released:
-                    self._metrics.prompt(len(ids))  # its results have overtaken this message
+                    # its results have overtaken this message
+                    self._metrics.prompt(len(ids), request.parsed.task)
             self._table.close_if_finished(prompt_request)
         else:
             for sequence in prompt_request.sequences:
@@ -293,6 +294,6 @@ class ResultHandler:
             decode_s = sequence.last_s - sequence.first_s
             self._metrics.finished(finish, now_s - prompt_request.request.received_s, decode_s, sequence.num_generated)
             if prompt_request.prompt_ids is not None:  # otherwise `accepted` counts it
-                self._metrics.prompt(len(prompt_request.prompt_ids))
+                self._metrics.prompt(len(prompt_request.prompt_ids), prompt_request.request.parsed.task)
             if prompt_request.is_finished:
                 self._metrics.longest(max(one.num_generated for one in prompt_request.sequences))

@@ -210,6 +210,8 @@ class RequestTable:
         if None in ingests:
             self.release(request)
             raise overloaded("the queue to its stages is full")
+        if parsed.is_pooled:
+            self.metrics.pooled(parsed.task)
         self._set_deadline(request)
         return request
 

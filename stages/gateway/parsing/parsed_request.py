@@ -153,6 +153,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Each event of the stream has usage."""
     embedding: EmbeddingOptions | None = None
     """How the prompts' embeddings are returned, if that is the task."""
+    task: Task = "generate"
+    """What is asked of the model."""
     reply: ReplyParsing | None = None
     """What to parse in the output; None for nothing."""
     scope: str = ""

@@ -122,6 +122,7 @@ def pooling_request(
         request_id=request_id,
         timeout_s=fields.timeout_s,
         embedding=embedding,
+        task=task,
         timings=timings,
     )
 

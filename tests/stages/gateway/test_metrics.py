@@ -17,6 +17,7 @@ from pipeline.metrics.stats import GatewayCounts, HistogramCounts, ServerStats, 
 from pipeline.runtime import messages as m
 from pipeline.runtime.messages import Finish
 from tests.rig import PATIENCE_S
+from tests.stages.gateway.apis.poolers import give
 from tests.stages.gateway.gate import CHAT, COMPLETION, Gate, events_of, read_until
 from tests.stages.gateway.peers import RawPeer
 from tests.zmq_requests import generate
@@ -370,3 +371,11 @@ def test_a_client_s_maximum_counts_as_what_the_model_can_generate(gate: Gate) ->
     gate.reject(submit, m.Failure(400, "too long"))
     assert reply.result().status_code == 400
     assert counts_of(gate).max_tokens.total == 512
+
+
+def test_an_embedding_request_counts_once_and_its_inputs_each(gate: Gate) -> None:
+    response = gate.post({"input": ["a", "b"]}, "/v1/embeddings")
+    for submit in [gate.begin() for _ in range(2)]:
+        give(gate, submit, np.ones(8))
+    assert response.result().status_code == 200
+    assert counts_of(gate).pooled == {"embed": [1, 2, 6]}
