@@ -140,3 +140,12 @@ def _require_utf8(data: bytes) -> None:
     for begin in range(0, len(data), PIECE_BYTES):
         decoder.decode(data[begin : begin + PIECE_BYTES])
     decoder.decode(b"", final=True)
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ValueError if a name appears twice, because readers differ in which of the two they take."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(f"its header has {shown(name)} twice")
+        seen.add(name)

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 
 from pipeline.runtime.model.model_config import EXPERTS, ModelConfig, Piece
-from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, wrong_file
+from pipeline.stages.prepare.files import MAX_SHOWN_BYTES, open_regular, shown, without_duplicates, wrong_file
 from pipeline.stages.prepare.sources.source import ModelError
 
 STORED: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raw_entries = _header_decoder.decode(text)
         if len(raw_entries) > MAX_TENSORS:
             raise ValueError(f"its header has {len(raw_entries)} entries; at most {MAX_TENSORS} are supported")
-        json.loads(text, object_pairs_hook=_without_duplicates)
+        json.loads(text, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error
     raw_entries.pop("__metadata__", None)
@@ -117,15 +117,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def _unreadable(path: Path, fault: object) -> ModelError:
     return ModelError(f"{path} is not a complete safetensors file: {fault}")
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    """Raises ValueError if a name appears twice, because readers differ in which of the two they take."""
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise ValueError(f"its header has {shown(name)} twice")
-        seen.add(name)
 
 
 def _entry(path: Path, name: str, raw: _RawEntry) -> TensorEntry:
