@@ -76,6 +76,14 @@ async def whole_body(request: Request) -> bytes:
     return await _replies.run(build, request) if _is_large(request) else build(request)
 
 
+async def pooled_result(request: Request) -> bytes:
+    """What the model's pooler made of a finished request, over ZeroMQ. The numbers of a long text's tokens are made in
+    a thread, too: they are millions."""
+    build = request.parsed.dialect.result
+    is_large = request.parsed.is_pooled and _is_large(request)
+    return await _replies.run(build, request) if is_large else build(request)
+
+
 def _is_large(request: Request) -> bool:
     """Whether to build the body in a thread, so that the event loop is not blocked: it is long, or what it repeats or
     stores of the request is."""

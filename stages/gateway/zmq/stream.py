@@ -16,6 +16,7 @@ from pipeline.runtime.token_outputs import logprob_bytes
 from pipeline.stages.gateway.admission.admission import ID_BYTES
 from pipeline.stages.gateway.apis.openai.reply import FINISH_REASONS
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.http.response_writer import pooled_result
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.table import RequestTable
@@ -121,7 +122,8 @@ class ZmqStream:
                     await asyncio.sleep(0)
                 if not request.parsed.is_pooled:
                     await self._send(channel, self._last)
-            await self._send(channel, self._finished)
+            result = await pooled_result(request)
+            await self._send(channel, lambda: self._finished(result))
             self.has_ended = True
         except ApiError as error:
             self.error, self.has_ended = error, True
@@ -249,8 +251,7 @@ class ZmqStream:
             self.request_id, ids, prompt_request.submit.options.seed, self.request.id, prompt_request.pieces or []
         )
 
-    def _finished(self) -> p.Finished:
-        """Raises ApiError if a result of the pooler was requested, and there is none."""
+    def _finished(self, result: bytes) -> p.Finished:
         request = self.request
         timings = json_of(request) if request.parsed.timings and not self._is_aborted else None
         return p.Finished(
@@ -259,7 +260,7 @@ class ZmqStream:
             request.num_output_tokens,
             timings,
             request.prompt_requests[0].nums_cached,
-            request.parsed.dialect.result(request),
+            result,
         )
 
 

@@ -1,6 +1,7 @@
 """Tasks of a model's pooler over ZeroMQ, with the Python client: what it computes, and what is refused."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pipeline.client.inputs.prompts import Prompt
 from pipeline.errors import PromptError
 from pipeline.runtime import messages as m
 from pipeline.runtime.model.pooler import Pooler
+from pipeline.stages.gateway.apis.pooling.reply import PoolingDialect
+from pipeline.stages.gateway.open_requests.request import Request
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.apis.poolers import CLASSIFIER, CROSS_ENCODER, EMBEDDER, TAGGER, TEMPLATED, gate_of, give
 from tests.stages.gateway.gate import Gate
@@ -58,6 +61,25 @@ async def test_a_task_has_its_pooling_and_its_activation(
         submit, found = await numbers(gate, PoolingParams(**fields), result)
         assert submit.options.pooling == pooling
         assert np.allclose(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4000])
+async def test_numbers_of_a_long_text_are_made_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Those of 8,192 tokens with 768 numbers each took 0.2 s, in the loop of all connections."""
+    threads: list[str] = []
+    made = PoolingDialect.result
+
+    def result(dialect: PoolingDialect, request: Request) -> bytes:
+        threads.append(threading.current_thread().name)
+        return made(dialect, request)
+
+    monkeypatch.setattr(PoolingDialect, "result", result)
+    with gate_of(tmp_path, EMBEDDER) as gate:
+        _, found = await numbers(gate, PoolingParams(task="token_embed"), VECTOR * num_tokens)
+        assert found.size == num_tokens * 8
+    assert len(threads) == 1 and threads[0].startswith("building large replies") == (num_tokens == 4000)
 
 
 async def test_a_pair_and_a_named_prompt_reach_ingest(tmp_path: Path) -> None:
