@@ -1,7 +1,5 @@
 """Reports to detokenize: sequences that begin, then output. What a full edge refuses goes with the next report."""
 
-from collections import deque
-
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
@@ -16,7 +14,7 @@ class DetokenizeReports:
         self._scheduler = scheduler
         self._outboxes = [stage.outboxes[name] for name in topology.among(stage.outboxes, "detokenize")]
         """To all processes. Those that are joining or leaving get no new sequences."""
-        self.openings: list[deque[m.Open | m.Reject | m.PrefixCacheReset]] = [deque() for _ in self._outboxes]
+        self.openings: list[list[m.Open | m.Reject | m.PrefixCacheReset]] = [[] for _ in self._outboxes]
         """Openings to send, for each process."""
         self._gone: set[int] = set()
         """Replicas that were removed, and whose sequences others have."""
@@ -37,10 +35,10 @@ class DetokenizeReports:
 
     def _send_to(self, replica: int) -> bool:
         detokenize, openings = self._outboxes[replica], self.openings[replica]
-        while openings:
-            if not detokenize.send(openings[0]):
+        if openings:
+            if not detokenize.send_all(openings):
                 return False
-            openings.popleft()
+            openings.clear()
         report = self._scheduler.output_buffer.pending(replica, self._stage.replay_context.monotonic())
         if report is not None:
             if not detokenize.send(report):
@@ -57,7 +55,7 @@ class DetokenizeReports:
             self._gone.discard(replica)
         while len(self._outboxes) <= replica and not message.is_removed:
             self._outboxes.append(self._stage.outbox("detokenize", len(self._outboxes)))
-            self.openings.append(deque())
+            self.openings.append([])
             self._scheduler.add_detokenize()
         if replica >= len(self._outboxes):
             self._gone.discard(replica)
