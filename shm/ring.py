@@ -59,10 +59,13 @@ class RingWriter:
         self._taken = position[:POSITION_BYTES].cast("Q")
         self._event_fd = event_fd
         self._position = 0
+        self._num_quiet = 0
+        """Messages that the receiver does not know of."""
         self._fence = Fence()
 
-    def put(self, *bodies: bytes) -> bool:
-        """Put messages, or return False, and put none of them, if there is no room for all of them now."""
+    def put(self, *bodies: bytes, wakes: bool = True) -> bool:
+        """Put messages, or return False, and put none of them, if there is no room for all of them now. The receiver
+        sees them at once if this `wakes` it, else with `notify` or with the next message that wakes it."""
         needed = 0
         for body in bodies:
             needed += _padded(_HEAD.size + len(body))
@@ -71,8 +74,16 @@ class RingWriter:
         self._fence()
         for body in bodies:
             self._write(body, WHOLE)
-        os.eventfd_write(self._event_fd, len(bodies))
+        self._num_quiet += len(bodies)
+        if wakes:
+            self.notify()
         return True
+
+    def notify(self) -> None:
+        """Let the receiver know of the messages that were put without a wake."""
+        if self._num_quiet:
+            os.eventfd_write(self._event_fd, self._num_quiet)
+            self._num_quiet = 0
 
     def can_announce(self, num: int = 1) -> bool:
         """Whether there is room for so many announcements."""
@@ -84,7 +95,8 @@ class RingWriter:
         self._fence()
         for _ in range(num):
             self._write(b"", ELSEWHERE)
-        os.eventfd_write(self._event_fd, num)
+        self._num_quiet += num
+        self.notify()
 
     def wake(self) -> None:
         """Wake the receiver, because a message follows in a moment: see `RingReader.was_woken`."""

@@ -90,7 +90,7 @@ class ReplayOutbox(Outbox[T], Generic[T]):
         self.num_sent += 1
         return True
 
-    def send_all(self, messages: Sequence[T]) -> bool:
+    def send_all(self, messages: Sequence[T], *, wakes: bool = True) -> bool:
         if self.is_detached or not messages:
             return True
         if self._replay.is_refused(self.peer):
@@ -102,6 +102,9 @@ class ReplayOutbox(Outbox[T], Generic[T]):
         return True
 
     def wake(self) -> None:
+        pass
+
+    def notify(self) -> None:
         pass
 
     def flush(self, timeout_s: float) -> None:

@@ -302,6 +302,7 @@ class GatewayStage:
         self._requests.refusals.flush()
         self._requests.limited_log.flush()
         self._requests.count_usage()
+        self._requests.sender.notify()
         self._refusal_log.flush()
         if self._access_log is not None:
             self._access_log.writer.report(self._dropped_log)

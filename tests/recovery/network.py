@@ -218,7 +218,7 @@ class ModelOutbox(Outbox[Any]):
         self.was_refused |= not is_sent
         return is_sent
 
-    def send_all(self, messages: Sequence[Any]) -> bool:
+    def send_all(self, messages: Sequence[Any], *, wakes: bool = True) -> bool:
         if self.is_detached or not messages:
             return True
         is_sent = self._network.send((*self._from, self.peer, self.incarnation), *messages)
@@ -226,6 +226,9 @@ class ModelOutbox(Outbox[Any]):
         return is_sent
 
     def wake(self) -> None:
+        pass
+
+    def notify(self) -> None:
         pass
 
 

@@ -53,6 +53,21 @@ def test_a_wake_makes_the_descriptor_readable_and_is_no_message(event_fd: int) -
     assert reader.take() == (b"one", False)
 
 
+def test_messages_without_a_wake_are_seen_with_the_next_that_wakes(event_fd: int) -> None:
+    writer, reader = ends(event_fd)
+    assert writer.put(b"one", wakes=False) and writer.put(b"two", wakes=False)
+    assert select.select([reader], [], [], 0) == ([], [], []) and reader.take() is None
+    writer.notify()
+    assert [reader.take() for _ in range(3)] == [(b"one", False), (b"two", False), None]
+    assert writer.put(b"three", wakes=False) and writer.put(b"four")
+    assert [reader.take() for _ in range(3)] == [(b"three", False), (b"four", False), None]
+    assert writer.put(b"five", wakes=False)
+    writer.announce()
+    assert [reader.take() for _ in range(3)] == [(b"five", False), (b"", True), None]
+    writer.notify()
+    assert select.select([reader], [], [], 0) == ([], [], []), "the receiver knows all"
+
+
 def test_a_full_ring_takes_no_more_until_something_is_read(event_fd: int) -> None:
     writer, reader = ends(event_fd)
     largest = 1024 - RESERVED_BYTES - 8

@@ -91,13 +91,13 @@ class Outbox(Generic[T]):
             self.replay_context.sent(self.peer, body, message)
         return True
 
-    def send_all(self, messages: Sequence[T]) -> bool:
+    def send_all(self, messages: Sequence[T], *, wakes: bool = True) -> bool:
         """Send messages as one of the transport, which costs a fraction of as many. Returns False, and sends none of
-        them, if the outbox is full. Never blocks."""
+        them, if the outbox is full. Never blocks. Unless this `wakes` the peer, `notify` must follow."""
         if self.is_detached or not messages:
             return True
         bodies = [self._encoder.encode(message) for message in messages]
-        if not self._deliver(*bodies):
+        if not self._deliver(*bodies, wakes=wakes):
             self._refused()
             return False
         self.num_sent += len(bodies)
@@ -117,10 +117,15 @@ class Outbox(Generic[T]):
         if not self.is_detached and self._may_wake and self._ring is not None:
             self._ring.wake()
 
-    def _deliver(self, *bodies: bytes) -> bool:
+    def notify(self) -> None:
+        """Wake the peer for messages that were sent without a wake."""
+        if not self.is_detached and self._ring is not None:
+            self._ring.notify()
+
+    def _deliver(self, *bodies: bytes, wakes: bool = True) -> bool:
         """Send these messages, together, or none of them. Returns whether it did."""
         if self._ring is not None:
-            if self._ring.put(*bodies):
+            if self._ring.put(*bodies, wakes=wakes):
                 return True
             if not self._ring.can_announce(len(bodies)):
                 return False

@@ -10,6 +10,8 @@ from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest
 
+MOST_QUIET = 16
+"""Closed requests that schedule may not know of, until the next heartbeat: it holds their ids as long."""
 MAX_REPEATED = 128
 """How many `Closed` are sent again after a restart of schedule: more than are sent until a gateway learns of it, and so
 few that they don't fill the queue to schedule, which would refuse new requests for a moment."""
@@ -27,6 +29,8 @@ class StageSender:
         """Messages that full sockets refused. `flush` sends them; nothing is opened before it has."""
         self._closed: deque[m.Closed] = deque(maxlen=MAX_REPEATED)
         """The last ones that were sent to schedule."""
+        self._num_quiet = 0
+        """Closed requests that schedule was not woken for."""
         self._closing: list[m.Closed] | None = None
         """Those of a `together` block."""
 
@@ -75,16 +79,28 @@ class StageSender:
             yield
         finally:
             closing, self._closing = self._closing, None
-            if self._unsent or not self._schedule.send_all(closing):
-                self._unsent.extend((self._schedule, closed) for closed in closing)
+            self._send_closed(closing)
 
     def close(self, request_id: int, attempt: int) -> None:
-        """Have schedule forget a request."""
+        """Have schedule forget a request, soon."""
         self._closed.append(closed := m.Closed(request_id, attempt))
         if self._closing is not None:
             self._closing.append(closed)
         else:
-            self._send(self._schedule, closed)
+            self._send_closed([closed])
+
+    def _send_closed(self, closing: list[m.Closed]) -> None:
+        """Schedule has nothing to do for a single client's next request but this, so it is not woken for each."""
+        if self._unsent or not self._schedule.send_all(closing, wakes=False):
+            self._unsent.extend((self._schedule, closed) for closed in closing)
+        self._num_quiet += len(closing)
+        if self._num_quiet >= MOST_QUIET:
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake schedule for those that were closed since the last time. Call it once per heartbeat."""
+        self._num_quiet = 0
+        self._schedule.notify()
 
     def repeat_closed(self) -> None:
         """Schedule has died. Its successor may have got requests, and even finished them, before this gateway learned

@@ -1,5 +1,7 @@
 """Reports to detokenize: sequences that begin, then output. What a full edge refuses goes with the next report."""
 
+from collections.abc import Sequence
+
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.stage import Stage
@@ -26,6 +28,11 @@ class DetokenizeReports:
         """Any process forwards it."""
         self.openings[0].append(reset)
 
+    def _may_wait(self, openings: Sequence[m.Open | m.Reject | m.PrefixCacheReset]) -> bool:
+        """Whether detokenize has nothing to do for these before there is output, with which it is woken: a text of an
+        encoder has it after one step."""
+        return self._scheduler.config.is_encoder and all(isinstance(one, m.Open) for one in openings)
+
     def send(self) -> bool:
         """Send new output. Returns False if an edge is full: the rest goes with the next report."""
         all_sent = True
@@ -36,7 +43,7 @@ class DetokenizeReports:
     def _send_to(self, replica: int) -> bool:
         detokenize, openings = self._outboxes[replica], self.openings[replica]
         if openings:
-            if not detokenize.send_all(openings):
+            if not detokenize.send_all(openings, wakes=not self._may_wait(openings)):
                 return False
             openings.clear()
         report = self._scheduler.output_buffer.pending(replica, self._stage.replay_context.monotonic())
