@@ -71,12 +71,14 @@ def run(launch: Launch) -> None:
     generation_config.load(launch.settings, folder)  # an invalid one is reported here, before the stages load it
     match launch.settings.speculative.method:
         case "draft_model":
+            draft.require_text(config, "draft_model")
             prepared = prepare(draft.settings_of_draft(launch.settings), progress)
             draft.require_same_tokens(folder, prepared, launch.settings.speculative.draft)
             draft.link(launch.settings, prepared, progress)
         case "eagle":
             from pipeline.stages.prepare.drafts.eagle import prepare_head
 
+            draft.require_text(config, "eagle")
             draft.link(launch.settings, prepare_head(launch.settings, folder, progress), progress)
     name = launch.settings.served_model_name or given_name(launch.settings) or config.name
     digest = digest_of(folder, progress) if launch.settings.execute.launcher != "process" else ""

@@ -9,6 +9,7 @@ import msgspec
 from pipeline.config.settings import Settings
 from pipeline.own_files import OpenFolder, make_folder
 from pipeline.runtime.model.draft_link import draft_link
+from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.progress import Progress
 from pipeline.stages.prepare.sources.source import ModelError
 
@@ -20,6 +21,15 @@ def settings_of_draft(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, model=settings.speculative.draft, quantization="auto", hf_overrides="", chat_template=""
     )
+
+
+def require_text(config: ModelConfig, method: str) -> None:
+    """Raises ModelError if the model generates no text: nothing can be proposed for it."""
+    if not config.generates:
+        raise ModelError(
+            f"speculative.method is {method!r}, but {config.name} generates no text (its tasks are "
+            f"{', '.join(config.tasks)}): set it to 'none'"
+        )
 
 
 def require_same_tokens(model: Path, draft: Path, name: str) -> None:

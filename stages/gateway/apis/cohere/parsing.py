@@ -93,7 +93,8 @@ _NAMES = FieldNames(
 
 def parse_embed(body: bytes, limits: RequestLimits, *, is_old: bool = False) -> ParsedRequest:
     """Read the body of POST /v2/embed, or of /v1/embed, whose reply has another form. Raises ApiError."""
-    decoded: OldCohereEmbedBody = decode(_old_decoder if is_old else _decoder, body, COHERE_UNSUPPORTED_FIELDS)
+    decoder: Any = _old_decoder if is_old else _decoder
+    decoded: OldCohereEmbedBody = decode(decoder, body, COHERE_UNSUPPORTED_FIELDS)
     check_task("embed", decoded.model, limits)
     param, texts = _texts(decoded)
     cuts = (decoded.truncate or "END") != "NONE"
