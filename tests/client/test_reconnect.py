@@ -147,31 +147,6 @@ async def test_requests_without_an_answer_are_sent_again_as_they_were(
     assert (await streams[1].embedded()).tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params"),
-    [("Hi", PoolingParams()), ({"prompt": "a", "pair": "b"}, PoolingParams(task="score", instruction="Find it."))],
-)
-async def test_a_task_that_was_accepted_is_sent_again_as_it_was(
-    gateway: FakeGateway, prompt: Any, params: PoolingParams
-) -> None:
-    """Its ids would lose the pair, and it has no output that it could go on behind."""
-    gateway.welcome = replace(WELCOME, tasks=["embed", "score"])
-    client = await connected(gateway)
-    streams = [client.embed(prompt, params), client.embed("late", timeout_s=0.4)]
-    first = [await gateway.receive(p.Generate) for _ in streams]
-    await gateway.send(*map(accepted, first))
-    await until(lambda: streams[0].prompt_token_ids is not None)
-    gateway.kill()
-    await until(lambda: not client.is_connected)
-    with pytest.raises(RequestError, match="before its embedding was computed"):
-        await streams[1].embedded()
-    await gateway.start()
-    assert await gateway.receive(p.Generate) == first[0]
-    await gateway.send(replace(finished(first[0]), embedding=b"\0\0\x80?"))
-    assert (await streams[0].embedded()).tolist() == [1.0]
-    await client.close()
-
-
 @pytest.mark.parametrize("prompt", [PROMPT, ids(7, 8)])
 @pytest.mark.parametrize(
     ("chat", "params"),

