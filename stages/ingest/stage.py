@@ -85,6 +85,7 @@ async def _run(launch: Launch) -> None:
         if stage.settings.chat_template:
             require_valid(stage.model_dir, stage.settings.chat_template)
         tokenizer = Tokenizer.from_buffer(read_file(stage.model_dir / "tokenizer.json"))
+        prompt_processor.pairs_of(stage.model_dir, tokenizer, stage.settings.limits)  # raises UserError at once
         crumbs = stage.thread_breadcrumbs
         long = EncoderThreads("encode", crumbs[:NUM_THREADS])
         very_long = EncoderThreads("encode-long", crumbs[NUM_THREADS : 2 * NUM_THREADS])

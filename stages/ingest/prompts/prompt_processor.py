@@ -358,13 +358,8 @@ def load(
     """Create the processor for the model in a prepared folder. `shows_tools`: its chat template shows tools."""
     config = ModelConfig.load(folder)
     tokenizer.encode_special_tokens = config.split_special_tokens
-    if (special_tokens := config.special_tokens) is None:
-        bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
-        eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-        special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+    special_tokens = _special_tokens_of(config, tokenizer)
     templates = chat_templates.load(folder, special_tokens, limits.template_timeout_s, shows_tools=shows_tools)
-    of_pairs = pair_template.load(folder, config.pooler, special_tokens, limits.template_timeout_s)
-    adds_special_tokens = bool(config.pooler and config.pooler.pairs and config.pooler.pairs.adds_special_tokens)
     return PromptProcessor(
         tokenizer,
         facts,
@@ -376,5 +371,25 @@ def load(
         allow_special_tokens_in_content=chat.allow_special_tokens_in_content,
         generates=config.generates,
         has_token_types=config.token_types > 1,
-        pairs=None if of_pairs is None else Pairs(of_pairs, adds_special_tokens),
+        pairs=pairs_of(folder, tokenizer, limits),
     )
+
+
+def pairs_of(folder: Path, tokenizer: Tokenizer, limits: LimitSettings) -> Pairs | None:
+    """How the template of the model in a prepared folder makes prompts of pairs; None if the tokenizer joins them.
+    Raises UserError if the templates that the model has don't write both texts."""
+    config = ModelConfig.load(folder)
+    specials = _special_tokens_of(config, tokenizer)
+    template = pair_template.load(folder, config.pooler, specials, limits.template_timeout_s)
+    if template is None or config.pooler is None or config.pooler.pairs is None:
+        return None
+    return Pairs(template, config.pooler.pairs.adds_special_tokens)
+
+
+def _special_tokens_of(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """The variables of templates with special tokens."""
+    if config.special_tokens is not None:
+        return config.special_tokens
+    bos_token = tokenizer.id_to_token(config.bos_id) if config.bos_id is not None else None
+    eos_token = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
+    return {"bos_token": bos_token or "", "eos_token": eos_token or ""}
