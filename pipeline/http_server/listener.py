@@ -150,8 +150,8 @@ class HttpConnection(web.RequestHandler):
             self.num_read = len(data)
             self.wait_turn()
             return
-        num_messages = len(self._messages)
-        is_in_head = self._last_payload is None or self._last_payload.is_eof()
+        num_messages, body = len(self._messages), self._last_payload
+        is_in_head = body is None or body.is_eof()
         self._connections.heard(self)
         self.num_read = len(data)
         super().data_received(data)
@@ -170,14 +170,13 @@ class HttpConnection(web.RequestHandler):
         self._refuse_small_chunks()
         if data:
             self.wait_turn()
-        reading = self._current_request
-        if len(self._messages) > num_messages and reading is not None and not reading.content.is_eof():
+        if len(self._messages) > num_messages and body is not None and not is_in_head:
             error = getattr(self._messages[-1][0], "exc", None)  # only invalid messages have one
             if isinstance(error, HttpProcessingError):
                 self._messages.pop()
                 broken = web.RequestPayloadError(error.message)
                 broken.__cause__ = error
-                reading.content.set_exception(broken)
+                body.set_exception(broken)
                 self.close()
 
     async def finish_response(

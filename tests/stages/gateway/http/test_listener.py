@@ -71,6 +71,15 @@ def test_a_truncated_body_is_answered_immediately_and_once(gate: Gate, path: byt
     assert "cannot read the body" in error["message"]
 
 
+def test_a_body_that_ends_wrong_before_a_route_reads_it_is_answered_immediately(gate: Gate) -> None:
+    """Its parts arrive at once, the wrong one before the route's task has begun."""
+    begin = HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n[\r\n0\r\nX-A: "
+    with socket.create_connection(gate.address, timeout=10) as connection:
+        connection.sendall(begin + b"a" * 1024**2)
+        reply = connection.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"cannot read the body" in reply
+
+
 def test_an_uncaught_exception_is_a_500_error_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
