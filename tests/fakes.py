@@ -21,6 +21,8 @@ from pipeline.runtime.token_outputs import logprob_dtype
 from pipeline.shm.arrays import Array, ShmRef
 
 VOCAB = 997
+SLOW_GRAMMAR, SLOW_S = "slow", 0.2
+"""The masks of rows with this grammar take so long."""
 EMPTY = -7
 """The content of a KV slot that was never written."""
 NO_BLOCK = -1
@@ -261,6 +263,7 @@ class FakeExecutor:
             if state.options.num_logprobs >= 0:
                 token_outputs += [record(token_id, state.options.num_logprobs) for token_id in kept]
         num_drafts_of = [len(proposed[row]) for row in sampled]
+        slow = [row for row in sampled if self.rows[row].options.compiled_grammar == SLOW_GRAMMAR]
         put = self._put
         return m.StepResult(
             incarnation=step.incarnation,
@@ -277,6 +280,8 @@ class FakeExecutor:
             errors=errors,
             num_ids=put(np.array(num_ids, np.int32)) if any(num_drafts_of) else b"",
             num_drafts=put(np.array(num_drafts_of, np.int32)) if any(num_drafts_of) else b"",
+            slow_rows=slow,
+            slow_s=[SLOW_S] * len(slow),
         )
 
     def _sample(self, row: int, length: int, proposed: list[int]) -> tuple[list[int], Finish, str]:

@@ -4,7 +4,8 @@
     python -m tools.fuzz_api --cases 100000 --seed 7
     python -m tools.fuzz_api --seed 7 --only 123                one case, with its request and its reply
     python -m tools.fuzz_api --seed 7 --only zmq:45
-    python -m tools.fuzz_api --set execute.kernels=native       with other settings
+    python -m tools.fuzz_api --set execute.dtype=bfloat16       with other settings
+    python -m tools.fuzz_api --model "xlm-roberta, sequence"    with a tiny encoder of tests/stages/execute/encoders
 
 The bodies are made from the server's own /openapi.json and then spoiled: other types, extreme numbers, deep nesting,
 long and odd texts, torn and compressed bytes. Every twentieth case is a ZeroMQ connection with random messages. The
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--only", help="a single case: its number, or zmq: and its number")
     parser.add_argument("--parallel", type=int, default=32, help="cases at the same time (default: 32)")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds for a reply (default: 60)")
+    parser.add_argument("--model", default="", help="a tiny encoder (default: a tiny Llama, which generates)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     args = parser.parse_args()
     return exit_code("fuzz_api", lambda: run(args))
@@ -65,7 +67,7 @@ def main() -> int:
 def run(args: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-api-") as folder,
-        Served(*settings(Path(folder)), *args.set) as server,
+        Served(*settings(Path(folder), args.model), *args.set) as server,
     ):
         with urllib.request.urlopen(f"{server.url}/openapi.json", timeout=args.deadline) as response:
             cases = Cases(json.load(response), args.seed)
@@ -87,19 +89,22 @@ def run(args: argparse.Namespace) -> int:
         return 1 if fuzz.problems else 0
 
 
-def settings(folder: Path) -> list[str]:
-    """Of a server with a tiny model in `folder`."""
+def settings(folder: Path, encoder: str = "") -> list[str]:
+    """Of a server with a tiny model in `folder`: an encoder of this name, or a Llama."""
     # Imported here: it takes seconds.
+    from tests.stages.execute.encoders.tiny_encoders import VARIANTS, make
     from tests.stages.prepare.checkpoints import save_folder, tiny_llama
 
-    model = save_folder(folder / "tiny", tiny_llama(), tokenizer_config={"chat_template": TEMPLATE})
+    made = make(VARIANTS[encoder]) if encoder else tiny_llama()
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"} if encoder else {"chat_template": TEMPLATE}
+    model = save_folder(folder / "tiny", made, tokenizer_config=tokenizer_config)
     return [
         f"model={model}",
         f"cache_dir={folder / 'cache'}",
         "execute.kernels=torch",
         "execute.num_threads=1",
         "execute.kv_cache_bytes=16MiB",
-        "max_model_len=128",
+        f"max_model_len={120 if encoder else 128}",
         "supervisor.crash_reports=false",
     ]
 

@@ -21,6 +21,12 @@ TYPES = (p.Hello, p.Generate, p.Abort, p.Credit, p.Ping, p.Bye)
 WEIGHTS = (1, 12, 3, 3, 3, 1)
 HELLO = msgspec.msgpack.encode(p.Hello(2, 2, "fuzz"))
 PROMPT = ("model", "prompt", "prompt_token_ids", "messages", "pooling", *Conversation.__annotations__)
+POOLED = (
+    *({"task": task} for task in ("embed", "token_embed", "classify", "token_classify", "score")),
+    *({"pooling": pooling} for pooling in ("last", "mean", "cls", "max")),
+    {"task": "score", "pair": "c d"},
+)
+"""What makes a message one for a model's pooler."""
 PING = msgspec.msgpack.encode(p.Ping(NONCE))
 
 
@@ -34,7 +40,8 @@ def messages(seed: int, number: int) -> list[list[bytes]]:
         if kind is p.Generate and rng.random() < 0.7:
             prompt = {"prompt": "a b"} if rng.random() < 0.5 else {"prompt_token_ids": bytes(8)}
             kept = {name: one for name, one in value[2].items() if rng.random() < 0.2 and name not in PROMPT}
-            value[2] = {**kept, **prompt, "max_tokens": rng.randint(1, 3)}
+            how = rng.choice(POOLED) if rng.random() < 0.2 else {"max_tokens": rng.randint(1, 3)}
+            value[2] = {**kept, **prompt, **how}
         if rng.random() < 0.2:
             value = _spoiled(value, rng)
         data = msgspec.msgpack.encode(value)

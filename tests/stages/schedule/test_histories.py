@@ -14,6 +14,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.model.kv_groups import FULL, KVGroup
 from pipeline.stages.schedule.policies.policy import POLICIES
 from pipeline.stages.schedule.scheduler_config import PreemptionMode, SchedulerConfig, StateConfig
+from tests.fakes import SLOW_GRAMMAR
 from tests.stages.schedule.bench import Bench, config, inline
 
 PROMPTS = st.one_of(
@@ -139,6 +140,7 @@ class Histories(RuleBasedStateMachine):
         failing=st.sampled_from([(), (), (), range(0, 997, 13)]),
         num_crashes=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
         adapter_id=st.sampled_from(["", "", "a", "b", "c", "d"]),
+        grammar=st.sampled_from(["", "", "", "", "quick", SLOW_GRAMMAR]),
     )
     def admit(
         self,
@@ -154,8 +156,10 @@ class Histories(RuleBasedStateMachine):
         failing: Iterable[int],
         num_crashes: int,
         adapter_id: str,
+        grammar: str,
     ) -> None:
         if self.IS_ENCODER:
+            grammar = ""
             max_tokens, n, tops = 1, 1, (tops[0], -1)
         number = self.bench.admit(
             prompt,
@@ -171,8 +175,14 @@ class Histories(RuleBasedStateMachine):
             failing=failing,
             num_crashes=num_crashes,
             adapter_id=adapter_id,
+            compiled_grammar=grammar,
         )
         self.known.append(number)
+
+    @rule(seconds=st.sampled_from([0.01, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        """Turns of slow masks come."""
+        self.bench.scheduler.now_s += seconds
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), index=st.sampled_from([-1, -1, 0, 1]))
