@@ -104,7 +104,7 @@ def read(path: Path, max_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ModelError(f"{path} has {size} bytes; at most {max_bytes} are allowed")
-        return file.read(max_bytes)
+        return file.read(size)  # Python takes memory for as many bytes as are asked for
 
 
 def wrong_file(path: Path, begin: bytes) -> ModelError | None:

@@ -42,6 +42,7 @@ from pipeline.config.settings import PreparedFormat, Settings  # noqa: E402
 from pipeline.errors import UserError  # noqa: E402
 from pipeline.runtime.model.model_config import ModelConfig  # noqa: E402
 from pipeline.runtime.model.model_folder import format_key  # noqa: E402
+from pipeline.stages.execute.pooling.head import PoolerHead  # noqa: E402
 from pipeline.stages.prepare.sources.source import ModelError  # noqa: E402
 from pipeline.stages.prepare.stage import prepare  # noqa: E402
 from pipeline.stages.prepare.weights.tensors import expected_shapes  # noqa: E402
@@ -156,7 +157,7 @@ def wait(pid: int, timeout_s: float) -> int | None:
 
 
 def read_as_stages_do(folder: Path) -> None:
-    """Read a prepared model: its config, every tensor's place, and its tokenizer."""
+    """Read a prepared model: its config, every tensor's place, the layers after its pooling, and its tokenizer."""
     config = ModelConfig.load(folder)
     shapes = expected_shapes(config)
     found = set()
@@ -168,6 +169,7 @@ def read_as_stages_do(folder: Path) -> None:
                 if name in shapes and format_key(name) not in formats:
                     assert tuple(file.get_slice(name).get_shape()) == shapes[name], name
     assert found >= set(shapes), set(shapes) - found
+    PoolerHead.of(folder, config.pooler)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.encode("banana")

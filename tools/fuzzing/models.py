@@ -57,6 +57,30 @@ NF4 = {
     **PLAIN,
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
 }
+MODERN_BERT = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertModel"],
+    **{key: CONFIG[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")},
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "local_attention": 12,
+    "norm_eps": 1e-5,
+    "matryoshka_dimensions": [4, 8],
+}
+LABELS = {"architectures": ["ModernBertForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}}
+MODULES = {
+    "modules.json": [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(
+            [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
+        )
+    ],
+    "config_sentence_transformers.json": {"prompts": {"query": "search: "}, "default_prompt_name": "query"},
+    "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+    "1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True},
+    "2_Dense/config.json": {"in_features": 32, "out_features": 8, "activation_function": "torch.nn.modules.Tanh"},
+}
+"""Files of sentence-transformers."""
 TOKENIZER_CONFIG = {
     "bos_token": "<s>",
     "eos_token": {"content": "</s>"},
@@ -71,6 +95,7 @@ def build(folder: Path) -> list[Path]:
     """The models: each is a folder or a .gguf file below `folder`."""
     made = [_folder(folder / "llama", CONFIG, shards=1), _folder(folder / "qwen3", QWEN, shards=2)]
     made += [_quantized(folder / "gptq", GPTQ, _gptq), _quantized(folder / "nf4", NF4, _nf4)]
+    made += [_embedder(folder / "embedder"), _classifier(folder / "classifier")]
     made.append(_gguf(folder / "plain.gguf", gguf.GGMLQuantizationType.F32, "gpt2"))
     made.append(_gguf(folder / "blocks.gguf", gguf.GGMLQuantizationType.Q8_0, "llama"))
     return made
@@ -115,6 +140,24 @@ def _folder(folder: Path, config: dict[str, Any], shards: int) -> Path:
             {name: weights[name].astype(np.float16) for name in weights if weight_map[name] == shard}, folder / shard
         )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _embedder(folder: Path) -> Path:
+    _folder(folder, MODERN_BERT, shards=1)
+    for name, content in MODULES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    dense = {"linear.weight": np.ones((8, 32), np.float32), "linear.bias": np.ones(8, np.float32)}
+    save_file(dense, folder / "2_Dense/model.safetensors")
+    return folder
+
+
+def _classifier(folder: Path) -> Path:
+    _folder(folder, {**MODERN_BERT, **LABELS, "matryoshka_dimensions": None}, shards=1)
+    shapes = {"head.dense.weight": (32, 32), "head.norm.weight": (32,), "classifier.weight": (2, 32)}
+    head = {name: np.ones(shape, np.float32) for name, shape in {**shapes, "classifier.bias": (2,)}.items()}
+    save_file({**_weights(_read(MODERN_BERT)), **head}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

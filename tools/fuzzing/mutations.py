@@ -158,7 +158,7 @@ def spoil_kind(path: Path, rng: random.Random, outside: Path) -> None:
 
 def spoil(model: Path, rng: random.Random, outside: Path) -> str:
     """Mutate one or two files of a model. Returns their names."""
-    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
+    files = sorted(path for path in model.rglob("*") if path.is_file()) if model.is_dir() else [model]
     names = []
     for path in rng.sample(files, min(len(files), rng.choice((1, 1, 1, 2)))):
         names.append(path.name)
