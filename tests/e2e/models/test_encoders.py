@@ -119,7 +119,8 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rules = (f"model={folder / 'tiny'}", f"cache_dir={link_kernels(folder / 'cache')}")
     with Server(*rules, options=options) as server, ThreadPoolExecutor(3) as clients:
         for path, body in EMBEDS:
-            list(clients.map(lambda _, path=path, body=body: post(server, path, **body), range(3)))  # type: ignore[misc]
+            for reply in [clients.submit(post, server, path, **body) for _ in range(3)]:
+                reply.result(60)
         server.until_idle()
     return files
 

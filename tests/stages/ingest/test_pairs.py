@@ -1,4 +1,4 @@
-"""The stage makes prompts of pairs of texts with a reranker's template, and refuses one that can't do it at the start."""
+"""The stage makes prompts of pairs of texts with a reranker's template, and refuses a wrong one at the start."""
 
 from pathlib import Path
 from typing import Any

@@ -16,7 +16,7 @@ from pipeline.stages.schedule.scheduler_config import SchedulerConfig, StateConf
 from tests.fakes import FakeExecutor
 from tests.rig import Rig, raw
 
-NO_SLOWDOWN_LIMITS = {"prompt_max_slowdown": 0.0, "long_prompt_tokens": 0}
+NO_SLOWDOWN_LIMITS: dict[str, Any] = {"prompt_max_slowdown": 0.0, "long_prompt_tokens": 0}
 FACTS = m.ExecuteFacts(num_blocks=512, block_size=16, max_model_len=4096, vocab_size=997)
 
 
@@ -273,7 +273,7 @@ def test_long_prompt_tokens_sets_which_prompts_are_long(long_prompt_tokens: int,
     ],
     ids=["prompt_max_slowdown", "long_prompt_max_slowdown"],
 )
-def test_prompts_slow_down_a_step_by_at_most_the_limit(limited: Callable[[float], dict[str, float]]) -> None:
+def test_prompts_slow_down_a_step_by_at_most_the_limit(limited: Callable[[float], dict[str, Any]]) -> None:
     """Without the prompt a step takes 2 ms: 60 times that is 118 more tokens, 20 times 38."""
     chunks = []
     for limit in (20.0, 60.0):
