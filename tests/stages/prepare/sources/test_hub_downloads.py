@@ -369,15 +369,8 @@ def test_the_command_ends_in_one_line(
 
 def test_the_file_of_a_quantization_is_found_by_its_name() -> None:
     names = ["Q/a-Q4_K_M-00001-of-00002.gguf", "Q/a-Q4_K_M-00002-of-00002.gguf", "a.q8_0.gguf", "a-UD-Q4_K_XL.gguf"]
-    names += [
-        "a-fp16.gguf",
-        "BF16.gguf",
-        "mmproj-F16.gguf",
-        "a-imatrix.gguf",
-        "a-MXFP4.gguf",
-        "a.gguf",
-        "b-IQ4_XS.gguf",
-    ]
+    names += ["a-fp16.gguf", "BF16.gguf", "mmproj-F16.gguf", "a-imatrix.gguf", "a-MXFP4.gguf"]
+    names += ["a.gguf", "b-IQ4_XS.gguf"]
     models = models_of(names)
     assert list(models.values()) == ["BF16", "Q4_K_M", "MXFP4", "UD-Q4_K_XL", "F16", "", "Q8_0", "IQ4_XS"]
     assert choose(HubSource("a/b", "main"), models) == "Q/a-Q4_K_M-00001-of-00002.gguf"
