@@ -10,7 +10,7 @@ from pipeline.client import protocol as p
 from pipeline.client.errors import RequestError
 from pipeline.client.inputs.pooling_params import PoolingParams
 from tests.client.fake_gateway import WELCOME, FakeGateway
-from tests.client.test_reconnect import accepted, connected, finished, until
+from tests.client.reconnect.test_reconnect import accepted, connected, finished, until
 
 
 @pytest.fixture
