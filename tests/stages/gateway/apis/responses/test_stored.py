@@ -84,7 +84,7 @@ def test_what_a_small_body_continues_is_read_and_stored_in_a_thread(
     large = reply(gate, BODY | {"input": long, "truncation": "auto"})
     watch(parsing, "messages_of")
     watch(parsing, "sum_of")
-    watch(received, "measured")
+    watch(received, "measure")
     watch(ResponseStore, "put")
 
     def names(response: Any) -> set[str]:
@@ -93,7 +93,7 @@ def test_what_a_small_body_continues_is_read_and_stored_in_a_thread(
         future = gate.post(body, PATH)
         gate.finish(gate.begin(), "Hello")
         assert future.result().status_code == 200, future.result().text
-        assert set(threads) == {"messages_of", "sum_of", "measured", "put"}
+        assert set(threads) == {"messages_of", "sum_of", "measure", "put"}
         return set(threads.values())
 
     (loop,) = names(small)
