@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.runtime.model.weight_headers import header_of
 from pipeline.supervisor.admin.admin_client import find_servers
 
 SUPPORTED = "pipeline.stages.prepare.supported"
@@ -30,8 +30,6 @@ FEATURES = "pipeline.stages.execute.models.features"
 
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """The names of safetensors' dtypes in the settings."""
-MAX_HEADER_BYTES = 100 * 1000**2
-"""The format's own limit."""
 
 
 class TensorHeader(msgspec.Struct, frozen=True):
@@ -137,15 +135,16 @@ def downloaded_models(entries: Sequence[Entry]) -> list[CachedModel]:
 
 
 def weights_of(config: ModelConfig, folder: str) -> str:
-    """The formats of a prepared model's weights, from the header of its first file; empty if it is gone."""
+    """The formats of a prepared model's weights, from the headers of its files; empty if one is gone."""
+    quantized: set[str] = set()
+    tensors: list[TensorHeader] = []
     try:
-        with config.weight_paths(folder)[0].open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = msgspec.json.decode(file.read(min(length, MAX_HEADER_BYTES)), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        quantized = {value for key, value in metadata.items() if key.startswith(format_key(""))}
-        tensors = [msgspec.json.decode(raw, type=TensorHeader) for raw in header.values()]
-    except (OSError, IndexError, struct.error, msgspec.DecodeError, UnicodeDecodeError):
+        for path in config.weight_paths(folder):
+            header = msgspec.json.decode(header_of(path), type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+            quantized |= {value for key, value in metadata.items() if key.startswith(format_key(""))}
+            tensors += [msgspec.json.decode(raw, type=TensorHeader) for raw in header.values()]
+    except (OSError, ValueError):
         return ""
     floats = {FLOATS.get(tensor.dtype, tensor.dtype) for tensor in tensors if len(tensor.shape) > 1}
     return "+".join(sorted(quantized or floats))

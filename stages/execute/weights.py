@@ -25,6 +25,7 @@ from pipeline.kernels.sampling.logprob_inputs import FloatArray
 from pipeline.kernels.step_inputs import LongArray
 from pipeline.kernels.stored_matrix import BLOCK_BYTES, BLOCK_COLUMNS, FloatFormat, Format, StoredMatrix
 from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.model import in_place
 from pipeline.runtime.model.model_config import ModelConfig, Piece
 from pipeline.runtime.model.model_folder import format_key
 
@@ -59,16 +60,28 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class TensorFile:
-    """A mapped safetensors file. Raises OSError, ValueError or struct.error if it can't be read."""
+    """A mapped safetensors file, or a .gguf file for the index in a prepared folder. Raises OSError, ValueError or
+    struct.error if it can't be read."""
 
     def __init__(self, path: Path) -> None:
-        with os.fdopen(open_regular(path), "rb") as file:
-            self._modified_ns = os.fstat(file.fileno()).st_mtime_ns
+        index = in_place.load(path) if in_place.is_index(path) else None
+        with os.fdopen(open_regular(path if index is None else Path(index.file)), "rb") as file:
+            stat = os.fstat(file.fileno())
+            self._modified_ns = stat.st_mtime_ns
+            if index is not None and (stat.st_size, stat.st_mtime_ns) != (index.num_bytes, index.modified_ns):
+                raise ValueError(f"{index.file} has changed since it was prepared: start the server again")
             # Private and writable: torch warns about arrays that it must not write.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        (length,) = struct.unpack_from("<Q", self._map)
-        self._begin = 8 + length
-        header: dict[str, msgspec.Raw] = msgspec.json.decode(self._map[8 : self._begin], type=dict[str, msgspec.Raw])
+        self._interleaved: dict[str, int] = {} if index is None else index.interleaved
+        if index is None:
+            (length,) = struct.unpack_from("<Q", self._map)
+            self._begin = 8 + length
+            self._header = self._map[: self._begin]
+            text = self._header[8:]
+        else:
+            self._begin, text = 0, msgspec.json.encode(index.header)
+            self._header = text + msgspec.json.encode(index.interleaved)
+        header: dict[str, msgspec.Raw] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         self.metadata = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         self.entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in header.items()}
         end = max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
@@ -85,7 +98,7 @@ class TensorFile:
         Checkpoints of one shape have one size, and images and archives may give them one time, but they differ nearly
         everywhere. The fingerprint is of the file that was opened, even if another one has its name now.
         """
-        digest = hashlib.blake2b(self._map[: self._begin], digest_size=16)
+        digest = hashlib.blake2b(self._header, digest_size=16)
         room = max(0, self.num_bytes - SAMPLE_BYTES - self._begin)
         begins = [self._begin + room * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
         for begin in begins:  # the disk reads all of them at once
@@ -96,10 +109,13 @@ class TensorFile:
         return f"{self.num_bytes}:{self._modified_ns}:{digest.hexdigest()}"
 
     def array(self, name: str, dtype: "np.dtype[Any]") -> "np.ndarray[Any, Any]":
-        """A tensor in the mapped memory, or a copy if it is not aligned there."""
+        """A tensor in the mapped memory, or a copy if it is not aligned there, or has its rows in another order."""
         entry = self.entries[name]
         offset = self._begin + entry.data_offsets[0]
         array = np.frombuffer(self._map, dtype, math.prod(entry.shape), offset).reshape(entry.shape)
+        if head_dim := self._interleaved.get(name):
+            pairs = array.reshape(-1, head_dim // 2, 2, *entry.shape[1:])
+            return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(entry.shape)
         return np.require(array, requirements="A")
 
 

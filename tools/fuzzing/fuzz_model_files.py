@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
-from safetensors import safe_open  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from pipeline.config.settings import PreparedFormat, Settings  # noqa: E402
@@ -43,6 +42,7 @@ from pipeline.errors import UserError  # noqa: E402
 from pipeline.runtime.model.model_config import ModelConfig  # noqa: E402
 from pipeline.runtime.model.model_folder import format_key  # noqa: E402
 from pipeline.stages.execute.pooling.head import PoolerHead  # noqa: E402
+from pipeline.stages.execute.weights import TensorFile  # noqa: E402
 from pipeline.stages.prepare.sources.source import ModelError  # noqa: E402
 from pipeline.stages.prepare.stage import prepare  # noqa: E402
 from pipeline.stages.prepare.weights.tensors import expected_shapes  # noqa: E402
@@ -162,12 +162,11 @@ def read_as_stages_do(folder: Path) -> None:
     shapes = expected_shapes(config)
     found = set()
     for path in config.weight_paths(folder):
-        with safe_open(path, framework="np") as file:
-            formats = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 - the file is no dict
-                found.add(name)
-                if name in shapes and format_key(name) not in formats:
-                    assert tuple(file.get_slice(name).get_shape()) == shapes[name], name
+        file = TensorFile(path)
+        for name, entry in file.entries.items():
+            found.add(name)
+            if name in shapes and format_key(name) not in file.metadata:
+                assert entry.shape == shapes[name], name
     assert found >= set(shapes), set(shapes) - found
     PoolerHead.of(folder, config.pooler)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -6,6 +6,7 @@ chat_template.jinja   missing if the model has none
 chat_template.tool_use.jinja   for chats with tools, if the model has a separate template
 notes.txt             lines about what the model's files say in two ways; missing if there are none
 weights               safetensors files, named by `ModelConfig.weight_files` (absolute, or relative to the folder)
+in_place-1.json       named there too: the tensors that are read from a .gguf file (in_place.py)
 weights.panels        the matrices as the CPU library reads them; execute writes it after the first start
 
 A quantized matrix [rows, columns] is stored as U8 [rows, bytes per row], in the block format of .gguf files. The

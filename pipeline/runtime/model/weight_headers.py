@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.runtime.files.regular_files import open_regular
+from pipeline.runtime.model.in_place import is_index, load
 from pipeline.runtime.model.model_folder import format_key
 
 MAX_HEADER_BYTES = 100_000_000
@@ -35,6 +36,7 @@ _METADATA = "__metadata__"
 class _Tensor(msgspec.Struct):
     dtype: str
     shape: list[int]
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
@@ -56,12 +58,13 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
     num_bytes = 0
     num_of: Counter[str] = Counter()
     for path in paths:
-        num_bytes += path.stat().st_size
-        header = msgspec.json.decode(_header(path), type=dict[str, msgspec.Raw])
+        header = msgspec.json.decode(header_of(path), type=dict[str, msgspec.Raw])
+        num_bytes += 0 if is_index(path) else path.stat().st_size
         metadata = msgspec.json.decode(header.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
         for name, raw in header.items():
             tensor = msgspec.json.decode(raw, type=_Tensor)
             size = math.prod(tensor.shape)
+            num_bytes += tensor.data_offsets[1] - tensor.data_offsets[0] if is_index(path) else 0
             if (format := metadata.get(format_key(name))) in BLOCKS:
                 num_weights, num_bytes_of_block = BLOCKS[format]
                 num_of[format] += size // num_bytes_of_block * num_weights
@@ -70,7 +73,11 @@ def weight_facts(paths: Iterable[Path]) -> WeightFacts:
     return WeightFacts(num_bytes, num_of.total(), num_of.most_common(1)[0][0].upper() if num_of else "")
 
 
-def _header(path: Path) -> bytes:
+def header_of(path: Path) -> bytes:
+    """The header of a weight file, also of one whose tensors are in a .gguf file. Raises OSError,
+    msgspec.DecodeError, or ValueError if it is too long."""
+    if is_index(path):
+        return msgspec.json.encode(load(path).header)
     with os.fdopen(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:

@@ -1,13 +1,13 @@
 """Checks before the weights are read that a GPU can run the model; the error is one line that says how to fix it."""
 
 import importlib.util
+import struct
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from pipeline.config.settings import Quantization, Settings
 from pipeline.errors import UserError
@@ -16,6 +16,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
 from pipeline.stages.execute.kv import gib
 from pipeline.stages.execute.models.features import TRITON, missing
+from pipeline.stages.execute.weights import TensorFile
 from pipeline.supervisor import gpu
 
 OLDEST = (8, 0)
@@ -149,14 +150,14 @@ def weight_bytes(settings: Settings, config: ModelConfig, folder: Path) -> int:
     total = 0
     for path in config.weight_paths(folder):
         try:
-            file: Any = safe_open(path, framework="pt")
-        except Exception as error:  # the library raises nothing more precise
+            file = TensorFile(path)
+        except (OSError, ValueError, struct.error) as error:
             raise UserError(f"{path} can't be read: {error}") from error
-        formats = file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118 - the file is not a dict
+        formats: dict[str, Any] = dict(file.metadata)
+        for name, entry in file.entries.items():
             if name == head != embedding and config.tie_embeddings:
                 continue  # not loaded
-            shape = file.get_slice(name).get_shape()
+            shape = entry.shape
             num = prod(shape)
             format = formats.get(format_key(name))
             if format in GPU_BLOCK_BYTES:

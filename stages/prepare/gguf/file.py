@@ -75,6 +75,8 @@ class GgufTensor:
     """Of the file."""
     at: int
     """Offset of the bytes in the file."""
+    path: Path
+    """The file."""
 
     def release(self) -> None:
         """Take the bytes out of this process's memory; they are read again if they are used again."""
@@ -260,7 +262,7 @@ class GgufFile:
         if spans and begin + end > len(data):  # without tensors there may be no padding
             raise _Fault(f"it has {len(data)} of {begin + end} bytes; the tensor {shown(before)} ends there")
         return [
-            GgufTensor(name, kind, shape, data[first:last], self._mapping, first)
+            GgufTensor(name, kind, shape, data[first:last], self._mapping, first, self.path)
             for name, kind, shape, first, last in spans
         ]
 

@@ -32,6 +32,7 @@ from pipeline.stages.prepare.gguf.architecture import GgufArchitecture, GgufKeys
 from pipeline.stages.prepare.gguf.architectures import GGUF_ARCHITECTURES
 from pipeline.stages.prepare.gguf.conversions import CONVERSIONS, format_of, summary
 from pipeline.stages.prepare.gguf.file import GgufTensor
+from pipeline.stages.prepare.gguf.in_place import is_kept, write_indexes
 from pipeline.stages.prepare.gguf.metadata import BOS_KEY, Metadata, shortest
 from pipeline.stages.prepare.gguf.parts import read_parts
 from pipeline.stages.prepare.gguf.ropes import ROPE_FREQUENCIES, read_scaling, with_rope_scaling
@@ -135,8 +136,15 @@ def convert(paths: list[Path], folder: Path, quantization: PreparedFormat, progr
     config = msgspec.structs.replace(config, eos_ids=vocabulary.end_ids, special_tokens=vocabulary.names)
     tokenizer.build(vocabulary, str(path), progress.say).save(str(folder / "tokenizer.json"))
     _write_templates(metadata, folder)
+    kept = {
+        name for name, target in targets.items() if quantization == "auto" and is_kept(tensors[names[name]], target)
+    }
+    heads = {name: config.head_dim for name in kept if interleaved_rope and _is_rotated(name)}
+    converted_targets = {name: target for name, target in targets.items() if name not in kept}
     with progress.measure(f"converting {path.name}") as report:
-        write_weights(folder, targets, pieces, path, report)
+        write_weights(folder, converted_targets, pieces, path, report)
+    indexes = write_indexes(paths, folder, {name: (tensors[names[name]], targets[name]) for name in kept}, heads)
+    config = msgspec.structs.replace(config, weight_files=[WEIGHTS, *indexes])
     matrices = {name: target for name, target in targets.items() if len(target.shape) > 1}
     if converted := summary((tensors[names[name]].kind, target.format) for name, target in matrices.items()):
         (folder / CONVERTED).write_text(f"{converted}\n", encoding="utf-8")
@@ -321,10 +329,14 @@ def _row_order(name: str, tensor: GgufTensor, config: ModelConfig) -> "np.ndarra
 
     For a head of size 6 the file has rows 0 3 1 4 2 5.
     """
-    if "q_proj" not in name and "k_proj" not in name:
+    if not _is_rotated(name):
         return None
     rows = np.arange(tensor.shape[0])
     return rows.reshape(-1, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _is_rotated(name: str) -> bool:
+    return "q_proj" in name or "k_proj" in name
 
 
 def _pieces(

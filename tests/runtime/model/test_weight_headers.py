@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pipeline.runtime.model.in_place import GgufIndex
 from pipeline.runtime.model.model_folder import format_key
 from pipeline.runtime.model.weight_headers import WeightFacts, weight_facts
 
@@ -18,6 +19,15 @@ def test_quantized_and_other_weights_of_several_files(tmp_path: Path) -> None:
     size = one.stat().st_size + two.stat().st_size
     assert weight_facts([one, two]) == WeightFacts(size, 4 * 64 + 2 * 32 + 7, "Q8_0")
     assert weight_facts([two]).format == "Q4_1"
+
+
+def test_tensors_in_a_gguf_file_count_as_those_of_a_safetensors_file(tmp_path: Path) -> None:
+    header = {
+        "__metadata__": {format_key("a"): "q8_0"},
+        "a": {"dtype": "U8", "shape": [4, 68], "data_offsets": [64, 336]},
+    }
+    index = GgufIndex("/models/a.gguf", 4096, 0, header)
+    assert weight_facts([tmp_path / index.save(tmp_path, 1)]) == WeightFacts(272, 4 * 64, "Q8_0")
 
 
 def test_a_dtype_is_the_format_of_weights_that_are_not_quantized(tmp_path: Path) -> None:

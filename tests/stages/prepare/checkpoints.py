@@ -10,8 +10,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -24,6 +22,7 @@ from transformers import (
 
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import format_key
+from pipeline.stages.execute.weights import TensorFile
 
 TEXTS = (
     "The quick brown fox, 12 345 dogs.\n\n  It's 7 o'clock;\tdon't we've I'LL HE'S\r\n",
@@ -261,21 +260,33 @@ def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str, siz
     writer.add_unk_token_id(0)
 
 
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
+FLOATS = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+def weight_files(folder: Path) -> list[TensorFile]:
+    """The files of a prepared folder, as the executor reads them."""
+    return [TensorFile(path) for path in ModelConfig.load(folder).weight_paths(folder)]
+
+
 def formats_of(folder: Path) -> dict[str, str]:
     """The format of each tensor in a prepared folder."""
-    formats = {}
-    for path in ModelConfig.load(folder).weight_paths(folder):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            for name in file.keys():  # noqa: SIM118 - the file is no dict
-                plain = {"BF16": "bf16", "F16": "f16", "F32": "f32"}.get(file.get_slice(name).get_dtype())
-                formats[name] = plain or metadata[format_key(name)]
-    return formats
+    return {
+        name: FLOATS.get(entry.dtype) or file.metadata[format_key(name)]
+        for file in weight_files(folder)
+        for name, entry in file.entries.items()
+    }
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a prepared folder, quantized ones as uint8."""
-    return {name: t for path in ModelConfig.load(folder).weight_paths(folder) for name, t in load_file(path).items()}
+    found = {}
+    for file in weight_files(folder):
+        for name, entry in file.entries.items():
+            dtype = DTYPES[entry.dtype]
+            array = file.array(name, np.dtype(f"<i{dtype.itemsize}")).copy()
+            found[name] = torch.from_numpy(array).view(dtype)
+    return found
 
 
 def save_wheel(folder: Path, files: Mapping[str, bytes | Path], name: str = "tiny-model", version: str = "1.0") -> str:

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 
 from pipeline.__main__ import main
 from pipeline.cli.cache import entries as entries_module
@@ -14,7 +16,7 @@ from pipeline.config.settings import PreparedFormat, Settings
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import hold
 from pipeline.stages.prepare.progress import SilentProgress
-from pipeline.stages.prepare.stage import prepare
+from pipeline.stages.prepare.stage import digest_of, prepare
 from tests.stages.prepare import checkpoints
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +38,8 @@ def copies(tmp_path: Path) -> tuple[Path, Path]:
     return first, shutil.copyfile(first, tmp_path / "other" / "Small.gguf")
 
 
-def prepared(path: Path, said: SilentProgress | None = None, quantization: PreparedFormat = "auto") -> Path:
+def prepared(path: Path, said: SilentProgress | None = None, quantization: PreparedFormat = "q4_1") -> Path:
+    """With a quantization that converts the file's tensors; `auto` leaves them in it."""
     cache = next(parent for parent in path.parents if (parent / "Tiny.gguf").exists()) / "cache"
     return prepare(Settings(model=str(path), cache_dir=str(cache), quantization=quantization), said or SilentProgress())
 
@@ -61,6 +64,35 @@ def test_what_another_user_of_the_cache_has_put_beside_is_not_waited_for(copies:
         (planted / "content.txt").symlink_to("/dev/zero")
     first, second = prepared(copies[0]), prepared(copies[1])
     assert (first / WEIGHTS).samefile(second / WEIGHTS)
+
+
+def test_a_file_under_another_name_shares_what_was_made_of_it_and_is_read_itself(tmp_path: Path) -> None:
+    """Without being read: its tensors stay in it."""
+    kind = GGMLQuantizationType.Q8_0
+    path = checkpoints.save_gguf(tmp_path / "Tiny.gguf", checkpoints.tiny_llama(), kind=kind, tensors_per_file=8)
+    paths = sorted(tmp_path.glob("Tiny-*.gguf"))
+    first = prepare(Settings(model=str(paths[0]), cache_dir=str(tmp_path / "cache")))
+    (first / "weights.panels").write_bytes(b"packed")
+    assert (first / WEIGHTS).stat().st_size < path.parent.joinpath(paths[0].name).stat().st_size // 4
+    before = checkpoints.weights_of(first)
+    (tmp_path / "new").mkdir()
+    for one in paths:
+        one.rename(tmp_path / "new" / one.name.replace("Tiny", "Small"))
+    moved = sorted((tmp_path / "new").iterdir())
+    second = prepare(Settings(model=str(moved[0]), cache_dir=str(tmp_path / "cache")))
+    assert digest_of(second) == digest_of(prepare(Settings(model=str(moved[0]), cache_dir=str(tmp_path / "more"))))
+    assert second != first and (second / "weights.panels").samefile(first / "weights.panels")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in checkpoints.weights_of(second).items())
+    with pytest.raises(FileNotFoundError):
+        checkpoints.weights_of(first)
+
+
+def test_a_file_that_was_replaced_after_it_was_prepared_is_not_read(tmp_path: Path) -> None:
+    path = checkpoints.save_gguf(tmp_path / "Tiny.gguf", checkpoints.tiny_llama(), kind=GGMLQuantizationType.Q8_0)
+    folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ValueError, match="has changed since it was prepared: start the server again"):
+        checkpoints.weights_of(folder)
 
 
 def test_other_content_or_another_format_is_not_shared(copies: tuple[Path, Path]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from pipeline.kernels.matrix import Matrix
 from pipeline.kernels.stored_matrix import Format
@@ -67,8 +67,7 @@ def dequantized(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with all matrices in bfloat16."""
     config, plain = ModelConfig.load(folder), tmp_path_factory.mktemp("plain")
     tensors: dict[str, torch.Tensor] = {}
-    (path,) = config.weight_paths(folder)
-    for name, tensor in load_file(path).items():
+    for name, tensor in checkpoints.weights_of(folder).items():
         format = FORMATS.get(name.removesuffix(".weight"))
         if format is None or tensor.dim() == 1:
             tensors[name] = tensor
@@ -105,8 +104,7 @@ def test_memory_is_that_of_the_file(folder: Path) -> None:
     found = costs.weight_bytes(model)
     assert set(found) == {"bf16", "int8g32", "int5g32", "q4_k", "q5_k", "q6_k"}
     model_config = ModelConfig.load(folder)
-    (path,) = model_config.weight_paths(folder)
-    stored = load_file(path)
+    stored = checkpoints.weights_of(folder)
     norms = sum(tensor.numel() * 4 for tensor in stored.values() if tensor.dim() == 1)
     assert weight_bytes(config, model_config, folder) == sum(found.values()) + norms
     in_file = sum(tensor.numel() * tensor.element_size() for tensor in stored.values() if tensor.dim() == 2)
