@@ -2,10 +2,10 @@
 """Measures what an input of /v1/embeddings costs besides the model: CPU time of each process, with an instant executor.
 
     tools/serving_bench/embedding_costs.py --model FOLDER
-    tools/serving_bench/embedding_costs.py --model FOLDER --inputs 64 --tokens 25 --check
+    tools/serving_bench/embedding_costs.py --model FOLDER --inputs 1 --clients 32 --check
 
-One client sends the requests, one after the other, each with the same number of inputs. CPU time is the kernel's, of
-all threads of a process.
+Each client sends requests one after the other, each with the same number of inputs; by default there is one. CPU time
+is the kernel's, of all threads of a process.
 
 --check: exit with 1 if an input costs more than 0.4 ms of CPU with 64 inputs in a request, or more than 1 ms alone.
 """
@@ -17,6 +17,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,27 +43,44 @@ def body_of(number: int, num_inputs: int, num_words: int) -> bytes:
     return json.dumps({"input": inputs, "encoding_format": "base64"}).encode()
 
 
-def measure(address: tuple[str, int], pids: dict[str, int], num_inputs: int, num_words: int, total: int) -> float:
+class Client:
+    """A connection of its own."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._connection = http.client.HTTPConnection(*address, timeout=60)
+
+    def send(self, bodies: Sequence[bytes]) -> None:
+        """Send them one after the other."""
+        for body in bodies:
+            self._connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+            reply = self._connection.getresponse()
+            data = reply.read()
+            if reply.status != 200:
+                raise SystemExit(f"{reply.status}: {data[:300].decode()}")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def measure(
+    address: tuple[str, int], pids: dict[str, int], num_inputs: int, num_words: int, total: int, num_clients: int
+) -> float:
     """Print the milliseconds of CPU that an input takes in each process, and return their sum."""
-    connection = http.client.HTTPConnection(*address, timeout=60)
     bodies = [body_of(number, num_inputs, num_words) for number in range(total // num_inputs)]
-    before, begun = {}, 0.0
-    for number, body in enumerate([*bodies[: max(1, len(bodies) // 5)], None, *bodies]):
-        if body is None:
-            before, begun = {name: used(pid) for name, pid in pids.items()}, time.monotonic()
-            continue
-        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        data = reply.read()
-        if reply.status != 200:
-            raise SystemExit(f"request {number}: {data[:300].decode()}")
+    shares_of = [bodies[client::num_clients] for client in range(num_clients)]
+    clients = [Client(address) for _ in range(num_clients)]
+    with ThreadPoolExecutor(num_clients) as threads:
+        list(threads.map(Client.send, clients, [each[: max(1, len(each) // 5)] for each in shares_of]))
+        before, begun = {name: used(pid) for name, pid in pids.items()}, time.monotonic()
+        list(threads.map(Client.send, clients, shares_of))
     took_s, num = time.monotonic() - begun, len(bodies) * num_inputs
     shares = {name: 1e3 * used(pid).since(before[name]).cpu_s / num for name, pid in pids.items()}
     everything = sum(share for name, share in shares.items() if not name.startswith("execute"))
     stages = "  ".join(f"{name} {share:.3f}" for name, share in shares.items())
-    print(f"{num_inputs:3} inputs a request: {everything:.3f} ms of CPU an input without execute "
-          f"({1e3 * took_s / num:.3f} ms of time)  {stages}")  # fmt: skip
-    connection.close()
+    per_input = f"{everything:.3f} ms of CPU an input without execute ({1e3 * took_s / num:.3f} ms of time)"
+    print(f"{num_inputs:3} inputs a request, {num_clients} clients: {per_input}  {stages}")
+    for client in clients:
+        client.close()
     return everything
 
 
@@ -69,6 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="an embedding model, as for serve")
     parser.add_argument("--inputs", type=int, nargs="+", default=[64, 1], help="inputs of a request (default: 64 1)")
+    parser.add_argument("--clients", type=int, default=1, help="clients that send at the same time (default: 1)")
     parser.add_argument("--words", type=int, default=18, help="words of an input (default: 18)")
     parser.add_argument("--total", type=int, default=6400, help="inputs to send for each measurement")
     parser.add_argument("--check", action="store_true")
@@ -95,8 +115,8 @@ def main() -> int:
                 pids = {stage.name: stage.pid for stage in admin.stats().stages}
             pids["supervisor"] = server.pid
             for num_inputs in args.inputs:
-                total = args.total if num_inputs > 1 else args.total // 8
-                cost = measure(address, pids, num_inputs, args.words, total)
+                total = args.total if num_inputs > 1 or args.clients > 1 else args.total // 8
+                cost = measure(address, pids, num_inputs, args.words, total, args.clients)
                 is_good &= cost <= MAX_MS.get(num_inputs, MAX_MS[1])
         finally:
             server.send_signal(signal.SIGTERM)
