@@ -23,6 +23,8 @@ class EventRunner:
         self.events: list[str] = []
         self.answers, self.generates, self.rank_name, self.adapters = answers, generates, "", None
         self.rows = SimpleNamespace(num_live=0)
+        self.slow_masks: dict[int, float] | None = None
+        self.masks = SimpleNamespace(take_slow=lambda: self.slow_masks)
         self.num_over = self.num_captured = 0
 
     def step(self, step: m.Step, take: Any, clock: Any) -> Sampled:
@@ -49,7 +51,8 @@ def events_of(runner: EventRunner, *wakes: list[Any], after_s: float = 0.0) -> t
     stage, _ = stage_of(inbox, ReplayContext())
 
     def send(message: Any) -> bool:
-        runner.events.append(f"result {message.step_id}")
+        slow = dict(zip(message.slow_rows, message.slow_s, strict=True))
+        runner.events.append(f"result {message.step_id}" + (f" {slow}" if slow else ""))
         return True
 
     outbox = SimpleNamespace(send=send, wake=lambda: runner.events.append("wake"))
@@ -68,6 +71,13 @@ def test_each_result_is_sent_before_the_next_message_is_handled() -> None:
     )
     expected = "start, |, compute 1, wake, result 1, pong 5, compute 2, wake, result 2, |, compute 3, wake, result 3, |"
     assert events == expected.split(", ")
+
+
+def test_a_result_has_the_rows_whose_masks_were_slow() -> None:
+    runner = EventRunner(generates=False)
+    runner.slow_masks = {3: 0.5}
+    events, _ = events_of(runner, [make_step(step_id=1)])
+    assert events == ["compute 1", "result 1 {3: 0.5}", "|"]
 
 
 def test_the_scheduler_is_not_woken_early_for_texts_of_an_encoder() -> None:

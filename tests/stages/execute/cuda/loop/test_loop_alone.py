@@ -37,6 +37,7 @@ class IdleRunner:
     def __init__(self) -> None:
         self.launched_steps: deque[LaunchedStep] = deque()
         self.rows = SimpleNamespace(num_live=0)
+        self.masks = SimpleNamespace(take_slow=lambda: None)
         self.num_over = self.num_captured = 0
         self.ranks = self.adapters = None
         self.answers, self.rank_name = True, ""
