@@ -83,6 +83,8 @@ LONG = (
     "tests/e2e/test_observability.py::test_top_shows_a_hanging_stage_as_late_despite_a_long_health_timeout",
     "tests/e2e/test_same_backend.py::test_a_reload_does_not_change_the_back_end",
     "tests/e2e/start/test_settings.py::test_health_timeout_s_limits_a_stage_s_answer",
+    # tests/hosts/test_placement.py has the same refusal, and test_deploy.py a cluster of Ray.
+    "tests/e2e/hosts/test_ray.py",
     # One of several formats, features or ways.
     "tests/e2e/client/test_llm.py::test_threads_can_share_one_llm",
     "tests/e2e/client/test_llm.py::test_two_llms_run_and_close_independently",
