@@ -46,6 +46,7 @@ BLOCK_DTYPE = "U8"
 
 CHUNK_VALUES = 1 << 20
 """Floats that a thread converts at once: 4 MiB as float32, and a few times that in temporaries."""
+MAGIC = b"GGUF"
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 
@@ -72,6 +73,8 @@ class TensorFile:
                 raise ValueError(f"{index.file} has changed since it was prepared: start the server again")
             # Private and writable: torch warns about arrays that it must not write.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if index is not None and self._map[: len(MAGIC)] != MAGIC:  # an index in a shared cache could name any file
+            raise ValueError(f"{index.file} is not a .gguf file")
         self._interleaved: dict[str, int] = {} if index is None else index.interleaved
         if index is None:
             (length,) = struct.unpack_from("<Q", self._map)

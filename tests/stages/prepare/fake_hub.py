@@ -46,6 +46,8 @@ class FakeHub:
         """If not 0, the status of every reply"""
         self.cut_after = 0
         """If not 0, the next large file is cut off after this many bytes"""
+        self.with_token: list[str] = []
+        """The paths of requests with a token"""
         self.stall_after = 0
         """If not 0, the next large file stops after this many bytes, and `has_stalled` is set"""
         self.has_stalled = threading.Event()
@@ -92,7 +94,15 @@ class FakeHub:
         self.url, self._blobs_url = (f"http://127.0.0.1:{address[1]}" for address in runner.addresses)
         self._started.set()
         await self._stop.wait()
+        assert runner.server is not None
+        for site in list(runner.sites):
+            await site.stop()
+        await asyncio.sleep(0)  # those that were just accepted
+        for connection in list(runner.server.connections):  # one that waits for its client would outlive the loop
+            if connection.transport is not None:
+                connection.transport.abort()
         await runner.cleanup()
+        await asyncio.sleep(0)
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -100,6 +110,8 @@ class FakeHub:
         if self.status:
             return web.Response(status=self.status, headers={"Retry-After": "0"})
         authorization = request.headers.get("Authorization")
+        if authorization is not None:
+            self.with_token.append(request.path)
         if authorization is not None and authorization not in (f"Bearer {self.token}", "Bearer hf_poor"):
             return _error(401, "", "Invalid credentials in Authorization header")
         return await handler(request)

@@ -34,6 +34,8 @@ MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
 """Larger files are not available over plain HTTP: huggingface_hub downloads these."""
 CHUNK_BYTES = 1024**2
 REPORT_S = 0.1
+END_S = 2.0
+"""The longest wait for a thread that ends, as all do after their next bytes."""
 LOCK_POLL_S = 0.1
 RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -120,8 +122,10 @@ class _Downloads:
         for file in sorted(self._files, key=lambda file: -file.num_bytes):
             self._waiting.put(file)
         num_left = len(self._files)
-        for number in range(min(MAX_THREADS, num_left)):
-            threading.Thread(target=self._work, name=f"download-{number}", daemon=True).start()
+        numbers = range(min(MAX_THREADS, num_left))
+        threads = [threading.Thread(target=self._work, name=f"download-{i}", daemon=True) for i in numbers]
+        for thread in threads:
+            thread.start()
         try:
             while num_left:
                 with suppress(queue.Empty):
@@ -129,8 +133,14 @@ class _Downloads:
                         raise error
                     num_left -= 1
                 self._report(min(sum(self._done.values()), total), total)
-        finally:
+        except Exception:
             self._stop.set()
+            end = time.monotonic() + END_S
+            for thread in threads:
+                thread.join(max(0.0, end - time.monotonic()))
+            raise
+        finally:
+            self._stop.set()  # after Ctrl-C the threads end with the process
 
     def _work(self) -> None:
         with suppress(queue.Empty):

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -13,6 +14,7 @@ from pipeline.__main__ import main
 from pipeline.cli.cache import entries as entries_module
 from pipeline.cli.cache.entries import disk_bytes, entries_of
 from pipeline.config.settings import PreparedFormat, Settings
+from pipeline.runtime.model import in_place
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.model_folder import hold
 from pipeline.stages.prepare.progress import SilentProgress
@@ -90,8 +92,15 @@ def test_a_file_under_another_name_shares_what_was_made_of_it_and_is_read_itself
 def test_a_file_that_was_replaced_after_it_was_prepared_is_not_read(tmp_path: Path) -> None:
     path = checkpoints.save_gguf(tmp_path / "Tiny.gguf", checkpoints.tiny_llama(), kind=GGMLQuantizationType.Q8_0)
     folder = prepare(Settings(model=str(path), cache_dir=str(tmp_path / "cache")))
+    index = in_place.load(folder / "in_place-1.json")
     os.utime(path, ns=(0, 0))
     with pytest.raises(ValueError, match="has changed since it was prepared: start the server again"):
+        checkpoints.weights_of(folder)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * index.num_bytes)
+    os.utime(secret, ns=(0, 0))
+    msgspec.structs.replace(index, file=str(secret), modified_ns=0).save(folder, 1)
+    with pytest.raises(ValueError, match=r"secret is not a \.gguf file"):
         checkpoints.weights_of(folder)
 
 

@@ -389,3 +389,12 @@ def test_a_repository_with_weights_of_both_kinds_is_a_folder_unless_a_quantizati
     assert "model.safetensors" in hub.fetched() and not any(name.endswith(".gguf") for name in hub.fetched())
     got("org/tiny:F16", tmp_path)
     assert "Tiny-F16.gguf" in hub.fetched()
+
+
+def test_the_token_is_not_sent_where_the_hub_redirects_to(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/tiny"].gated = True
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    got("org/tiny:F16", tmp_path)
+    assert hub.with_token and not any(path.startswith("/blobs/") for path in hub.with_token)
