@@ -43,6 +43,8 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "In the folder that `Cache.ensure` fills: it is open, and only its user can enter it.": {
         "pipeline/runtime/model/generation_config.py": "write_bytes",
+        "pipeline/runtime/model/in_place.py": "write_bytes",
+        "stages/prepare/encoders/pair_templates.py": "write_bytes",
         "stages/prepare/encoders/pooler.py": "save_file",
         "stages/prepare/gguf/model.py": "write_text*3",
         "stages/prepare/tokenizers/given_template.py": "unlink",
@@ -50,7 +52,7 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/sources/chat_templates.py": "write_bytes",
         "stages/prepare/sources/folder.py": "write_text",
         "stages/prepare/sources/tokenizer_json.py": "write_bytes*2",
-        "stages/prepare/sources/wheel.py": "mkdir*3 open rmtree*2",
+        "stages/prepare/sources/wheel.py": "mkdir*4 open rmtree*2",
         "stages/prepare/weights/weight_file.py": "open",
     },
     "Of something that is no file.": {
@@ -62,7 +64,7 @@ REASONS: dict[str, dict[str, str]] = {
         "pipeline/hosts/own_ray.py": "O_CREAT O_WRONLY rmtree",
         "stages/prepare/check_model/random_checkpoint.py": "write_text",
         "tools/check_aarch64/__main__.py": "mkdir",
-        "tools/fuzzing/models.py": "mkdir save_file*3 write_text*4",
+        "tools/fuzzing/models.py": "mkdir*2 save_file*5 write_text*5",
         "tools/fuzzing/mutations.py": "mkfifo symlink_to*3 unlink write_bytes*3",
         "tools/gpu_check/models.py": "mkdir*4 save_file*3 write_text*2",
         "tools/gpu_check/servers/features.py": "link mkdir symlink_to",
@@ -99,13 +101,18 @@ REASONS: dict[str, dict[str, str]] = {
         "tools/compare_peers/parent.py": "mkdir",
         "tools/compare_peers/vllm_cpu.py": "mkdir write_bytes write_text",
         "tools/export_protocol/__main__.py": "mkdir write_text",
-        "tools/models/fetch_test_embedders.py": "mkdir*2 open rename",
+        "tools/models/fetch_test_embedders.py": "mkdir open rename",
         "tools/models/fetch_test_models.py": "mkdir",
         "tools/fuzzing/fuzz_model_files.py": "copyfile copytree*2 mkdir*3 open rmtree*2",
         "tools/gpu_check/parent.py": "mkdir",
         "tools/gpu_check/readings.py": "open",
         "tools/gpu_check/speed/tune.py": "write_text",
         "tools/tokenizer_vectors/__main__.py": "write_text",
+    },
+    "The hub's own cache, HF_HUB_CACHE, which huggingface_hub and other programs write in the same way.": {
+        "stages/prepare/sources/hub/download.py": "link mkdir*3 open rename replace*2 "
+        "symlink_to truncate*2 unlink*2 write_text",
+        "stages/prepare/sources/hub/local.py": "rename rmtree*2",
     },
     "The time of use of a prepared adapter.": {"pipeline/lora/convert.py": "utime"},
     "`ModelConfig.save` writes in the folder that is filled.": {
