@@ -10,7 +10,7 @@ from pipeline.__main__ import main
 from pipeline.replay import format as f
 from pipeline.runtime import messages as m
 from tests.rig import Rig
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 from tests.stages.replays import TEXT_FACTS, talk
 
 
@@ -24,7 +24,7 @@ def log() -> Iterator[None]:
 
 @pytest.fixture
 def recording(tmp_path: Path) -> Path:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     path = tmp_path / "detokenize.rec"
     with Rig("detokenize", model_dir=tmp_path, record=path) as rig:
         rig.start(TEXT_FACTS)

@@ -21,7 +21,7 @@ from pipeline.supervisor.crashes.black_boxes import BlackBoxes
 from tests.rig import Rig
 from tests.stages.detokenize.test_output_processor import ids_of, opening
 from tests.stages.detokenize.test_stage import settled
-from tests.stages.detokenize.vocabularies import byte_level
+from tests.stages.detokenize.vocabularies import byte_level, save
 from tests.stages.replays import TEXT_FACTS, end_record, order, talk
 
 FATAL = m.Settled(
@@ -43,7 +43,7 @@ def box() -> Iterator[m.BlackBox]:
 
 
 def rig_of(folder: Path, box: m.BlackBox) -> Rig:
-    byte_level().save(str(folder / "tokenizer.json"))
+    save(byte_level(), folder)
     rig = Rig("detokenize", model_dir=folder)
     rig.launch = msgspec.structs.replace(rig.launch, black_box=box)
     return rig
@@ -126,7 +126,7 @@ def test_a_recording_that_a_user_begins_takes_its_place(tmp_path: Path, box: m.B
 
 
 def test_it_has_the_entries_of_an_ordinary_recording(tmp_path: Path, box: m.BlackBox) -> None:
-    byte_level().save(str(tmp_path / "tokenizer.json"))
+    save(byte_level(), tmp_path)
     with Rig("detokenize", model_dir=tmp_path) as rig:
         launch, log = rig.launch, logging.getLogger("pipeline")
     memories = Memories()

@@ -1,5 +1,6 @@
 """Messages to the stages keep their order when sockets are full."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,14 @@ class Outbox:
             return False
         self.sent.append(message)
         return True
+
+    def send_all(self, messages: Sequence[Any], *, wakes: bool = True) -> bool:
+        if len(self.sent) + len(messages) > self.room:
+            return False
+        self.sent += messages
+        return True
+
+    def notify(self) -> None: ...
 
 
 class Stage:
