@@ -31,7 +31,9 @@ COMMANDS = [
 STARTS = ("pipeline serve",)
 CHANGES = ("pipeline reload", "pipeline restart")
 """What replaces processes or settings of a running server: not for the one that other tests use too."""
-LOOKS = [one for one in COMMANDS if not one.startswith((*STARTS, *CHANGES))]
+FETCHES = ("pipeline pull", "pipeline chat")
+"""What gets a model from a hub."""
+LOOKS = [one for one in COMMANDS if not one.startswith((*STARTS, *CHANGES, *FETCHES))]
 OF_A_SERVER = ("ps", "top", "bench", "usage")
 SHORTER = {"bench": " --output-tokens 16"}
 """Options with which a command takes less time, but does the same."""
@@ -128,11 +130,25 @@ def test_the_page_has_commands_of_each_kind() -> None:
     assert len(LOOKS) >= 12
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith((*STARTS, *CHANGES))])
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith((*STARTS, *CHANGES, *FETCHES))])
 def test_settings_and_options_of_a_command_are_valid(command: str) -> None:
     args = cli._parser().parse_args(command.partition("  #")[0].replace("'", "").split()[1:])
     if command.startswith("pipeline serve"):
         load(args.config, args.set or [])
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith(FETCHES)])
+def test_a_command_names_a_model_of_a_hub(tmp_path: Path, command: str) -> None:
+    """It is looked for in a cache that has none, without a network."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command.partition("  #")[0].split(), "--offline"],
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and re.search(rf"[\w-]+/[\w.:-]+ is not in {tmp_path}", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("block", [block for language, block in BLOCKS if language == "python"])
