@@ -329,9 +329,8 @@ def test_every_tensor_is_aligned(tmp_path: Path) -> None:
     odd = {"vocab_size": 609, "hidden_size": 33, "intermediate_size": 32, "head_dim": 6}
     model = checkpoints.tiny_llama(num_attention_heads=3, num_key_value_heads=1, **odd)
     state = model.state_dict()
-    blocks = {DOWN: (gguf.quantize(state[DOWN].numpy(), Kind.Q4_0), Kind.Q4_0)}
-    path = checkpoints.save_gguf(tmp_path / "a.gguf", model, blocks=blocks, metadata={"llama.attention.key_length": 6})
-    folder = prepared(path)
+    path = checkpoints.save_gguf(tmp_path / "a.gguf", model, metadata={"llama.attention.key_length": 6})
+    folder = prepared(path, "q8_0")
     entries = read_header(folder / "model.safetensors")
     assert {entry.dtype for entry in entries.values()} == {"F32", "BF16", "U8"}
     for entry in entries.values():
