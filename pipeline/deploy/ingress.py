@@ -36,7 +36,7 @@ from pipeline.http_server.bodies import body_reader
 from pipeline.http_server.bodies.abort_body import AbortBody
 from pipeline.http_server.bodies.body_reader import BodyReader
 from pipeline.http_server.error_responses import error_response
-from pipeline.http_server.errors import ApiError, shown
+from pipeline.http_server.errors import RETRY_AFTER_S, ApiError, shown
 from pipeline.http_server.listener import BACKLOG, HttpListener
 from pipeline.http_server.refusal_log import RefusalLog
 from pipeline.http_server.rules import ListenerRules
@@ -250,8 +250,10 @@ class Ingress:
         body = msgspec.json.encode(
             HealthBody(status, self.relay.num_open, infos, self._replicas.routed.have_same_backend)
         )
-        code = 200 if status in ("ok", "degraded") else 503
-        return web.Response(status=code, body=body, content_type="application/json")
+        if status in ("ok", "degraded"):
+            return web.Response(body=body, content_type="application/json")
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return web.Response(status=503, headers=headers, body=body, content_type="application/json")
 
     async def _live(self, _: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})

@@ -13,6 +13,7 @@ from aiohttp import web
 from pipeline.config.settings import GatewaySettings as GatewaySettings
 from pipeline.http_server.access.guard import current_scope
 from pipeline.http_server.bodies.abort_body import AbortBody
+from pipeline.http_server.errors import RETRY_AFTER_S
 from pipeline.http_server.request_turns import another_turn
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime import messages as m
@@ -242,4 +243,7 @@ def _adapter_card(card: ModelCard, adapter: m.Adapter) -> ModelCard:
 
 
 def _json(value: Any, status: int = HTTPStatus.OK) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    return web.Response(
+        status=status, headers=headers, body=msgspec.json.encode(value), content_type="application/json"
+    )

@@ -61,7 +61,8 @@ async def test_without_replicas_a_request_waits_and_then_gets_503():
     async with deployed(wait_s=0.2) as (_, client), client.post("/v1/completions", json=BODY) as response:
         assert response.status == 503 and (await response.json())["error"]["code"] == "no_replica"
         async with client.get("/health") as health:
-            assert health.status == 503 and (await health.json())["status"] == "unavailable"
+            assert health.status == 503 and health.headers["Retry-After"]
+            assert (await health.json())["status"] == "unavailable"
 
 
 async def test_a_dead_replica_gets_requests_again_when_it_is_back():

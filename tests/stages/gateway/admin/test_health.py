@@ -1,4 +1,4 @@
-"""/health says whether continued streams are exact."""
+"""/health says whether continued streams are exact, and when to ask again."""
 
 from pathlib import Path
 
@@ -14,12 +14,16 @@ from tests.stages.gateway.gate import Gate
 BACKEND = m.Backend("avx2", "0123456789ab", "bfloat16", "q4_1+q8_0", "int12", "int8")
 
 
-def test_health_says_that_a_cpu_is_batch_invariant(tmp_path: Path) -> None:
+def test_health_says_that_a_cpu_is_batch_invariant_and_when_to_ask_again(tmp_path: Path) -> None:
     with Gate(tmp_path) as gate:
         response = gate.do(gate.client.get, "/health")
         question = gate.rig.receive("supervisor", m.AskHealth)
         gate.rig.send(m.Health(question.nonce, "ok", [], None), "supervisor.0")
         assert response.result().json()["batch_invariant"] is True
+        response = gate.do(gate.client.get, "/health")
+        question = gate.rig.receive("supervisor", m.AskHealth)
+        gate.rig.send(m.Health(question.nonce, "late", [], None), "supervisor.0")
+        assert response.result().status_code == 503 and response.result().headers["Retry-After"] == "1"
 
 
 @pytest.mark.parametrize("health", [None, m.Health(1, "ok", [], None)])
