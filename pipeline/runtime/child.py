@@ -18,8 +18,8 @@ from pipeline.errors import UserError
 from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
-from pipeline.runtime.process import black_box, time_slice
-from pipeline.runtime.topology import PASS_ON, SUPERVISOR
+from pipeline.runtime.process import black_box
+from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys, CurveKeys
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.version import VERSION
@@ -51,8 +51,6 @@ def main(launch_fd: int) -> None:
     file = open(launch_fd, "rb")  # noqa: SIM115 - until the launch is complete, below
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     launch = msgspec.msgpack.decode(file.read(length), type=Launch)
-    if launch.name.partition(".")[0] in PASS_ON:
-        time_slice.use_short_slices()  # before threads start
     _die_with_parent(launch.death_fd)
     signal.signal(INTERRUPT, _interrupted)
     setproctitle.setproctitle(f"pipeline: {launch.name}")

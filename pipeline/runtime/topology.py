@@ -68,9 +68,6 @@ RING_BYTES = 1024**2
 MAX_RINGS = 16
 """An edge between more pairs of replicas uses ZeroMQ alone."""
 
-PASS_ON = ("gateway", "ingest", "schedule", "detokenize")
-"""Stages that pass tokens on beside executors that compute on all cores, and need a core soon, for a short time."""
-
 FLOW = ("gateway", "ingest", "schedule", "execute", "detokenize")
 
 SCALABLE = ("detokenize", "ingest", "gateway")

@@ -40,8 +40,11 @@ def test_trimming_gives_freed_memory_back() -> None:
     """Without it, a thread's heap keeps what the tokenizer has freed. Measured in a process of its own: what other
     tests have left in a heap decides how much a trim gives back."""
     command = [sys.executable, "-c", f"from {__name__} import print_sizes; print_sizes()"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    kept, trimmed = map(int, done.stdout.split())
+    for _ in range(5):  # now and then the heap gives it back by itself
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+        kept, trimmed = map(int, done.stdout.split())
+        if kept > 16 * MIB:
+            break
     assert kept > 16 * MIB and trimmed < max(kept // 2, 8 * MIB), (kept, trimmed)
 
 

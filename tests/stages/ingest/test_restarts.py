@@ -95,7 +95,8 @@ def test_no_one_waits_for_prompts_that_wait_themselves_before_a_suspect(
     encoding.go_on(1)
     assert [rig.receive("schedule", m.Admit).request_id for _ in range(2)] == [8, 9]
     encoding.go_on(5)
-    assert [rig.receive("schedule", m.Admit).request_id for _ in range(5)] == [2, 3, 4, 5, 6]
+    ended = [rig.receive("schedule", m.Admit).request_id for _ in range(5)]
+    assert sorted(ended) == [2, 3, 4, 5, 6], "threads that go on at once end in any order"
 
 
 @pytest.mark.parametrize("whose", ["the suspect's", "another's"])
