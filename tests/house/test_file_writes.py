@@ -56,7 +56,6 @@ REASONS: dict[str, dict[str, str]] = {
         "stages/prepare/weights/weight_file.py": "open",
     },
     "Of something that is no file.": {
-        "stages/ingest/prompts/pooled_text.py": "truncate",
         "stages/ingest/prompts/prompt_processor.py": "truncate",
     },
     "In a folder that tempfile has made for this process, with mode 0700.": {

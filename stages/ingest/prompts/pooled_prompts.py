@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from pipeline.runtime.messages import Failure, Submit, TextPrompt
 from pipeline.runtime.process.rust_panics import panics_as_errors
-from pipeline.stages.ingest.prompts import pooled_text
 from pipeline.stages.ingest.prompts.content_specials import ContentSpecials
 from pipeline.stages.ingest.prompts.ids import Ids, as_int32
+from pipeline.stages.ingest.prompts.pooled_layout import TokenTypesError
+from pipeline.stages.ingest.prompts.pooled_text import NoRoomError, PooledTexts, Truncation
 from pipeline.stages.ingest.prompts.prompt_checks import PromptChecks
 from pipeline.stages.ingest.prompts.rejection import RequestRejected, rejection
 from pipeline.stages.ingest.templates.budget import OutOfTime
@@ -59,6 +60,7 @@ class PooledPrompts:
     ) -> None:
         """`max_chars` bounds the text of a template. `timeout_s` is in errors of the template."""
         self._tokenizer = tokenizer
+        self._texts = PooledTexts(tokenizer, checks.max_model_len)
         self._checks = checks
         self._specials = specials
         self._pairs = pairs
@@ -83,21 +85,20 @@ class PooledPrompts:
                     )
                     raise RequestRejected(Failure(400, message, "instruction"))
                 self._checks.check_size(prompt.text + (prompt.pair or ""), prompt, submit.prompt_options)
-                encoded = pooled_text.encode(
-                    self._tokenizer,
+                encoded = self._texts.encode(
                     prompt,
+                    Truncation(keep, submit.prompt_options.truncates_right),
+                    submit.scope_id,
                     add_special_tokens=submit.prompt_options.add_special_tokens is not False,
-                    most=keep,
-                    truncates_right=submit.prompt_options.truncates_right,
                     check_num=self._check_num(submit),
                 )
-            return PooledIds(as_int32(encoded.ids), encoded.segment_start if self._has_token_types else 0)
+            return PooledIds(encoded.ids, encoded.segment_start if self._has_token_types else 0)
         except RequestRejected:
             raise
-        except pooled_text.NoRoomError as error:
+        except NoRoomError as error:
             message = f"'truncate_prompt_tokens' must be at least {error}, the tokens that the tokenizer adds"
             raise RequestRejected(Failure(400, message, "truncate_prompt_tokens")) from error
-        except pooled_text.TokenTypesError:
+        except TokenTypesError:
             raise rejection("the tokenizer gives this prompt token types that are not supported", prompt) from None
         except NeedsTime:
             raise

@@ -31,7 +31,7 @@ class PromptChecks:
     ) -> None:
         """`max_id_bytes` is `longest_id_bytes` of the tokenizer. `generates`: the model samples an id after every
         prompt, those of embeddings too."""
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_id_bytes = max_id_bytes
         self._max_prompt_bytes = max_prompt_bytes
@@ -68,7 +68,7 @@ class PromptChecks:
         if options.any_length and num_ids > MAX_SHOWN_IDS and not options.truncate:
             message = f"the prompt has {num_ids} tokens, the limit is {MAX_SHOWN_IDS}"
             raise RequestRejected(Failure(400, message, param_of(prompt), "too_many_tokens"))
-        if not options.any_length and not options.truncate and num_ids > self._max_model_len:
+        if not options.any_length and not options.truncate and num_ids > self.max_model_len:
             raise self.too_long(str(num_ids), param_of(prompt), embeds=embeds)
 
     def check_size(self, text: str, prompt: ChatPrompt | TextPrompt, options: PromptOptions) -> None:
@@ -78,7 +78,7 @@ class PromptChecks:
         except UnicodeEncodeError:
             raise rejection("the prompt contains a lone surrogate, which is not a valid character", prompt) from None
         is_complete = not (options.any_length or options.truncate)
-        if is_complete and self._max_id_bytes is not None and num_bytes > self._max_model_len * self._max_id_bytes:
+        if is_complete and self._max_id_bytes is not None and num_bytes > self.max_model_len * self._max_id_bytes:
             raise self.too_long(f"at least {-(-num_bytes // self._max_id_bytes)}", param_of(prompt))
         if num_bytes > (most := self._max_prompt_bytes):
             # The gateway has checked the size of the messages, but not of what the template makes of them.
@@ -87,7 +87,7 @@ class PromptChecks:
 
     def too_long(self, num_tokens: str, param: str, *, embeds: bool = False) -> RequestRejected:
         message = (
-            f"this model's maximum context length is {self._max_model_len} tokens, and the prompt has {num_tokens}: "
+            f"this model's maximum context length is {self.max_model_len} tokens, and the prompt has {num_tokens}: "
             + ("there must be room for at least one output token" if not embeds else self._room_of_input)
         )
         return RequestRejected(Failure(400, message, param, "context_length_exceeded"))

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pipeline.config.settings import LimitSettings
 from pipeline.runtime import messages as m
-from pipeline.stages.ingest.prompts import pooled_text
-from pipeline.stages.ingest.prompts.pooled_text import TokenTypesError
+from pipeline.stages.ingest.prompts.pooled_layout import TokenTypesError
+from pipeline.stages.ingest.prompts.pooled_text import NUM_KEPT, PooledTexts, Truncation
 from pipeline.stages.ingest.prompts.prompt_processor import PromptProcessor
 from pipeline.stages.ingest.prompts.rejection import RequestRejected
 from pipeline.stages.ingest.templates.chat_templates import ChatTemplates
@@ -30,6 +30,8 @@ POST_PROCESSORS: dict[str, Any] = {
     ),
     "nothing": processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[]),
 }
+
+MAX_IDS = 20
 
 
 def tokenizer_of(post_processor: Any) -> Tokenizer:
@@ -66,21 +68,90 @@ def test_ids_and_types_are_those_of_the_library(
     expected = reference.encode(text, pair, add_special_tokens=adds)
     assume(adds or pair is None)  # only with special tokens is it known where a pair's second text begins
     assume(expected.type_ids[:1] != [1])  # nothing before the second text, which is refused
-    found = pooled_text.encode(
-        tokenizer, m.TextPrompt(text, pair), add_special_tokens=adds, most=most, truncates_right=side == "right"
-    )
-    assert found.ids == expected.ids
-    types = expected.type_ids
-    assert found.segment_start == (types.index(1) if 1 in types else 0)
+    encoder, cut = PooledTexts(tokenizer, MAX_IDS), Truncation(most, side == "right")
+    for _ in range(2):  # a pair's first text is encoded, then known
+        found = encoder.encode(m.TextPrompt(text, pair), cut, add_special_tokens=adds)
+        assert found.ids.tolist() == expected.ids
+        types = expected.type_ids
+        assert found.segment_start == (types.index(1) if 1 in types else 0)
 
 
 def test_types_that_are_not_those_of_two_texts_are_refused() -> None:
     for pair in ("$A:1 $B", "$A $B:1 $A", "$A $B:2"):
         tokenizer = tokenizer_of(processors.TemplateProcessing(single="$A", pair=pair, special_tokens=[]))
         with pytest.raises(TokenTypesError):
-            pooled_text.encode(
-                tokenizer, m.TextPrompt("a", "b"), add_special_tokens=True, most=None, truncates_right=True
+            PooledTexts(tokenizer, MAX_IDS).encode(
+                m.TextPrompt("a", "b"), Truncation(None, True), add_special_tokens=True
             )
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the texts that it encodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.texts: list[str] = []
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.texts += texts
+        return self._tokenizer.encode_batch_fast(texts, **options)
+
+    def post_process(self, *arguments: Any) -> Any:
+        return self._tokenizer.post_process(*arguments)
+
+
+class TestFirstTexts:
+    def test_a_query_is_encoded_once_for_all_documents(self) -> None:
+        tokenizer = CountingTokenizer(tokenizer_of(POST_PROCESSORS["bert"]))
+        encoder: Any = PooledTexts(tokenizer, MAX_IDS)  # type: ignore[arg-type]
+        for most in (None, 6):
+            for document in ("b", "c", "d"):
+                found = encoder.encode(m.TextPrompt("a", document), Truncation(most, True), add_special_tokens=True)
+                assert found.ids.tolist() == [1, 3, 2, VOCABULARY[document], 2]
+        assert tokenizer.texts == ["a", "b", "c", "d"] * 2
+
+    def test_each_client_has_its_own(self) -> None:
+        tokenizer = CountingTokenizer(tokenizer_of(POST_PROCESSORS["bert"]))
+        encoder: Any = PooledTexts(tokenizer, MAX_IDS)  # type: ignore[arg-type]
+        for scope in ("one", "other"):
+            encoder.encode(m.TextPrompt("a", "b"), Truncation(None, True), scope, add_special_tokens=True)
+        assert tokenizer.texts == ["a", "b"] * 2
+
+    def test_some_are_kept_and_no_more_of_each_than_a_prompt_can_have(self) -> None:
+        tokenizer = CountingTokenizer(tokenizer_of(POST_PROCESSORS["bert"]))
+        encoder: Any = PooledTexts(tokenizer, MAX_IDS)  # type: ignore[arg-type]
+        for number in (*range(NUM_KEPT + 1), 0):
+            query = "a " * (1000 + number)
+            found = encoder.encode(m.TextPrompt(query, "b"), Truncation(8, False), add_special_tokens=True)
+            assert found.ids.tolist() == [1, 3, 3, 3, 3, 2, 4, 2]
+        assert len(tokenizer.texts) == 2 * (NUM_KEPT + 2)
+        kept = encoder._first_texts.values()
+        assert len(kept) == NUM_KEPT and all(len(one.ids) == MAX_IDS and one.ids.base is None for one in kept)
+
+    def test_one_that_is_too_long_is_refused_before_it_has_python_objects(self) -> None:
+        tokenizer = CountingTokenizer(tokenizer_of(POST_PROCESSORS["bert"]))
+        encoder: Any = PooledTexts(tokenizer, MAX_IDS)  # type: ignore[arg-type]
+        numbers: list[int] = []
+
+        def refuse(num_ids: int) -> None:
+            numbers.append(num_ids)
+            raise ValueError
+
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                encoder.encode(
+                    m.TextPrompt("a " * 1000, "b"), Truncation(None, True), add_special_tokens=True, check_num=refuse
+                )
+        assert numbers == [1004, 1004] and len(tokenizer.texts) == 3
+        assert all(not len(one.ids) for one in encoder._first_texts.values())
+
+
+def test_two_long_texts_that_are_cut_cost_no_more_than_their_length() -> None:
+    """The library joins each part of one with each part of the other: 70 GB for these."""
+    encoder = PooledTexts(tokenizer_of(POST_PROCESSORS["template"]), MAX_IDS)
+    long = "a b " * 50_000
+    found = encoder.encode(m.TextPrompt(long, long), Truncation(9, True), add_special_tokens=True)
+    assert found.ids.tolist() == [1, 3, 4, 3, 2, 3, 4, 3, 2]
 
 
 FACTS = m.ExecuteFacts(num_blocks=64, block_size=16, max_model_len=8, vocab_size=13, hidden_size=4)
