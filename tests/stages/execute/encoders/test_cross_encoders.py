@@ -64,20 +64,24 @@ KINDS: dict[str, tuple[Variant, Any, dict[str, str]]] = {
 }
 
 
+def save(source: Path, kind: str, **config: Any) -> Path:
+    """A folder with a tiny random one."""
+    variant, tokenizer, names = KINDS[kind]
+    make(variant).save_pretrained(source)
+    tokenizer().save(str(source / "tokenizer.json"))
+    named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": LONGEST, **names}
+    if kind == "bert":  # as transformers' own class, which its files have
+        named["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    (source / "tokenizer_config.json").write_text(json.dumps(named))
+    checkpoints.edit_config(source, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, **config)
+    return source
+
+
 class CrossEncoder:
     """A tiny random one, in transformers and prepared."""
 
     def __init__(self, folder: Path, kind: str, **config: Any) -> None:
-        variant, tokenizer, names = KINDS[kind]
-        model = make(variant)
-        self.source = folder / "source"
-        model.save_pretrained(self.source)
-        tokenizer().save(str(self.source / "tokenizer.json"))
-        named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": LONGEST, **names}
-        if kind == "bert":  # as transformers' own class, which its files have
-            named["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-        (self.source / "tokenizer_config.json").write_text(json.dumps(named))
-        checkpoints.edit_config(self.source, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, **config)
+        self.source = save(folder / "source", kind, **config)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
         self.model: Any = AutoModelForSequenceClassification.from_pretrained(self.source).eval()
         self.longest = LONGEST if kind == "bert" else LONGEST - 1
