@@ -136,8 +136,9 @@ class GenerationOptions(msgspec.Struct, array_like=True, frozen=True):
     @property
     def needs_full_prefill(self) -> bool:
         """Whether each sequence must compute every position of the prompt in one go: nothing comes from the prefix
-        cache, and a preempted prefill starts again from the beginning."""
-        return self.num_prompt_logprobs >= 0 or self.pooling != Pooling.NONE
+        cache, and a preempted prefill starts again from the beginning. What is made of the last position alone needs no
+        others."""
+        return self.num_prompt_logprobs >= 0 or self.pooling not in (Pooling.NONE, Pooling.LAST)
 
 
 class ToolCall(msgspec.Struct, array_like=True, frozen=True):

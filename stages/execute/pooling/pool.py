@@ -34,11 +34,14 @@ class Pool:
         """By row; [H], or with the pooling ALL [T, H]."""
 
     def add(self, row: int, pooling: Pooling, start: int, residual: FloatArray) -> None:
-        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new row."""
+        """A row's tokens from position `start` on, before the last norm: [T, H]. Position 0 starts a new row; with the
+        pooling LAST, earlier positions may have come from the prefix cache."""
+        if pooling == Pooling.LAST:
+            return
         if start == 0:
             self._pooled[row] = _nothing(pooling, residual.shape[1])
         assert row in self._pooled, f"row {row} is pooled from position {start}, not from 0"
-        if pooling == Pooling.LAST or (pooling == Pooling.CLS and start):
+        if pooling == Pooling.CLS and start:
             return
         if pooling == Pooling.CLS:
             residual = residual[:1]
@@ -49,7 +52,7 @@ class Pool:
     def take(self, row: int, pooling: Pooling, num_tokens: int, last: FloatArray) -> FloatArray:
         """The result of a row that has been added whole: a vector, or with the pooling ALL one for each token; `last`
         [H] is its last token, as above."""
-        total = self._pooled.pop(row)
+        total = self._states(last[None])[0] if pooling == Pooling.LAST else self._pooled.pop(row)
         match pooling:
             case Pooling.MEAN:
                 total = total / num_tokens
@@ -57,8 +60,6 @@ class Pool:
                 total = total / np.sqrt(num_tokens)
             case Pooling.WEIGHTED_MEAN:
                 total = total / (num_tokens * (num_tokens + 1) / 2)
-            case Pooling.LAST:
-                total = self._states(last[None])[0]
         vector: FloatArray = total.astype(np.float32)
         if self._head is None:
             return vector

@@ -78,7 +78,7 @@ OPTIONS = {
     "num_logprobs": Feature(2, RowFlag.LOGPROBS),
     "num_prompt_logprobs": Feature(1, RowFlag.LOGPROBS | RowFlag.FULL_PREFILL),
     "with_pieces": Feature(True),
-    "pooling": Feature(Pooling.LAST, RowFlag.FULL_PREFILL),  # the fake executor's hidden states have no dimensions
+    "pooling": Feature(Pooling.MEAN, RowFlag.FULL_PREFILL),  # the fake executor's hidden states have no dimensions
     "grammar": Feature(m.Grammar("regex", "a+")),
     "compiled_grammar": Feature("grammar"),
     "priority": Feature(-1, settings={"policy": "priority"}),

@@ -336,6 +336,20 @@ def test_embeddings_are_the_same_in_any_batch(machine: Machine, depth: int) -> N
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_the_last_tokens_embedding_needs_no_more_than_the_end_of_a_known_prompt(machine: Machine, depth: int) -> None:
+    """As of the documents of a query, behind which a reranker's prompt begins alike."""
+    prompts = [(*PREFIX, *random_ids(5 + i, i)) for i in range(6)]
+    for pooling, num_cached in ((2, 5 * (len(PREFIX) // 16) * 16), (1, 0)):
+        requests = [Request(prompt, 1, fields=(("pooling", pooling),)) for prompt in prompts]
+        pair = Pair(machine.runner(MANY), depth, max_num_seqs=1, max_num_batched_tokens=17)
+        pair.run(requests)
+        assert pair.scheduler.load().num_cached_tokens == num_cached
+        lonely = Pair(machine.runner(ALONE), prefix_caching=False, max_num_seqs=1)
+        lonely.run(requests)
+        assert pair.token_outputs == lonely.token_outputs and len({*pair.token_outputs.values()}) == len(prompts)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_swap_blocks", [0, 60])
 def test_a_prompt_preempted_half_way_has_the_same_prompt_logprobs(
     machine: Machine, depth: int, num_swap_blocks: int
