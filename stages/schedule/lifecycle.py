@@ -92,7 +92,15 @@ class SequenceLifecycle:
     def first_swapped(self) -> Sequence | None:
         """The first swapped sequence that may run."""
         excludes, is_loaded = self.quarantine.excludes, self.adapters.is_loaded
-        return next((one for one in self.swapped if is_loaded(one) and not excludes(one.request.request_id)), None)
+        may_run = [one for one in self.swapped if is_loaded(one) and not excludes(one.request.request_id)]
+        first = next((one for one in may_run if not one.is_paced), None)
+        paced = self._state.mask_turns.next_of([one for one in may_run if one.is_paced])
+        return min((one for one in (first, paced) if one is not None), key=lambda one: one.order, default=None)
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether sequences wait that are not paced."""
+        return self.waiting.num_unpaced > 0 or not all(one.is_paced for one in self.swapped)
 
     def first_rank(self, default: float = UNLIMITED) -> float:
         """The lowest rank of the waiting and the swapped sequences."""
@@ -228,13 +236,13 @@ class SequenceLifecycle:
             sequence.num_cached = min(found.num_computed, num_prompt)  # output that the client has is no prompt
             self.num_prompt_tokens += num_prompt
             self.num_cached_tokens += sequence.num_cached
+        queue.remove(sequence)
         self._state.mask_turns.start(sequence, self._state.now_s)
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
         if self._kv_cache_manager.states.is_on:
             self._kv_cache_manager.states.start(row, found)
         self.preemptor.forget(sequence)
-        queue.remove(sequence)
         self.waiting.count_skipped()
         self.parallel_samples.on_start(sequence)
         return row, found, tables

@@ -44,6 +44,8 @@ class Planner:
         """Of the last plan, if it can be repeated."""
         self._num_stages = state.config.num_stages
         self._states = state.kv_cache_manager.states
+        self._was_short_of_room = False
+        """Whether the last plan left sequences waiting that are not paced."""
         self._state = state
 
     def repeat(self) -> m.Step | None:
@@ -83,6 +85,9 @@ class Planner:
             counts = self._states.writable(order, counts)
             deferred = deferred[self._states.writable(deferred, np.ones_like(deferred)) > 0]
         has_preempted = self._preempt_for_priority(budget, order, total)
+        if flags & RowFlag.PACED and self._was_short_of_room and not has_preempted:
+            for row in self._state.mask_turns.beyond():
+                lifecycle.preempt(row)
         wanted = num_computed + counts
         if len(deferred) and self._has_windows:  # they are granted tokens below, and must find some blocks
             is_deferred = np.isin(order, deferred)
@@ -97,6 +102,7 @@ class Planner:
         adds = [self._added_again(row, ends) for row, ends in renewed if row in self._in_flight.renewed_rows]
         if not lacked_blocks and (lifecycle.waiting or lifecycle.swapped):
             entries += self._start_sequences(budget, adds, only_preempted_for=has_preempted)
+        self._was_short_of_room = lifecycle.is_short_of_room
         if len(deferred):
             entries.append(self._grant_deferred(budget, deferred, appended))
         if not any(len(part.rows) for part in entries) and not adds:
@@ -300,10 +306,8 @@ class Planner:
     def _next_sequence(self, budget: StepBudget) -> Sequence | None:
         """The sequence to start next, if there are blocks for it: one that triggered a preemption, then preempted ones
         by order, swapped or not, then new ones."""
-        lifecycle, manager = self._lifecycle, self._kv_cache_manager
-        waiting = lifecycle.waiting.choose(
-            budget.has_room_for_long, manager.prefixes.num_cached_blocks, self._block_size
-        )
+        lifecycle = self._lifecycle
+        waiting = self._first_waiting(budget)
         if lifecycle.preemptor.preempted_for:
             first = lifecycle.preemptor.preempted_for[0]
             if first.order[0] <= lifecycle.first_rank():
@@ -315,6 +319,20 @@ class Planner:
                 lifecycle.waiting.clear_skipped()
                 return swapped
         return waiting
+
+    def _first_waiting(self, budget: StepBudget) -> Sequence | None:
+        """The waiting sequence that starts next: by the policy, or a paced one that comes before it and has a place."""
+        turns, waiting = self._state.mask_turns, self._lifecycle.waiting
+        num_cached_blocks = self._kv_cache_manager.prefixes.num_cached_blocks
+        while (first := waiting.choose(budget.has_room_for_long, num_cached_blocks, self._block_size)) is not None:
+            if not turns.begins_paced(first, self._state.now_s):
+                break
+            waiting.pace(first)
+        paced = turns.next_of(waiting.paced) if waiting.paced else None
+        if paced is None or (first is not None and first.order < paced.order):
+            return first
+        waiting.clear_skipped()
+        return paced
 
     def _added_again(self, row: int, ends: list[int]) -> m.RowAdd:
         """The message that gives the executor a row with its present ids and blocks, of each KV group those before

@@ -50,24 +50,30 @@ class SequenceQueue:
 
 class WaitingQueue:
     """Sequences to be computed. Long prompts have a queue of their own, so that short ones after them are found at
-    once."""
+    once, and so have paced ones, which wait for places of their own."""
 
     def __init__(self, policy: Policy, long_prompt_tokens: int) -> None:
         self._policy = policy
         self._long_prompt_tokens = long_prompt_tokens
         self._short = SequenceQueue()
         self._long = SequenceQueue()
+        self.paced = SequenceQueue()
+        """Those with slow masks (policies/mask_turns.py). `choose` returns none of them."""
         self._skipped: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._short) + len(self._long)
+        return self.num_unpaced + len(self.paced)
 
     def __contains__(self, sequence: object) -> bool:
-        return sequence in self._short or sequence in self._long
+        return any(sequence in queue for queue in (self._short, self._long, self.paced))
+
+    @property
+    def num_unpaced(self) -> int:
+        return len(self._short) + len(self._long)
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [*self._short, *self._long]
+        return [*self._short, *self._long, *self.paced]
 
     @property
     def first_rank(self) -> int:
@@ -77,7 +83,7 @@ class WaitingQueue:
     @property
     def first_order(self) -> Order:
         """The order of the first sequence in a queue that isn't empty."""
-        return min(queue.first.order for queue in (self._short, self._long) if queue)
+        return min(queue.first.order for queue in (self._short, self._long, self.paced) if queue)
 
     def add(self, sequence: Sequence) -> None:
         sequence.is_long = len(sequence.ids) > self._long_prompt_tokens
@@ -85,6 +91,12 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         self._queue_of(sequence).remove(sequence)
+
+    def pace(self, sequence: Sequence) -> None:
+        """A waiting sequence is paced from now on."""
+        self.remove(sequence)
+        sequence.is_paced, sequence.num_quick_masks = True, 0
+        self.add(sequence)
 
     def choose(
         self, has_room_for_long: Callable[[int], bool], num_cached_blocks: Callable[[Sequence], int], block_size: int
@@ -140,7 +152,7 @@ class WaitingQueue:
         self._skipped = []
 
     def _queue_of(self, sequence: Sequence) -> SequenceQueue:
-        return self._long if sequence.is_long else self._short
+        return self.paced if sequence.is_paced else self._long if sequence.is_long else self._short
 
 
 def _by_order(sequence: Sequence) -> Order:

@@ -90,7 +90,7 @@ class SchedulerState:
             config.preemption, self.rows, self.cost_model, self.kv_cache_manager, config.block_size
         )
         self.speculation = Speculation(config, self.rows, self.cost_model)
-        self.mask_turns = MaskTurns(self.rows)
+        self.mask_turns = MaskTurns(self.rows, config)
 
     def append_output_put(self) -> None:
         """Detokenize has one more replica."""

@@ -133,3 +133,53 @@ def test_all_end_with_their_output_also_if_blocks_run_out() -> None:
     assert len(masks.bench.finished) == 7
     assert masks.bench.scheduler.load().num_preemptions
     masks.bench.check_outputs()
+
+
+def test_paced_rows_leave_rows_to_others() -> None:
+    """They run in turns, so many of them get no further than a few: rows that they held would only be kept from
+    others."""
+    masks = Masks()
+    for index in range(100):
+        masks.admit("slow", f"attacker {index % 3}", max_tokens=120)
+    masks.steps(40)
+    other = masks.admit("", "other")
+    masks.steps(25)
+    assert masks.num_output(other) >= 18
+    assert 8 <= masks.num_paced <= 24
+
+
+def test_paced_rows_leave_blocks_to_others() -> None:
+    masks = Masks(num_blocks=64)
+    for index in range(12):
+        masks.bench.admit(range(70), 60, scope_id=f"attacker {index % 3}", compiled_grammar="slow", salt=f"{index}")
+    masks.steps(20)
+    other = masks.bench.admit(range(200), 50, scope_id="other")
+    masks.steps(40)
+    (sequence,) = masks.bench.scheduler.requests[other].open_sequences.values()
+    assert sequence.row >= 0 and masks.bench.scheduler.rows.num_tokens[sequence.row] > 210
+
+
+def test_a_key_leaves_places_of_slow_masks_to_others() -> None:
+    masks = Masks()
+    for _ in range(60):
+        masks.admit("slow", "attacker")
+    masks.steps(100)
+    slow = masks.admit("slow", "other")
+    masks.steps(20)
+    assert masks.num_output(slow) >= 2
+
+
+def test_what_waits_for_a_place_ends_too() -> None:
+    masks = Masks(2, num_blocks=60)
+    num = 0
+    for _ in range(6):
+        for index in range(12):
+            masks.admit("slow" if index % 3 else "", f"{index % 4}", max_tokens=12)
+            num += 1
+        masks.steps(30)
+    for _ in range(6000):
+        masks.steps(1)
+        if masks.bench.scheduler.lifecycle.is_idle:
+            break
+    assert len(masks.bench.finished) == num
+    masks.bench.check_outputs()
