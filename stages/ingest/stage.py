@@ -35,7 +35,7 @@ from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.outcomes import Outcomes
-from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
+from pipeline.stages.ingest.prompts import chat_cuts, loop_texts, prompt_processor
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho
@@ -46,8 +46,8 @@ from pipeline.stages.ingest.submit_queue import MIN_BYTES, Key, SubmitQueue
 from pipeline.stages.ingest.templates.chat_templates import NeedsTime, require_valid
 from pipeline.text.formats.chat_formats import ChatFormats, either
 
-LONG_BYTES = 20_000
-"""Prompts of this length or more, as UTF-8, are encoded in a thread: about 10 ms of work."""
+LONG_BYTES = loop_texts.LONG_BYTES
+"""Prompts of this length or more, as UTF-8, are encoded in a thread; with slow tokenizers, shorter ones too."""
 
 VERY_LONG_BYTES = 100_000
 """Prompts of this length or more have threads of their own: those of shorter ones are free again after 50 ms or so."""
@@ -117,6 +117,7 @@ class IngestStage:
         self._inbox = AsyncInbox(stage.inbox)
         self._tokenizer = tokenizer
         self._long, self._very_long = long, very_long
+        self._loop_texts = loop_texts.LoopTexts(stage)
         self._tasks = tasks
         self._preparer: PromptPreparer | None = None
         """From `Start` on."""
@@ -200,6 +201,7 @@ class IngestStage:
                 echo = PromptEcho(self._tokenizer)
                 cuts = chat_cuts.of_template(processor.chat_templates, self._tokenizer) if self._has_states else None
                 self._preparer = PromptPreparer(processor, echo, self._formats, cuts)
+                self._tasks.create_task(self._loop_texts.measure(self._very_long, self._tokenizer))
                 heap.freeze()
             case m.PeerRestarted():
                 self._peer_restarted(message)
@@ -281,11 +283,13 @@ class IngestStage:
             return
         try:
             ids = self._given_ids(submit.prompt) if isinstance(submit.prompt, IdsPrompt) else None
-            is_long = cost_bytes(submit) >= LONG_BYTES
+            cost = cost_bytes(submit)
+            is_long = not self._loop_texts.may_have(cost)
             if ids is not None and (submit.prompt_options.with_text or submit.prompt_options.with_pieces):
                 is_long |= len(ids) >= MANY_IDS
             if not is_long:
-                prepared = self._preparer.prepare(submit, ids, is_short=True)
+                with self._loop_texts.timed(cost):
+                    prepared = self._preparer.prepare(submit, ids, is_short=True)
                 self._outcomes.admit(self._preparer.processor, submit, began_s, prepared)
                 return
         except NeedsTime:
