@@ -183,11 +183,22 @@ def test_requests_that_wait_for_start_are_dropped_with_their_gateway(tmp_path: P
 def test_what_was_not_sent_to_a_dead_process_is_dropped(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, dead: str, kind: type
 ) -> None:
-    really = Outbox.send
+    send, send_all = Outbox.send, Outbox.send_all
+    refused = threading.Event()
+
+    def refuses(message: Any) -> bool:
+        if isinstance(message, kind):
+            refused.set()
+        return isinstance(message, kind)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Outbox, "send", lambda outbox, message: not isinstance(message, kind) and really(outbox, message))
+        patch.setattr(Outbox, "send", lambda outbox, message: not refuses(message) and send(outbox, message))
+        patch.setattr(
+            *(Outbox, "send_all"),
+            lambda outbox, messages, **given: not refuses(messages[0]) and send_all(outbox, messages, **given),
+        )
         rig.send(submit_of(1, 1), "gateway.1")
-        rig.until(lambda load: load.num_open == 1)
+        rig.until(lambda load: refused.is_set() and load.num_open == 1)
         rig.restart(dead)
         assert rig.load().num_open == 0
     rig.send(submit_of(1, 2), "gateway.1")
