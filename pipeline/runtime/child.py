@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import NoReturn
 
 import msgspec
@@ -19,6 +20,7 @@ from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
 from pipeline.runtime.process import black_box
+from pipeline.runtime.process.descriptors import descriptors_of, renumbered
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys, CurveKeys
 from pipeline.runtime.transport.outbox import Outbox
@@ -42,8 +44,9 @@ SINGLE_THREADED = {
 import."""
 
 
-def main(launch_fd: int) -> None:
-    """Run the stage that the supervisor describes on `launch_fd`. Ends the process.
+def main(launch_fd: int, fds: Sequence[int] | None = None) -> NoReturn:
+    """Run the stage that the supervisor describes on `launch_fd`. Ends the process. `fds` are its descriptors, in the
+    order of `descriptors_of`; None if it has them under the numbers in the launch.
 
     The stage's code is imported while the model is prepared. If the stage has a function `preload`, it is called with
     the launch, which may lack the `model_dir`, and imports what `run` is going to need.
@@ -51,6 +54,8 @@ def main(launch_fd: int) -> None:
     file = open(launch_fd, "rb")  # noqa: SIM115 - until the launch is complete, below
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     launch = msgspec.msgpack.decode(file.read(length), type=Launch)
+    if fds is not None:
+        launch = renumbered(launch, dict(zip(descriptors_of(launch), fds, strict=True)))
     _die_with_parent(launch.death_fd)
     signal.signal(INTERRUPT, _interrupted)
     setproctitle.setproctitle(f"pipeline: {launch.name}")
@@ -90,7 +95,7 @@ def _interrupted(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     """End without waiting for library threads. All sockets and files are closed by now."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -108,10 +113,15 @@ def _check_version(expected: str) -> None:
         )
 
 
+def set_parent_death_signal() -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _die_with_parent(death_fd: int) -> None:
     """End when the supervisor ends: its end of a pipe closes. If this interpreter is stuck, the kernel's SIGKILL ends
     it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_parent_death_signal()
 
     def watch() -> None:
         os.read(death_fd, 1)

@@ -1,5 +1,7 @@
-"""The entry point of every stage process. The supervisor runs it as a script with the number of an inherited
-descriptor that holds the `Launch`."""
+"""The entry point of every stage process, and of the fork server, which forks most of them.
+
+The supervisor runs it as a script with the number of an inherited descriptor: of a pipe with the `Launch`, or, after
+`--fork-server`, of a socket for orders."""
 
 import gc
 import os
@@ -37,4 +39,11 @@ if __name__ == "__main__":
     adopt_package()
     from pipeline.runtime import child
 
+    if sys.argv[1] == "--fork-server":
+        import socket
+
+        from pipeline.runtime.process import fork_server
+
+        _launch_fd, *_fds = fork_server.serve(socket.socket(fileno=int(sys.argv[2])))
+        child.main(_launch_fd, _fds)
     child.main(int(sys.argv[1]))

@@ -30,6 +30,7 @@ from pipeline.supervisor.admin.admin_server import AdminServer, Questions
 from pipeline.supervisor.admin.stats_collector import StatsCollector
 from pipeline.supervisor.crashes.crash_reports import CrashReports
 from pipeline.supervisor.processes.children import ChildTable
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.health import HealthChecks
 from pipeline.supervisor.processes.heartbeats import Heartbeats
 from pipeline.supervisor.reconfigure.adapters import Adapters
@@ -60,6 +61,7 @@ class SupervisorLoop:
         admins: list[socket.socket],
         url: str,
         log: logging.Logger,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; each is closed when its gateway has drained. So has
         `admins`, unless it is empty."""
@@ -77,7 +79,7 @@ class SupervisorLoop:
         self.state = ServerState()
         self.hosts = Hosts(resources, self._inbox, self._context, log, lambda name: self.state.reasons.pop(name, ""))
         self.hosts.receive = self._receive
-        self.table = ChildTable(settings, run_mode, self._context, self.poller, self.hosts)
+        self.table = ChildTable(settings, run_mode, self._context, self.poller, self.hosts, fork_server)
         self._resources = resources
         self._restarts = Restarts(run_mode, resources, self.table, self._inbox, log)
         self._restarts.has_host = self.hosts.has_host
@@ -209,6 +211,7 @@ class SupervisorLoop:
                 self._log.info(f"stopped by {signal.Signals(number).name} during the start")
                 raise Stopping(128 + number)
             self._check_hosts()
+            self.table.turn()
             self._deaths.check()
             self._health_checks.end_rounds(self.table.children.values())
             if self.state.is_serving:

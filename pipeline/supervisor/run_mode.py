@@ -7,6 +7,7 @@ import msgspec
 from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import Child
 
@@ -36,9 +37,11 @@ class RunMode(msgspec.Struct, frozen=True):
         """The timeout, or infinity if a debugger may stop a stage."""
         return float("inf") if self.is_debugged else timeout_s
 
-    def start(self, launch: m.Launch, num_threads: int, *, waits: bool) -> Child:
+    def start(self, launch: m.Launch, num_threads: int, *, waits: bool, fork_server: ForkServer | None = None) -> Child:
         """Start a stage. If it `waits`, it runs after `Child.begin`."""
-        return InlineChild(launch, waits=waits) if self.inline else Child(launch, num_threads, waits=waits)
+        if self.inline:
+            return InlineChild(launch, waits=waits)
+        return Child(launch, num_threads, waits=waits, fork_server=fork_server)
 
     def launch(self, launch: m.Launch) -> m.Launch:
         """A stage's launch message with these options."""

@@ -12,6 +12,7 @@ from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.security.api_keys import Keys
 from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared import bind_policy
 from pipeline.supervisor.shared.listeners import listen, zmq_address
@@ -44,7 +45,10 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
         server_context(settings.gateway)
     listeners = listen(settings.gateway.host, settings.gateway.port, settings.gateway.replicas)
     admins: list[socket.socket] = []
+    fork_server: ForkServer | None = None
     try:
+        if run_mode is None or not run_mode.inline:
+            fork_server = ForkServer(log)  # imports while the supervisor creates what is shared
         if settings.gateway.admin_port >= 0:
             admins = listen(
                 settings.gateway.admin_host, settings.gateway.admin_port, settings.gateway.replicas, "gateway.admin_"
@@ -53,7 +57,7 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
             if (address := zmq_address(settings, listeners, replica)) is not None:
                 check_free(address)
         try:
-            supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins, book)
+            supervisor = Supervisor(settings, listeners, log, run_mode, keys, admins, book, fork_server)
         except UserError as error:  # of the sockets for other hosts
             raise OSError(str(error)) from error
         try:
@@ -63,5 +67,7 @@ def serve(settings: Settings, run_mode: RunMode | None = None, keys: Keys | None
         finally:
             supervisor.close()
     finally:
+        if fork_server is not None:
+            fork_server.close()
         for listener in (*listeners, *admins):
             listener.close()

@@ -33,6 +33,7 @@ from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.loop import SupervisorLoop
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
@@ -62,8 +63,10 @@ class Supervisor:
         keys: api_keys.Keys | None = None,
         admins: list[socket.socket] | None = None,
         book: KeyBook | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """`book` has read the keys; None if they can't be read again."""
+        """`book` has read the keys; None if they can't be read again. Without a `fork_server`, which belongs to the
+        caller, each process is started with exec."""
         self._run_mode = run_mode or RunMode()
         admins = admins if admins is not None else []
         self._listeners = listeners
@@ -73,7 +76,9 @@ class Supervisor:
         self._url = url_of(listeners[0], "https" if settings.gateway.ssl_certfile else "http")
         self._log = log
         self._resources = SharedResources(settings, listeners, admins, keys, book)
-        self._loop = SupervisorLoop(settings, self._run_mode, self._resources, listeners, admins, self._url, log)
+        self._loop = SupervisorLoop(
+            settings, self._run_mode, self._resources, listeners, admins, self._url, log, fork_server
+        )
 
     # ----------------------------------------------------------------------------------------------------- life
 

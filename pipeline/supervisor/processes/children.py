@@ -12,6 +12,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys
 from pipeline.runtime.transport.outbox import Outbox
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.resources import INCARNATION
@@ -35,13 +36,16 @@ class ChildTable:
         context: zmq.Context[zmq.Socket[bytes]],
         poller: zmq.Poller,
         hosts: "Hosts | None" = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """`hosts` start the processes that run on others than this one."""
+        """`hosts` start the processes that run on others than this one, `fork_server` the others. It belongs to the
+        caller."""
         self.settings = settings
         self._run_mode = run_mode
         self._context = context
         self._poller = poller
         self._hosts = hosts
+        self._fork_server = fork_server
         self.children: dict[str, Child] = {}
         self.outboxes: dict[str, Outbox[Any]] = {}
         """To the children that have begun."""
@@ -126,7 +130,12 @@ class ChildTable:
         launch = self._run_mode.launch(launch)
         if self._hosts is not None and topology.is_remote(self.settings, launch.name):
             return self._hosts.start(launch, waits=waits)
-        return self._run_mode.start(launch, self._num_threads(launch), waits=waits)
+        return self._run_mode.start(launch, self._num_threads(launch), waits=waits, fork_server=self._fork_server)
+
+    def turn(self) -> None:
+        """Start the fork server again if it has died."""
+        if self._fork_server is not None:
+            self._fork_server.turn()
 
     def _num_threads(self, launch: m.Launch) -> int:
         num_threads = self.settings.execute.num_threads if launch.stage == "execute" else 0

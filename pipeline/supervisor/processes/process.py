@@ -1,4 +1,4 @@
-"""A child process: started with exec, watched by its pidfd."""
+"""A child process: forked by the fork server or started with exec, and watched by its pidfd."""
 
 import contextlib
 import os
@@ -15,13 +15,24 @@ from pipeline.runtime import entry
 from pipeline.runtime.child import INTERRUPT, SINGLE_THREADED
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
+from pipeline.runtime.process.descriptors import descriptors_of
 from pipeline.runtime.process.process_usage import ProcessUsage, usage_of
+from pipeline.supervisor.processes.fork_server import ForkServer, Process
 
 ABORT_S = 0.5
 """Maximum time for a process that hangs to write its stacks."""
 
 THREADED = ("execute", "prepare")
 """Stages whose libraries may use every core."""
+
+
+def _environ(stage: str, num_threads: int) -> dict[str, str]:
+    """The variables of a stage that others don't have."""
+    if stage in THREADED:
+        return {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
+    # aiohttp reads the certificates of the system's authorities when it is imported, for 0.05 s. A gateway makes no
+    # connections; it accepts certificates of gateway.ssl_ca_certs only.
+    return {"SSL_CERT_FILE": os.devnull} if stage == "gateway" else {}
 
 
 def signal_name(number: int) -> str:
@@ -44,9 +55,12 @@ class Child:
     suspended_s = 0.0
     """How long the supervisor was suspended, or the process compiled, while it started."""
 
-    def __init__(self, launch: Launch, num_threads: int, *, waits: bool = False) -> None:
-        """Start the process. It inherits the descriptors it needs by number; all others are closed. If it `waits`, it
-        imports its code and then waits for `begin`."""
+    def __init__(
+        self, launch: Launch, num_threads: int, *, waits: bool = False, fork_server: ForkServer | None = None
+    ) -> None:
+        """Start the process. It has the descriptors that it needs, and no others. If it `waits`, it imports its code
+        and then waits for `begin`. Without a `fork_server`, it is started with exec, as one with a terminal always
+        is."""
         self.name = launch.name
         self.stage = launch.stage
         self.incarnation = launch.incarnation
@@ -61,27 +75,14 @@ class Child:
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
         self._control, control = socket.socketpair()
         self._control.setblocking(False)
-        data = msgspec.msgpack.encode(msgspec.structs.replace(launch, control_fd=control.fileno()))
+        launch = msgspec.structs.replace(launch, control_fd=control.fileno())
+        data = msgspec.msgpack.encode(launch)
         data = LENGTH.pack(len(data)) + data
         try:
             num_written = os.write(write_fd, data)
             assert num_written == len(data), "the launch does not fit the pipe"
-            fds = [read_fd, launch.death_fd, control.fileno(), *(segment.fd for segment in launch.segments)]
-            fds += [fd for ring in launch.rings for fd in (ring.data_fd, ring.position_fd, ring.event_fd)]
-            fds += [fd for fd in (launch.listen_fd, launch.keys_fd, launch.usage_fd, launch.admin_fd) if fd >= 0]
-            fds += [fd for fd in (launch.ranks_fd, launch.stages_fd, launch.library_fd) if fd >= 0]
-            fds += [launch.tcp.listen_fd] if launch.tcp is not None and launch.tcp.listen_fd >= 0 else []
-            fds += launch.black_box.fds if launch.black_box is not None else []
-            threads = {key: str(num_threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(entry.__file__)), str(read_fd)],
-                pass_fds=fds,
-                # Ctrl-C in a terminal is for the supervisor, which stops the others. Only the foreground group can read
-                # from it.
-                stdin=None if launch.foreground else subprocess.DEVNULL,
-                process_group=None if launch.foreground else 0,
-                env=os.environ | SINGLE_THREADED | (threads if launch.stage in THREADED else {}),
-            )
+            fds = [read_fd, *descriptors_of(launch)]
+            self._process = self._start(launch, fds, _environ(launch.stage, num_threads), fork_server)
         except BaseException:
             os.close(write_fd)
             self._control.close()
@@ -95,6 +96,24 @@ class Child:
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         """Readable once the process has ended."""
+
+    @staticmethod
+    def _start(launch: Launch, fds: list[int], environ: dict[str, str], fork_server: ForkServer | None) -> Process:
+        """Start a process with these descriptors, of which the first one is the pipe with its launch."""
+        if fork_server is not None and not launch.foreground:
+            # One that replaces another has the code that is installed then; see docs/recovery.md.
+            forked = fork_server.fork(environ, fds, checks_code=bool(launch.wire_version))
+            if forked is not None:
+                return forked
+        return subprocess.Popen(
+            [sys.executable, "-P", str(Path(entry.__file__)), str(fds[0])],
+            pass_fds=fds,
+            # Ctrl-C in a terminal is for the supervisor, which stops the others. Only the foreground group can read
+            # from it.
+            stdin=None if launch.foreground else subprocess.DEVNULL,
+            process_group=None if launch.foreground else 0,
+            env=os.environ | SINGLE_THREADED | environ,
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -157,7 +176,7 @@ class Child:
 
     def terminate(self) -> None:
         """Ask the process to end, if it listens to signals."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Let a process that still starts end, and remove what it has not completed on the disk."""
@@ -167,7 +186,7 @@ class Child:
         """Kill and reap the process if it is alive."""
         if self.is_alive:
             self._was_killed = True
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def abort(self) -> None:

@@ -39,7 +39,7 @@ def test_each_stage_is_a_process_with_its_title(server: Server) -> None:
     until(lambda: "pipeline: execute masks" in titles(), "the mask process to have its title")
     # Stages with a separate process for grammars; ingest starts its own with the first grammar.
     own = {"pipeline: execute masks", "pipeline: ingest.0 grammars"}
-    assert titles() - own == {f"pipeline: {name}.0" for name in STAGES}
+    assert titles() - own == {"pipeline: fork server", *(f"pipeline: {name}.0" for name in STAGES)}
 
 
 def test_no_process_loads_torch(server: Server) -> None:
@@ -94,6 +94,24 @@ def test_a_signal_under_load_finishes_streams_and_leaves_no_process(number: sign
         assert f"@pipeline/{server.process.pid}-" not in Path("/proc/net/unix").read_text()
 
 
+def test_streams_and_restarts_go_on_when_the_fork_server_is_killed() -> None:
+    with Server() as server:
+        (fork_server,) = (one for one in server.seen.values() if one.cmdline()[:1] == ["pipeline: fork server"])
+        stream = Stream(server, max_tokens=200)
+        assert stream.has_text.wait(30)
+        fork_server.kill()
+        server.wait_for_line("fork server was killed by signal 9; starting another one", 30)
+        server.stage("schedule").kill()
+        server.wait_for_line(r"schedule\.0 is back", 30)
+        stream.join(60)
+        assert stream.error is None and stream.events[-1] == "[DONE]"
+        supervisor = psutil.Process(server.process.pid)
+        children = {one.cmdline()[0] for one in supervisor.children() if one.status() != psutil.STATUS_ZOMBIE}
+        assert children == {"pipeline: fork server", *(f"pipeline: {name}.0" for name in STAGES)}
+        assert not [one for one in supervisor.children() if one.status() == psutil.STATUS_ZOMBIE]
+        server.look()
+
+
 def test_streams_that_outlast_the_drain_end_with_a_clear_error() -> None:
     with Server("supervisor.drain_timeout_s=0.5") as server:
         stream = Stream(server, max_tokens=6000)
@@ -130,14 +148,8 @@ def test_a_signal_during_startup_ends_the_start(number: signal.Signals) -> None:
 
 def test_a_stage_that_is_killed_during_the_start_is_started_again() -> None:
     with Server("log_level=debug", until_ready=False) as server:
-        server.wait_for_line("started stage=detokenize", 60)
-        server.look()
-        starting = []
-        for one in server.seen.values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # prepare has ended
-                if "entry.py" in " ".join(one.cmdline()):
-                    starting.append(one)
-        starting[-1].kill()
+        line = server.wait_for_line(r"started stage=detokenize\.0 pid=\d+", 60)
+        os.kill(int(line.rpartition("=")[2]), signal.SIGKILL)
         server.wait_for_line(r"\.0: was killed by SIGKILL.*; starting the stages again", 30)
         server.wait_for_line("ready on http", 60)
         server.look()

@@ -11,10 +11,11 @@ from tests.e2e.server import STAGES, Server
 
 HOOK = """
 import os, sys
-_file = os.open(os.path.join({folder!r}, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 def _hook(event, args):
     if event == "import":
-        os.write(_file, args[0].encode() + b"\\n")
+        file = os.open(os.path.join({folder!r}, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(file, args[0].encode() + b"\\n")
+        os.close(file)
 sys.addaudithook(_hook)
 """
 """A sitecustomize that writes the names of modules as they are imported, to a file for each process."""
@@ -24,9 +25,10 @@ UNUSED = {"torch", "transformers", "huggingface_hub", "safetensors", "gguf", "ll
 
 NOT_NEEDED = {
     "supervisor": {"numpy", "asyncio", "aiohttp", "tokenizers", "jinja2", "uvloop"},
-    "execute": {"asyncio", "aiohttp", "tokenizers", "jinja2", "uvloop"},
-    "schedule": {"asyncio", "aiohttp", "tokenizers", "jinja2", "uvloop"},
-    "detokenize": {"asyncio", "aiohttp", "jinja2", "uvloop"},
+    # asyncio and uvloop, which only the gateway and ingest need, are the fork server's, whose memory all share.
+    "execute": {"aiohttp", "tokenizers", "jinja2"},
+    "schedule": {"aiohttp", "tokenizers", "jinja2"},
+    "detokenize": {"aiohttp", "jinja2"},
     "ingest": {"aiohttp"},
     "gateway": {"tokenizers", "jinja2"},
 }
@@ -36,10 +38,14 @@ Imported = dict[str, set[str]]
 
 
 def imported(folder: Path, server: Server) -> Imported:
-    pids = {"supervisor": server.process.pid} | {name: server.stage(name).pid for name in STAGES}
-    return {
-        name: {line.partition(".")[0] for line in (folder / str(pid)).read_text().split()} for name, pid in pids.items()
-    }
+    """By each process. Stages also have what the fork server had imported when it forked them."""
+
+    def by(pid: int) -> set[str]:
+        return {line.partition(".")[0] for line in (folder / str(pid)).read_text().split()}
+
+    (fork_server,) = (pid for pid, one in server.seen.items() if one.cmdline()[:1] == ["pipeline: fork server"])
+    shared = by(fork_server)
+    return {"supervisor": by(server.process.pid)} | {name: by(server.stage(name).pid) | shared for name in STAGES}
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
-"""A stage's process imports its code before the model's folder is known, and runs after that."""
+"""A stage's process imports its code before the model's folder is known, and runs after that. It is forked by the fork
+server, or started with exec."""
 
+import logging
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from pipeline.config.settings import Settings
 from pipeline.runtime import messages as m
 from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.serve import raise_descriptor_limit
@@ -21,10 +25,10 @@ STAGE = """
 import os
 
 def preload(launch):
-    os.write({fd}, b"preloaded,")
+    os.write(launch.segments[0].fd, b"preloaded,")
 
 def run(launch):
-    os.write({fd}, b"runs with " + launch.model_dir.encode())
+    os.write(launch.segments[0].fd, b"runs with " + launch.model_dir.encode())
 """
 
 
@@ -34,7 +38,7 @@ class Stage:
     def __init__(self, folder: Path, code: str = STAGE) -> None:
         self._read, self.write = os.pipe()
         self._death_read, self._death_write = os.pipe()
-        (folder / "written_stage.py").write_text(code.format(fd=self.write))
+        (folder / "written_stage.py").write_text(code)
         self.launch = m.Launch(
             stage="schedule",
             replica=0,
@@ -45,7 +49,6 @@ class Stage:
             model_dir="",
             address=f"ipc://@pipeline/{os.getpid()}/written",
             peers=[m.PeerInbox(SUPERVISOR, f"ipc://@pipeline/{os.getpid()}/none", 1)],
-            # A descriptor of the launch is inherited under its own number.
             segments=[m.Segment("pipe", self.write, 0, True)],
             death_fd=self._death_read,
         )
@@ -74,8 +77,20 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     one.close()
 
 
-def test_a_process_that_waits_has_imported_its_code_and_runs_with_the_models_folder(stage: Stage) -> None:
-    child = Child(stage.launch, 1, waits=True)
+Start = Callable[..., Child]
+"""Starts a process: takes a launch, and perhaps `waits`."""
+
+
+@pytest.fixture(params=["forked", "exec"])
+def start(stage: Stage, request: pytest.FixtureRequest) -> Iterator[Start]:
+    fork_server = ForkServer(logging.getLogger("test")) if request.param == "forked" else None
+    yield partial(Child, num_threads=1, fork_server=fork_server)
+    if fork_server is not None:
+        fork_server.close()
+
+
+def test_a_process_that_waits_has_imported_its_code_and_runs_with_the_models_folder(stage: Stage, start: Start) -> None:
+    child = start(stage.launch, waits=True)
     try:
         assert stage.read() == "preloaded,"
         assert child.is_alive and not child.has_begun
@@ -87,8 +102,8 @@ def test_a_process_that_waits_has_imported_its_code_and_runs_with_the_models_fol
     assert stage.read_all() == "runs with /models/a"
 
 
-def test_a_process_that_does_not_wait_runs_at_once(stage: Stage) -> None:
-    child = Child(stage.launch, 1)
+def test_a_process_that_does_not_wait_runs_at_once(stage: Stage, start: Start) -> None:
+    child = start(stage.launch)
     try:
         assert child.has_begun
         assert child.wait(PATIENCE_S) and child.exit_code == 0
@@ -97,16 +112,18 @@ def test_a_process_that_does_not_wait_runs_at_once(stage: Stage) -> None:
     assert stage.read_all() == "preloaded,runs with "
 
 
-def test_a_process_that_waits_can_be_killed(stage: Stage) -> None:
-    child = Child(stage.launch, 1, waits=True)
+def test_a_process_that_waits_can_be_killed(stage: Stage, start: Start) -> None:
+    child = start(stage.launch, waits=True)
     assert stage.read() == "preloaded,"
     child.close()
     assert not child.is_alive
     assert stage.read_all() == ""
 
 
-def test_a_process_that_ended_while_it_waited_is_reported_by_its_exit_and_not_by_begin(stage: Stage) -> None:
-    child = Child(stage.launch, 1, waits=True)
+def test_a_process_that_ended_while_it_waited_is_reported_by_its_exit_and_not_by_begin(
+    stage: Stage, start: Start
+) -> None:
+    child = start(stage.launch, waits=True)
     try:
         assert stage.read() == "preloaded,"
         child.kill()
@@ -117,8 +134,8 @@ def test_a_process_that_ended_while_it_waited_is_reported_by_its_exit_and_not_by
     assert stage.read_all() == ""
 
 
-def test_only_a_kill_by_others_may_be_the_out_of_memory_killer(stage: Stage) -> None:
-    child = Child(stage.launch, 1, waits=True)
+def test_only_a_kill_by_others_may_be_the_out_of_memory_killer(stage: Stage, start: Start) -> None:
+    child = start(stage.launch, waits=True)
     try:
         assert stage.read() == "preloaded,"
         os.kill(child.pid, signal.SIGKILL)
@@ -135,21 +152,21 @@ import os, time
 
 def run(launch):
     os.close(launch.control_fd)
-    os.write({fd}, b"closed")
+    os.write(launch.segments[0].fd, b"closed")
     time.sleep(60)
 """
 SILENT = """
 import os, time
 
 def run(launch):
-    os.write({fd}, b"runs")
+    os.write(launch.segments[0].fd, b"runs")
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("stage", [CLOSING], indirect=True)
-def test_a_process_that_has_closed_its_control_socket_is_ending(stage: Stage) -> None:
-    child = Child(stage.launch, 1)
+def test_a_process_that_has_closed_its_control_socket_is_ending(stage: Stage, start: Start) -> None:
+    child = start(stage.launch)
     try:
         assert stage.read() == "closed"
         with pytest.raises(ConnectionError):
@@ -161,8 +178,8 @@ def test_a_process_that_has_closed_its_control_socket_is_ending(stage: Stage) ->
 
 
 @pytest.mark.parametrize("stage", [SILENT], indirect=True)
-def test_descriptors_wait_for_a_process_that_reads_nothing_until_its_socket_is_full(stage: Stage) -> None:
-    child = Child(stage.launch, 1)
+def test_descriptors_wait_for_a_process_that_reads_nothing_until_its_socket_is_full(stage: Stage, start: Start) -> None:
+    child = start(stage.launch)
     try:
         assert stage.read() == "runs"
         num_sent = 0
