@@ -30,12 +30,12 @@ from pipeline.runtime.model.model_folder import read_file
 from pipeline.runtime.process import heap
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.async_inbox import AsyncInbox
-from pipeline.stages.ingest import grammar_checker, reply_grammar
+from pipeline.stages.ingest import grammar_checker, loop_texts, reply_grammar
 from pipeline.stages.ingest.encoder_threads import EncoderThreads
 from pipeline.stages.ingest.grammar_checker import GrammarChecker
 from pipeline.stages.ingest.metrics import IngestMetrics
 from pipeline.stages.ingest.outcomes import Outcomes
-from pipeline.stages.ingest.prompts import chat_cuts, loop_texts, prompt_processor
+from pipeline.stages.ingest.prompts import chat_cuts, prompt_processor
 from pipeline.stages.ingest.prompts.ids import Ids
 from pipeline.stages.ingest.prompts.prompt_cost import cost_bytes
 from pipeline.stages.ingest.prompts.prompt_echo import PromptEcho

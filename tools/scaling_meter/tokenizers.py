@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from pipeline.stages.ingest.prompts import loop_texts
+from pipeline.stages.ingest import loop_texts
 from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from tools.scaling_meter.case import Case
 from tools.scaling_meter.texts import repeated

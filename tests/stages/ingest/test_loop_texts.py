@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from pipeline.stages.ingest.prompts import loop_texts
+from pipeline.stages.ingest import loop_texts
 from pipeline.stages.prepare.gguf.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from tests.rig import Rig
 from tests.stages.ingest import models as tiny
