@@ -22,6 +22,8 @@ from pipeline.config.renamed import RENAMED, new_value, warning_of, warning_of_v
 from pipeline.config.settings import Settings
 
 PRESETS_DIR = Path(__file__).parent / "presets"
+MODELS = "models"
+"""The name of the tables of several models: config/models.py."""
 MAX_FILE_BYTES = 1024**2
 """Of a file of settings: --config may name a model's file by mistake."""
 
@@ -58,12 +60,32 @@ def load(
     for each old name of a key or a value. Raises ConfigError
     with all problems.
     """
+    files = [] if path is None else [(str(path), read_file(path))]
+    for origin, table in files:
+        if MODELS in table:
+            raise ConfigError([f"{origin}: [{MODELS}.NAME]: several models: only `pipeline serve` takes these tables"])
+    return merge(files, sets, flags, tables, options, warn)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The tables of a file of settings, or of a preset. Raises ConfigError."""
+    return _parse(find(path))
+
+
+def merge(
+    files: Sequence[tuple[Origin, dict[str, Any]]],
+    sets: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+    tables: Mapping[Origin, dict[str, Any]] | None = None,
+    options: Sequence[tuple[Origin, str]] = (),
+    warn: Callable[[str], None] = _warn,
+) -> Settings:
+    """As `load`, with the contents of files, of which later ones override earlier ones. Raises ConfigError."""
     tree = _Tree()
     given: Given = {}
-    if path is not None:
-        file = find(path)
+    for origin, table in files:
         tree.begin_source()
-        tree.read_table(str(path), "", _parse(file), given)
+        tree.read_table(origin, "", table, given)
     tree.begin_source()
     for text in sets:
         tree.read_text(f"--set {text}", text, given)

@@ -74,10 +74,22 @@ def contradictions(settings: Settings) -> list[str]:
         problems.append(
             f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
         )
-    if any(not name or name == settings.served_model_name for name in settings.lora.adapters):
-        problems.append("lora.adapters: a name must not be empty, nor that of the model")
+    problems += _name_problems(settings)
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
+    return problems
+
+
+def _name_problems(settings: Settings) -> list[str]:
+    """Names for clients that would mean two things."""
+    problems = []
+    names = {settings.served_model_name, *settings.aliases}
+    if settings.served_model_name in settings.aliases or len(set(settings.aliases)) < len(settings.aliases):
+        problems.append("aliases: each must be another name than served_model_name and the others")
+    if "" in settings.aliases:
+        problems.append("aliases: a name must not be empty")
+    if any(not name or name in names for name in settings.lora.adapters):
+        problems.append("lora.adapters: a name must not be empty, nor that of the model")
     return problems
 
 

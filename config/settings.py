@@ -162,6 +162,37 @@ class Settings(Frozen, frozen=True):
     cache_dir: Annotated[
         str, Meta(description="Folder of prepared models; empty is ~/.cache/pipeline (or $XDG_CACHE_HOME).")
     ] = ""
+    aliases: Annotated[
+        tuple[str, ...], Meta(description="Further names of the model for clients, besides served_model_name.")
+    ] = ()
+    memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="With several models, [models.NAME]: memory for all that are loaded: weights, KV caches, swap "
+            "space and processes. 0 is what the machine has free at the start.",
+        ),
+    ] = 0
+    pinned: Annotated[
+        bool, Meta(description="With several models: this one stays loaded once it is, also if another one needs room.")
+    ] = False
+    load_at_start: Annotated[
+        bool,
+        Meta(
+            description="With several models: load this one at the start if it fits. If this is off, the first request "
+            "for it does."
+        ),
+    ] = True
+    idle_unload_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="With several models: unload this one after this long without a request. 0 never does. A "
+            "request's keep_alive or ttl replaces it.",
+        ),
+    ] = 0.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Lowest level of log lines that are written.")
     ] = "info"

@@ -9,29 +9,35 @@ from pipeline.metrics.stats import ServerStats
 from pipeline.supervisor.admin.admin_client import Admin, find_servers
 
 
-def choose_server(args: argparse.Namespace) -> str:
-    """The name of the server that the options select, or of the only one. Raises UserError, which lists the servers if
-    there are several."""
+def choose_server(args: argparse.Namespace, *, takes_any_model: bool = False) -> str:
+    """The name of the server that the options select, or of the only one. Each of several models of a server counts as
+    one, unless `takes_any_model`: all of them have its pid. Raises UserError, which lists the servers if there are
+    several."""
     names = find_servers()
     if args.pid is not None:
         of_pid = [name for name in names if pid_of(name) == args.pid]
         if not of_pid:
             advice = "`pipeline ps` lists them" if names else START_ONE
             raise UserError(f"no server has pid {args.pid}; {advice}")
-        return of_pid[0]
+        if len(of_pid) == 1 and _model(args) is None:
+            return of_pid[0]
     if not names:
         raise UserError(f"no server is running on this machine; {START_ONE}")
     is_any = not is_selected(args)
-    if is_any and len(names) == 1:
+    if is_any and (len(names) == 1 or (takes_any_model and len({*map(pid_of, names)}) == 1)):
         return names[0]
     servers, silent = look(names)
-    if is_any:
+    if is_any and len({*map(pid_of, names)}) > 1:
         raise UserError(f"{len(names)} servers run: choose one with --port, --url or --pid{listed(servers, silent)}")
     found = [stats for stats in servers if matches(stats, args)]
-    if len(found) == 1:
+    if len(found) == 1 or (found and takes_any_model and len({stats.pid for stats in found}) == 1):
         return found[0].server
+    if found and len({stats.pid for stats in found}) == 1:
+        raise UserError(f"this server has {len(found)} models: choose one with --model{listed(found)}")
     if found:  # at different addresses of this machine
         raise UserError(f"{len(found)} servers have port {args.port}: choose one with --url or --pid{listed(found)}")
+    if _model(args) is not None:
+        raise UserError(f"no server has the model {args.model!r}; running are:{listed(servers, silent)}")
     raise UserError(no_server(args.url or f"http://127.0.0.1:{args.port}") + "; running are:" + listed(servers, silent))
 
 
@@ -49,11 +55,18 @@ def look(names: Sequence[str]) -> tuple[list[ServerStats], list[str]]:
 
 
 def is_selected(args: argparse.Namespace) -> bool:
-    return args.port is not None or args.url is not None or args.pid is not None
+    return args.port is not None or args.url is not None or args.pid is not None or _model(args) is not None
+
+
+def _model(args: argparse.Namespace) -> str | None:
+    found: str | None = getattr(args, "model", None)
+    return found
 
 
 def matches(stats: ServerStats, args: argparse.Namespace) -> bool:
-    """Whether a server is at the port or the address of the options, or has their pid."""
+    """Whether a server is at the port or the address of the options, or has their pid, and the model that they name."""
+    if _model(args) not in (None, stats.model):
+        return False
     if args.pid is not None:
         return bool(stats.pid == args.pid)
     host, port = host_and_port(stats.address)

@@ -7,7 +7,8 @@ from pipeline.cli import option_types as types
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Declare --port, --url and --pid, of which one may be given. Returns their group."""
+    """Declare --port, --url and --pid, of which one may be given, and --model. Returns the group of the first three."""
+    parser.add_argument("--model", metavar="NAME", help="of a server of several models, the one of this name")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--port", type=types.port, metavar="PORT", help="the server at this HTTP port")
     which.add_argument("--url", type=types.http_url, help="the server at this address, as http://127.0.0.1:8000")

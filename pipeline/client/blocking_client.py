@@ -50,11 +50,12 @@ class Client:
         timeout_s: float = 5.0,
         api_key: str | None = None,
         reconnect_timeout_s: float = RECONNECT_S,
+        model: str | None = None,
     ) -> None:
         """Connect. The arguments and errors are those of `AsyncClient.connect`."""
         self._thread = LoopThread("pipeline-client")
         connect = AsyncClient.connect(
-            address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s
+            address, timeout_s=timeout_s, api_key=api_key, reconnect_timeout_s=reconnect_timeout_s, model=model
         )
         try:
             self._client = self._thread.run(connect)

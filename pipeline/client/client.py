@@ -73,10 +73,17 @@ class AsyncClient:
     info: ServerInfo
     """Of the last connection."""
 
-    def __init__(self, address: str, api_key: str | None = None, reconnect_timeout_s: float = RECONNECT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        api_key: str | None = None,
+        reconnect_timeout_s: float = RECONNECT_S,
+        model: str | None = None,
+    ) -> None:
         """Use `connect`."""
         self.address = address
-        self._session = Session(address, api_key, checked_reconnect_timeout(reconnect_timeout_s), self._take_info)
+        timeout_s = checked_reconnect_timeout(reconnect_timeout_s)
+        self._session = Session(address, api_key, timeout_s, self._take_info, model)
 
     @classmethod
     async def connect(
@@ -86,10 +93,12 @@ class AsyncClient:
         timeout_s: float = 5.0,
         api_key: str | None = None,
         reconnect_timeout_s: float = RECONNECT_S,
+        model: str | None = None,
     ) -> "AsyncClient":
         """Connect to the server whose ZeroMQ address is `address`, such as `ipc://@pipeline/8000/zmq` or
         `tcp://host:port`. At `tcp://` a server may require an API key; the default is PIPELINE_API_KEY in the
-        environment.
+        environment. `model` is the one of several models that requests of this client are for, by name or alias; by
+        default the server's first one. If it is not loaded, it is, which `timeout_s` must allow.
 
         If the connection is lost later, the server must answer again within `reconnect_timeout_s`; then all open
         streams raise ConnectionLost. With 0 they do so at once.
@@ -99,7 +108,7 @@ class AsyncClient:
         address or reconnect_timeout_s.
         """
         key = api_keys.of_client(api_key) if address.startswith("tcp://") else None
-        client = cls(address, key, reconnect_timeout_s)
+        client = cls(address, key, reconnect_timeout_s, model)
         try:
             await client._session.open(timeout_s)
         except BaseException:

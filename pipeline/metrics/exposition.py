@@ -1,8 +1,8 @@
 """A server's stats in Prometheus's text format. docs/observability.md explains each metric."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
 from pipeline.metrics.own_metrics import key_metrics, kind_metrics, server_metrics, stage_metrics
@@ -18,19 +18,43 @@ def text_of(stats: ServerStats) -> bytes:
     The same as the library's generate_latest (a test compares them), which takes several times as long and would block
     the gateway's loop.
     """
+    return _text(families_of(stats))
+
+
+def _text(families: Iterable[Metric]) -> bytes:
     lines: list[str] = []
-    for family in families_of(stats):
+    for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         lines.append(f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n")
         lines += map(_line, family.samples)
     return "".join(lines).encode(errors="replace")  # half a character of a model's name is no reason to fail
 
 
-def families_of(stats: ServerStats) -> Iterator[Metric]:
-    """All metrics."""
+def text_of_models(of_models: Sequence[ServerStats], states: Mapping[str, str]) -> bytes:
+    """The body of GET /metrics of several models: each sample has the label model_name. `states` are those of all
+    models. What API keys have used is of the server: it is in the stats of each."""
+    families: dict[str, Metric] = {}
+    for index, stats in enumerate(of_models):
+        for family in families_of(stats, with_keys=index == 0):
+            merged = families.setdefault(family.name, family)
+            for sample in family.samples:
+                if sample.name.startswith("pipeline_key_"):
+                    continue
+                sample.labels.setdefault("model_name", stats.model)
+            if merged is not family:
+                merged.samples += family.samples
+    state = GaugeMetricFamily("pipeline_model_state", "1 for the current state.", labels=["model_name", "state"])
+    for name, value in states.items():
+        state.add_metric([name, value], 1)
+    return _text([state, *families.values()])
+
+
+def families_of(stats: ServerStats, *, with_keys: bool = True) -> Iterator[Metric]:
+    """All metrics, with those of API keys or without."""
     yield from vllm_metrics(stats)
     yield from server_metrics(stats)
-    yield from key_metrics(stats)
+    if with_keys:
+        yield from key_metrics(stats)
     yield from stage_metrics(stats)
     yield from kind_metrics(stats)
 

@@ -16,7 +16,7 @@ import setproctitle
 import zmq
 
 from pipeline.errors import UserError
-from pipeline.runtime.log.logs import open_log
+from pipeline.runtime.log.logs import of_model, open_log
 from pipeline.runtime.messages import Envelope, Launch, StageFailed, SupervisorInbox
 from pipeline.runtime.messages.lifecycle import LENGTH
 from pipeline.runtime.process import black_box
@@ -58,10 +58,10 @@ def main(launch_fd: int, fds: Sequence[int] | None = None) -> NoReturn:
         launch = renumbered(launch, dict(zip(descriptors_of(launch), fds, strict=True)))
     _die_with_parent(launch.death_fd)
     signal.signal(INTERRUPT, _interrupted)
-    setproctitle.setproctitle(f"pipeline: {launch.name}")
+    setproctitle.setproctitle(f"pipeline: {launch.name}{f' {launch.model}' if launch.model else ''}")
     # A crash writes the stacks of all threads into the black box, from where the supervisor logs them.
     faulthandler.enable(sys.stderr if launch.black_box is None else launch.black_box.stacks_fd)
-    log = open_log(launch.name, launch.settings.log_level, launch.settings.log_format)
+    log = open_log(of_model(launch.name, launch.model), launch.settings.log_level, launch.settings.log_format)
     if launch.black_box is not None:
         black_box.keep_lines(log, black_box.attach(launch.black_box))
     try:
@@ -137,7 +137,9 @@ def report_failure(launch: Launch, reason: str) -> None:
 
 def report(launch: Launch, message: SupervisorInbox) -> None:
     """Send one message to the supervisor from a process without a `Stage`."""
-    peer = next(peer for peer in launch.peers if peer.name == SUPERVISOR)
+    peer = next((peer for peer in launch.peers if peer.name == SUPERVISOR), None)
+    if peer is None:  # the gateway of several models: the log has the reason
+        return
     keys = None
     if launch.tcp is not None and peer.public_key:
         keys = ClientKeys(peer.public_key, CurveKeys(launch.tcp.public_key, launch.tcp.secret_key))

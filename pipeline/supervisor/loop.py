@@ -42,7 +42,7 @@ from pipeline.supervisor.restart.stage_deaths import StageDeaths
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.server_state import ServerState
 from pipeline.supervisor.shared.resources import SharedResources
-from pipeline.supervisor.signals import TerminationSignals
+from pipeline.supervisor.signals import StopSignals, TerminationSignals
 from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, Stopping
 
 POLL_S = 1.0
@@ -137,7 +137,7 @@ class SupervisorLoop:
             lambda: self._reloads.source,
             self._restarts.spans.trace,
         )
-        self._signals = TerminationSignals()
+        self._signals: StopSignals = TerminationSignals() if run_mode.model is None else run_mode.model.signals
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
         self.poller.register(self._signals.fileno(), zmq.POLLIN)
         self.poller.register(self._admin_server.fileno(), zmq.POLLIN)

@@ -1,5 +1,6 @@
 """Options of a server run that are not settings: recording from the start, and debugging."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,31 @@ from pipeline.runtime import topology
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.shared.shared_keys import SharedKeys
+from pipeline.supervisor.signals import StopSignals
+
+
+class ModelRun:
+    """What a server that has one of several models shares with those of the others, and tells their owner; see
+    pipeline/supervisor/models/."""
+
+    def __init__(
+        self,
+        name: str,
+        keys: SharedKeys,
+        signals: StopSignals,
+        start_gateway: Callable[[m.Launch, bool], Child],
+        admit: Callable[[m.Prepared], bool],
+        on_serving: Callable[[], None],
+    ) -> None:
+        """`start_gateway` starts its gateway stage in the process that all models share. `admit` says whether the
+        prepared model fits into memory_bytes. `on_serving` is called when it serves."""
+        self.name = name
+        self.keys = keys
+        self.signals = signals
+        self.start_gateway = start_gateway
+        self.admit = admit
+        self.on_serving = on_serving
 
 
 class RunMode(msgspec.Struct, frozen=True):
@@ -25,6 +51,8 @@ class RunMode(msgspec.Struct, frozen=True):
     """A function of that stage; each call stops in the debugger."""
     inline: bool = False
     """Run all stages as threads of one process."""
+    model: "ModelRun | None" = None
+    """Of one of several models."""
     source: SettingsSource | None = None
     """Where the settings came from, to read it again; None if a program gave them."""
 
@@ -39,6 +67,8 @@ class RunMode(msgspec.Struct, frozen=True):
 
     def start(self, launch: m.Launch, num_threads: int, *, waits: bool, fork_server: ForkServer | None = None) -> Child:
         """Start a stage. If it `waits`, it runs after `Child.begin`."""
+        if self.model is not None and launch.stage == "gateway":
+            return self.model.start_gateway(launch, waits)
         if self.inline:
             return InlineChild(launch, waits=waits)
         return Child(launch, num_threads, waits=waits, fork_server=fork_server)
@@ -51,6 +81,8 @@ class RunMode(msgspec.Struct, frozen=True):
             launch = msgspec.structs.replace(launch, entry=topology.INSTANT)
         if launch.name == self.foreground:
             launch = msgspec.structs.replace(launch, foreground=True, break_at=self.break_at)
+        if self.model is not None:
+            launch = msgspec.structs.replace(launch, model=self.model.name)
         return launch
 
 

@@ -3,8 +3,20 @@
 import os
 import signal
 import time
+from typing import Protocol
 
 SAME_SIGNAL_S = 0.5
+
+
+class StopSignals(Protocol):
+    """What ends a server's loop."""
+
+    def fileno(self) -> int: ...
+
+    def take(self) -> int:
+        """The number of a signal that came since the last call, or 0."""
+
+    def close(self) -> None: ...
 
 
 class TerminationSignals:
@@ -45,5 +57,33 @@ class TerminationSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
+        os.close(self._read)
+        os.close(self._write)
+
+
+class AskedToStop:
+    """The same for a server that is a thread, which another one asks to stop."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        self._is_closed = False
+
+    def ask(self) -> None:
+        """Ask it to stop; a second time, to do it at once."""
+        if not self._is_closed:
+            os.write(self._write, bytes([signal.SIGTERM]))
+
+    def fileno(self) -> int:
+        return self._read
+
+    def take(self) -> int:
+        try:
+            return os.read(self._read, 1)[0]
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        self._is_closed = True
         os.close(self._read)
         os.close(self._write)

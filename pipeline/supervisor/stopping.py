@@ -3,6 +3,8 @@
 EXIT_OK = 0
 EXIT_NOT_STARTED = 1
 EXIT_STAGE_DIED = 3
+EXIT_NO_ROOM = 5
+"""Of one of several models, which does not fit into memory_bytes. No process ends with it."""
 
 
 class Stopping(Exception):

@@ -40,7 +40,7 @@ from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
 from pipeline.supervisor.shared.resources import SharedResources
-from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, StageKilled, Stopping
+from pipeline.supervisor.stopping import EXIT_NO_ROOM, EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED, StageKilled, Stopping
 from pipeline.version import VERSION
 
 NOTIFY_CLIENTS_S = 2.0
@@ -75,7 +75,8 @@ class Supervisor:
         """One for each gateway, or empty."""
         self._url = url_of(listeners[0], "https" if settings.gateway.ssl_certfile else "http")
         self._log = log
-        self._resources = SharedResources(settings, listeners, admins, keys, book)
+        shared_keys = None if self._run_mode.model is None else self._run_mode.model.keys
+        self._resources = SharedResources(settings, listeners, admins, keys, book, shared_keys)
         self._loop = SupervisorLoop(
             settings, self._run_mode, self._resources, listeners, admins, self._url, log, fork_server
         )
@@ -185,6 +186,9 @@ class Supervisor:
         if child.name in self._loop.table.children:
             child.wait(self._resources.settings.supervisor.stop_timeout_s)
             self._loop.table.remove(child)
+        model, prepared = self._run_mode.model, self._loop.state.prepared
+        if model is not None and prepared is not None and not model.admit(prepared):
+            raise Stopping(EXIT_NO_ROOM)
 
     def _start(self, begun: float) -> None:
         """Let every stage begin, wait until each is ready, and send `Start` to all."""
@@ -217,18 +221,25 @@ class Supervisor:
         facts, prepared = self._loop.state.facts, self._loop.state.prepared
         self._loop.state.is_serving = True
         self._log_event(
-            f"ready on {self._url}",
+            f"ready on {self._url}" if self._run_mode.model is None else "loaded",
             model=settings.served_model_name or prepared.model_name,
             max_model_len=facts.max_model_len,
             kv_blocks=facts.num_blocks,
             kv_dtype=facts.kv_dtype,
             **({"kv_groups": described(groups)} if has_windows(groups := facts.kv_groups) else {}),
             **({"swap_blocks": facts.num_swap_blocks} if facts.num_swap_blocks else {}),
-            zmq=zmq_address(settings, self._listeners) or "off",
-            **({"admin": url_of(self._admins[0])} if self._admins else {}),
-            api_keys="on" if self._resources.has_keys else "off",
+            **(self._where() if self._run_mode.model is None else {}),
             took_s=f"{time.monotonic() - begun:.2f}",
         )
+        if self._run_mode.model is not None:
+            self._run_mode.model.on_serving()
+
+    def _where(self) -> dict[str, str]:
+        """Where clients reach the server, besides its URL, for the log."""
+        found = {"zmq": zmq_address(self._resources.settings, self._listeners) or "off"}
+        if self._admins:
+            found["admin"] = url_of(self._admins[0])
+        return found | {"api_keys": "on" if self._resources.has_keys else "off"}
 
     def _watch(self) -> int:
         """Serve until a signal comes or a stage ends, then stop in order."""

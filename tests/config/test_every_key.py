@@ -29,6 +29,8 @@ SPECULATION = "tests/stages/execute/drafts/test_speculation.py"
 LORA = "tests/e2e/models/test_lora.py"
 BACKEND = "tests/stages/execute/cpu/test_backend.py"
 RANKS = "tests/e2e/hosts/test_ranks.py"
+SEVERAL = "tests/e2e/several/test_several_models.py"
+LOADING = "tests/e2e/several/test_loading.py"
 CUDA_RANKS = "tests/stages/execute/cuda/test_ranks.py"
 
 EFFECTS = {
@@ -49,6 +51,11 @@ EFFECTS = {
     ),
     "cache_dir": "tests/stages/prepare/cache/test_cache.py::test_the_root_is_the_setting_or_the_users_cache_folder",
     "keys": "tests/stages/gateway/http/access/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
+    "aliases": f"{SEVERAL}::test_every_api_chooses_by_model",
+    "memory_bytes": f"{LOADING}::test_models_that_fit_are_loaded_at_the_start_in_order_and_the_log_says_why_not",
+    "pinned": f"{LOADING}::test_a_request_loads_its_model_and_the_idle_one_leaves_for_it",
+    "load_at_start": f"{LOADING}::test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not",
+    "idle_unload_s": f"{LOADING}::test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not",
     "log_level": JSON_LOGS,
     "log_format": JSON_LOGS,
     "access_log.file": f"{ACCESS_LOG}::test_a_line_has_who_what_tokens_and_times",

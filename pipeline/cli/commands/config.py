@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeline.cli.commands.settings import Commands, add_settings, load_with_warnings, settings_of
+from pipeline.cli.commands.settings import Commands, add_settings, print_warning, settings_of
 
 
 def add(commands: Commands) -> None:
@@ -52,7 +52,13 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    load_with_warnings(args.file)
+    from pipeline.config.models import load_server
+    from pipeline.config.rules import remarks
+
+    found = load_server(args.file, warn=print_warning)
+    for settings in found.models.values() or (found.shared,):
+        for text in remarks(settings):
+            print_warning(text)
     print(f"{args.file}: ok")
     return 0
 

@@ -3,21 +3,25 @@
 import argparse
 import errno
 import os
+from collections.abc import Callable
+from typing import Any
 
 from pipeline.cli.commands import vllm_flags
 from pipeline.cli.commands.settings import (
+    MODEL,
     SERVE_FLAGS,
     Commands,
     add_flags,
     add_model,
     add_settings,
     print_warning,
-    settings_of,
+    server_settings_of,
     source_of,
     take_model,
 )
 from pipeline.config.load import ConfigError
-from pipeline.config.settings import ExecuteSettings
+from pipeline.config.models import ServerSettings
+from pipeline.config.settings import ExecuteSettings, Settings
 
 
 def add(commands: Commands) -> None:
@@ -29,7 +33,13 @@ def add(commands: Commands) -> None:
     )
     add_model(parser)
     add_settings(parser)
-    add_flags(parser, SERVE_FLAGS)
+    add_flags(parser, {key: words for key, words in SERVE_FLAGS.items() if key not in MODEL})
+    parser.add_argument(
+        "--model",
+        action=_Model,
+        metavar="MODEL",
+        help=f"{MODEL['model']}; given again, with MODEL or NAME=MODEL, each is one of several models",
+    )
     parser.add_argument(
         "--record",
         action="append",
@@ -59,23 +69,37 @@ def add(commands: Commands) -> None:
     )
     looking.add_argument("--inline", action="store_true", help="run all stages as threads of one process")
     vllm_flags.add(parser)
-    parser.set_defaults(run=_serve)
+    parser.set_defaults(run=_serve, models=None)
+
+
+class _Model(argparse.Action):
+    """Keeps the first model in `model`, and all of them in `models` if there are several."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        models = getattr(namespace, "models", None) or ([] if namespace.model is None else [namespace.model])
+        namespace.models, namespace.model = [*models, values], models[0] if models else values
 
 
 def _serve(args: argparse.Namespace) -> int:
+    models = args.models if len(args.models or ()) > 1 else []
     take_model(args)
-    settings = settings_of(args)
+    server = server_settings_of(args, models)
+    settings = server.shared
     share = vllm_flags.gpu_memory_share(args)
     if settings.execute.device == "cpu" and share == ExecuteSettings().gpu_memory_utilization:
         print_warning("--gpu-memory-utilization has no effect on a CPU: execute.kv_cache_bytes sizes the KV cache")
     if args.api_key:
         _take_keys(args.api_key)
-    from pipeline.cli.run_options import recordings, stage_name, terminal
+    from pipeline.cli.run_options import recordings, stage_name
     from pipeline.supervisor.run_mode import RunMode
     from pipeline.supervisor.serve import serve
 
     if args.break_at and not args.foreground:
         raise ConfigError(["--break needs --foreground with the stage of the function"])
+    if server.models:
+        return _serve_models(args, server)
     if args.inline and args.foreground:
         raise ConfigError(["--inline runs all stages in the foreground: leave out --foreground"])
     run_mode = RunMode(
@@ -86,9 +110,27 @@ def _serve(args: argparse.Namespace) -> int:
         inline=args.inline,
         source=source_of(args),
     )
+    return _run(lambda: serve(settings, run_mode), settings)
+
+
+def _serve_models(args: argparse.Namespace, server: ServerSettings) -> int:
+    """Serve several models."""
+    from pipeline.supervisor.models.serve import serve_models
+    from pipeline.supervisor.run_mode import RunMode
+
+    for option in ("record", "foreground", "inline"):
+        if getattr(args, option):
+            raise ConfigError([f"--{option} needs a server of one model: leave out --model and [models] of the others"])
+    return _run(lambda: serve_models(server, RunMode(instant=args.instant)), server.shared)
+
+
+def _run(serve: Callable[[], int], settings: Settings) -> int:
+    """Run a server in this terminal. Raises ConfigError if its address is not available."""
+    from pipeline.cli.run_options import terminal
+
     try:
         with terminal():
-            return serve(settings, run_mode)
+            return serve()
     except BrokenPipeError:
         raise
     except OSError as error:  # the address is not available; the message is for the user

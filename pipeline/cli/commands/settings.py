@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pipeline.cli.commands import vllm_flags
 from pipeline.cli.complain import complain
 from pipeline.config.load import ConfigError, load, presets
+from pipeline.config.models import ServerSettings, load_server
 from pipeline.config.settings import Settings
 from pipeline.config.source import SettingsSource
 
@@ -84,6 +85,20 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options describe. Warnings go to standard error."""
     return load_with_warnings(args.config, args.set, _flags_of(args), vllm_flags.given(args))
+
+
+def server_settings_of(args: argparse.Namespace, models: Sequence[str]) -> ServerSettings:
+    """As `settings_of`, for a server that may have several models. `models` are those of --model, if it is given more
+    than once."""
+    from pipeline.config.rules import remarks
+
+    flags = _flags_of(args)
+    if models:
+        flags.pop("model", None)
+    found = load_server(args.config, args.set, flags, vllm_flags.given(args), print_warning, models)
+    for text in remarks(found.shared):
+        print_warning(text)
+    return found
 
 
 def source_of(args: argparse.Namespace) -> SettingsSource:

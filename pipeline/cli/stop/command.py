@@ -24,7 +24,8 @@ POLL_S = 60.0
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if there is no such server, or if one has not ended in time."""
     try:
-        names = find_servers() if args.all else [choose_server(args)]
+        found = find_servers() if args.all else [choose_server(args, takes_any_model=True)]
+        names = list({pid_of(name): name for name in found}.values())  # a server of several models has one for each
         if not names:
             raise UserError("no server is running on this machine")
     except UserError as error:

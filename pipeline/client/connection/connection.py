@@ -39,6 +39,7 @@ class Connection:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         api_key: str | None,
+        model: str | None = None,
         *,
         on_message: Callable[[p.ServerMessage], None],
         on_turn: Callable[[], None],
@@ -48,7 +49,7 @@ class Connection:
         heartbeat. `on_lost` is called once if the connection ends after `welcome` and before `close`, with the reason
         and whether another connection may be better."""
         self._address = address
-        self._api_key = api_key
+        self._api_key, self._model = api_key, model
         self._on_message, self._on_turn, self._on_lost = on_message, on_turn, on_lost
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
@@ -120,7 +121,8 @@ class Connection:
         self._socket.close()
 
     def _say_hello(self) -> None:
-        self.send(p.Hello(p.PROTOCOL_VERSION, p.PROTOCOL_VERSION, f"pipeline-python/{VERSION}", self._api_key))
+        version = p.PROTOCOL_VERSION
+        self.send(p.Hello(version, version, f"pipeline-python/{VERSION}", self._api_key, self._model))
 
     def _wake(self) -> None:
         """Handle received messages, a bounded number of them."""

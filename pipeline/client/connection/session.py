@@ -44,10 +44,12 @@ class Session:
         api_key: str | None,
         reconnect_timeout_s: float,
         on_welcome: Callable[[p.Welcome], None],
+        model: str | None = None,
     ) -> None:
-        """`on_welcome` is called at each connection; it may raise ConnectionLost."""
+        """`model` is the one of several that requests are for. `on_welcome` is called at each connection; it may raise
+        ConnectionLost."""
         self.address = address
-        self._api_key = api_key
+        self._api_key, self._model = api_key, model
         self._reconnect_timeout_s = reconnect_timeout_s
         self._on_welcome = on_welcome
         self._loop = asyncio.get_running_loop()
@@ -135,6 +137,7 @@ class Session:
             self._context,
             address or self.address,
             self._api_key,
+            self._model,
             on_message=self._handle,
             on_turn=self._abort_dropped,
             on_lost=self._lose,

@@ -23,6 +23,10 @@ class Hello(WireMessage, frozen=True, tag="hello"):
             "cache."
         ),
     ] = None
+    model: Annotated[
+        str | None,
+        Meta(description="Of a server of several models, the one that this connection is for; by default the first."),
+    ] = None
 
     def __repr__(self) -> str:
         return f"Hello({self.min_version}, {self.max_version}, {self.client!r})"  # no key in a traceback

@@ -25,6 +25,9 @@ BODY_TIMEOUT_S = 60.0
 TURN_TIMEOUT_S = 60.0
 """Time for a large body to wait until it is parsed."""
 
+KEPT_BODY = web.RequestKey("kept body", bytes)
+"""Of a request whose body was read to find the model that it is for."""
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -141,6 +144,8 @@ class BodyReader:
 
     def _arrived(self, http_request: web.Request) -> bytes | None:
         """A small body that has arrived as a whole, as nearly all have with their heads: nothing is waited for."""
+        if KEPT_BODY in http_request:
+            return http_request[KEPT_BODY]
         content = http_request.content
         if not content.is_eof() or content.total_bytes > min(LARGE_BYTES, self._max_body):
             return None

@@ -97,6 +97,11 @@ def _text(value: object) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
+def of_model(stage: str, model: str) -> str:
+    """A stage's name in the log of a server of several models: `execute.0@chat`."""
+    return f"{stage}@{model}" if model else stage
+
+
 def open_log(stage: str, level: str, log_format: LogFormat = "text") -> logging.Logger:
     """Set up the process's logger on standard error. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)

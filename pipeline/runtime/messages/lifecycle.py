@@ -178,6 +178,10 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     crash_counts: dict[int, int] = {}
     """For ingest and schedule: how often processes have crashed of which each of these requests may be the reason, by
     request id. Ingest prepares them alone, schedule computes them beside few others."""
+    model: str = ""
+    """Of several models, the name of the one that it belongs to, for its title and its log."""
+    models_fd: int = -1
+    """For the gateway of several models: a socket from the supervisor; see messages/models.py."""
 
     @property
     def name(self) -> str:

@@ -170,6 +170,9 @@ class PeerChannels:
         self.inbox.close()
         if self._control is not None:
             self._control.close()
+            for fd in (fd for ends in self._rings.values() for fd in ends.event_fds):
+                os.close(fd)  # of a stage that ends before its process
+            self._rings.clear()
         for outbox in self.outboxes.values():
             outbox.flush(linger_s)
         self._context.term()

@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 """The stages that use a section."""
 KEYS: dict[str, tuple[str, ...]] = {
     "served_model_name": ("gateway",),
+    "aliases": ("gateway",),
     "generation_config": ("ingest", "gateway"),
     "keys": LIVE,
     "gateway.api_keys_file": LIVE,
@@ -59,6 +60,10 @@ KEYS: dict[str, tuple[str, ...]] = {
 """Exceptions from `SECTIONS`, and keys that belong to none."""
 NEW_SERVER = {
     "model": "another model",
+    "memory_bytes": "it is used at the start only",
+    "pinned": "it is used at the start only",
+    "load_at_start": "it is used at the start only",
+    "idle_unload_s": "it is used at the start only",
     "max_model_len": "all stages and the KV cache are made for it",
     "quantization": "another model",
     "hf_overrides": "another model",

@@ -52,9 +52,11 @@ class SharedResources:
         admin_listeners: Sequence[socket.socket],
         keys: api_keys.Keys | None,
         book: KeyBook | None = None,
+        shared_keys: SharedKeys | None = None,
     ) -> None:
         """`listeners` has one socket for each gateway, in order; so has `admin_listeners`, unless it is empty. Their
-        owner changes them with the number of gateways."""
+        owner changes them with the number of gateways. `shared_keys` are those of several models, in place of `keys`
+        and `book`."""
         self.settings = settings
         """The newest ones (`pipeline reload`)."""
         self.adapters: dict[str, m.Adapter] = {}
@@ -79,8 +81,9 @@ class SharedResources:
         """Swap space that is being reserved."""
         self._model: BinaryIO | None = None
         """Marks the model's folder as used."""
-        self.keys = SharedKeys(keys, book)
+        self.keys = shared_keys or SharedKeys(keys, book)
         """Which clients need, and what each of them has used."""
+        self._has_own_keys = shared_keys is None
         self.black_boxes = BlackBoxes(settings)
         self.crash_counts = CrashCounts()
         self._settings_of: dict[tuple[str, int], Settings] = {}
@@ -372,7 +375,8 @@ class SharedResources:
                 os.close(fd)
         for fd in (*self._rank_fds, *self._library_fds.values()):
             os.close(fd)
-        self.keys.close()
+        if self._has_own_keys:
+            self.keys.close()
         if self._model is not None:
             self._model.close()
         self.black_boxes.close()

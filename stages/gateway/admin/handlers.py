@@ -21,7 +21,7 @@ from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
-from pipeline.stages.gateway.admin.health import HealthQuery
+from pipeline.stages.gateway.admin.health import HealthBody, HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.server_info import (
@@ -94,12 +94,12 @@ class ServerApi:
         """They are served to clients, not by the admin listener."""
 
     async def models(self, http_request: web.Request) -> web.StreamResponse:
-        card, limits = self._card(), self._reader.limits_of_key()
+        card, limits = self.card(), self._reader.limits_of_key()
         cards = [card, *(_adapter_card(card, one) for one in limits.adapters.values())]
         return _json(ModelList(data=[one for one in cards if limits.allows(one.id)]))
 
     async def model(self, http_request: web.Request) -> web.StreamResponse:
-        card, name = self._card(), http_request.match_info["model"]
+        card, name = self.card(), http_request.match_info["model"]
         check_model(name, self._reader.limits_of_key())
         adapter = self._limits.adapters.get(name)
         return _json(card if name == card.id or adapter is None else _adapter_card(card, adapter))
@@ -126,20 +126,26 @@ class ServerApi:
         assert self._adapters is not None
         return self._adapters
 
-    def _card(self) -> ModelCard:
+    def card(self) -> ModelCard:
+        """The model's. Raises ApiError, 503, if it does not serve."""
         facts = self._readiness.require_ready()
         return ModelCard.of(self._limits.model, self._created, facts, self._limits.defaults, self._limits.tasks)
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
+        body = await self.health_body(http_request)
+        return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def health_body(self, http_request: web.Request | None = None) -> HealthBody:
+        """What `health` answers."""
         status = self._readiness.status
         answer = await self._health.fetch() if status in ("ok", "draining") else None
-        await another_turn(http_request)
+        if http_request is not None:
+            await another_turn(http_request)
         status = self._readiness.status
         reason = self._readiness.failure
         if status == "ok" and answer is None:
             status, reason = "late", "Timed out waiting for the supervisor"
-        body = health.body_of(answer, status, reason, self._requests.num_open, self._readiness.facts)
-        return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+        return health.body_of(answer, status, reason, self._requests.num_open, self._readiness.facts)
 
     async def live(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_live()
@@ -199,17 +205,19 @@ class ServerApi:
         return _json(pipeline_state.state_of(stats, self._requests, current_scope()))
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:
+        return _json(self.server_load())
+
+    def server_load(self) -> ServerLoad:
+        """What `load` answers."""
         admission = self._requests.admission
-        return _json(
-            ServerLoad(
-                server_load=self._requests.num_requests,
-                open_sequences=admission.num_sequences,
-                max_open_sequences=admission.max_sequences,
-                open_tokens=admission.num_tokens,
-                max_open_tokens=admission.max_tokens,
-                open_bytes=admission.num_bytes + self._requests.unread.num_bytes,
-                max_open_bytes=admission.max_bytes,
-            )
+        return ServerLoad(
+            server_load=self._requests.num_requests,
+            open_sequences=admission.num_sequences,
+            max_open_sequences=admission.max_sequences,
+            open_tokens=admission.num_tokens,
+            max_open_tokens=admission.max_tokens,
+            open_bytes=admission.num_bytes + self._requests.unread.num_bytes,
+            max_open_bytes=admission.max_bytes,
         )
 
     async def abort_requests(self, http_request: web.Request) -> web.StreamResponse:

@@ -62,7 +62,7 @@ class Api:
         self._has_keys = has_keys
         self.cors = Cors(settings)
         self._reader = reader = RequestReader(readiness, requests, limits, settings)
-        self._server = ServerApi(
+        self.server = ServerApi(
             reader,
             readiness,
             requests,
@@ -83,7 +83,7 @@ class Api:
 
     def app(self, has_admin_routes: bool = True) -> web.Application:
         """All routes, with or without those of `admin_app`."""
-        self._server.has_admin_routes = has_admin_routes
+        self.server.has_admin_routes = has_admin_routes
         app = self._empty()
         if self.cors.is_on:
             app.on_response_prepare.append(self._add_cors_headers)
@@ -110,16 +110,16 @@ class Api:
         on_expect = self._reader.answer_expect if route.opens_request else expect.answer_expect
         options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
         add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
-        return add(route.resource, self._handler(route), expect_handler=on_expect, **options)
+        return add(route.resource, self.handler(route), expect_handler=on_expect, **options)
 
-    def _handler(self, route: Route) -> Handler:
+    def handler(self, route: Route) -> Handler:
         """The method that is named like it, of the object that has one; else the request is parsed, opened and answered
         as its dialect says."""
 
         async def generate(http_request: web.Request) -> web.StreamResponse:
             return await self._generate(http_request, route.handler, route.whole)
 
-        for owner in (self, self._server, self.responses, self._ollama):
+        for owner in (self, self.server, self.responses, self._ollama):
             if (handler := getattr(owner, route.handler, None)) is not None:
                 return handler  # type: ignore[no-any-return]
         assert route.parse is not None, f"{route.path} has neither a handler nor a parser"

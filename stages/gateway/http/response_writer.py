@@ -31,6 +31,7 @@ from pipeline.runtime.resume_points import RESUMABLE
 from pipeline.stages.gateway.apis.responses.event_log import EventLog
 from pipeline.stages.gateway.dialect import COMMENT, EVENT_STREAM, ReplyEvents
 from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.http.early_stream import BEGUN, STREAM_HEADERS
 from pipeline.stages.gateway.http.keep_alive import KeepAlive
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.replies.resume_points import Continuation, ResumePoints
@@ -48,8 +49,6 @@ LARGE_BYTES = 64 * 1024
 ms."""
 LARGE_CHARS = 10_000
 """Text from which parsing it for calls and reasoning may take more than about 5 ms."""
-
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def send_whole(
@@ -114,7 +113,8 @@ async def send_stream(
     dialect = request.parsed.dialect
     if not dialect.keep_alive:
         keep_alive_s = 0
-    response = web.StreamResponse(headers={"Content-Type": dialect.media_type} | STREAM_HEADERS | _headers(request))
+    headers = {"Content-Type": dialect.media_type} | STREAM_HEADERS | _headers(request)
+    response = http_request.get(BEGUN) or web.StreamResponse(headers=headers)
     events = dialect.events(request)
     points = ResumePoints(request) if request.parsed.has_resume_points else None
     if points is not None:
@@ -142,8 +142,9 @@ async def send_stream(
         return not (events.has_more or events.are_over)
 
     with SlowClientTimeout(http_request, timeout_s):
-        await response.prepare(http_request)
-        http_request.writer.send_headers()
+        if BEGUN not in http_request:
+            await response.prepare(http_request)
+            http_request.writer.send_headers()
         data = due(b"" if is_continued else events.first())
         with KeepAlive(
             http_request, keep_alive_s, lambda: _write(http_request, response, dialect.keep_alive)

@@ -245,10 +245,10 @@ def priority_of(priority: int | None, limits: RequestLimits) -> int:
 
 
 def check_model(model: str | None, limits: RequestLimits) -> str:
-    """Returns the name of the model, or of one of its adapters; by default the model's. Raises ApiError, 404, also for
-    one that the client's API key may not use."""
+    """Returns the name of the model, one of its aliases or of its adapters; by default the model's. Raises ApiError,
+    404, also for one that the client's API key may not use."""
     name = limits.model if model is None else model
-    if (name == limits.model or name in limits.adapters) and limits.allows(name):
+    if (name == limits.model or name in limits.aliases or name in limits.adapters) and limits.allows(name):
         return name
     raise unknown_model(str(name)[:100], limits)
 

@@ -42,10 +42,12 @@ class RequestLimits(msgspec.Struct):
     """Values of sampling fields that a request doesn't give."""
     allowed: tuple[str, ...] = ()
     """The names that the client's API key may use; empty for all."""
+    aliases: tuple[str, ...] = ()
+    """Further names of `model`. A key that may use the model may use it by any of them."""
 
     def allows(self, name: str) -> bool:
         """Whether the client may use a model or an adapter of this name, if there is one."""
-        return not self.allowed or name in self.allowed
+        return not self.allowed or name in self.allowed or (name in self.aliases and self.model in self.allowed)
 
     def for_key(self, allowed: tuple[str, ...]) -> "RequestLimits":
         """The limits of a client whose API key may use these names."""
@@ -53,8 +55,8 @@ class RequestLimits(msgspec.Struct):
 
     @property
     def names(self) -> list[str]:
-        """The model and the adapters that the client may use."""
-        return [name for name in (self.model, *self.adapters) if self.allows(name)]
+        """The model, its aliases and the adapters that the client may use."""
+        return [name for name in (self.model, *self.aliases, *self.adapters) if self.allows(name)]
 
     def adapter_id(self, name: str) -> str:
         """For the options of a request with this model name; empty if it is the model itself."""

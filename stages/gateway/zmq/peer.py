@@ -6,6 +6,7 @@ from collections import deque
 from pipeline.runtime.security.api_keys import NO_SCOPE
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.zmq.connection import Connection
+from pipeline.stages.gateway.zmq.serving.model import ZmqModel
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 
 RETRY_S = 0.02
@@ -21,6 +22,10 @@ class ClientPeer:
         self.is_welcome = False
         self.scope = NO_SCOPE
         """Of its API key."""
+        self.model: ZmqModel
+        """Since its hello."""
+        self.waiting: dict[int, asyncio.Task[None]] = {}
+        """Requests that wait until the model is loaded."""
         self.streams: dict[int, tuple[ZmqStream, asyncio.Task[None]]] = {}
         self.pending: deque[bytes] = deque()
         """Small messages that the full connection did not take. Those with output or ids wait in their streams."""

@@ -12,24 +12,21 @@ client that violates the protocol gets one error and loses its connection; other
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
 from pipeline.client import protocol as p
 from pipeline.http_server.access.guard import unauthorized
+from pipeline.http_server.access.key_accounts import KeyAccounts
 from pipeline.http_server.access_log import AccessLog
 from pipeline.http_server.bodies.large_body_lock import LARGE_BYTES
 from pipeline.runtime.security.api_keys import NO_SCOPE, Keys
 from pipeline.runtime.transport.inbox import MessageDecoder
-from pipeline.stages.gateway.access_details import log_zmq
 from pipeline.stages.gateway.errors import ApiError, overloaded
-from pipeline.stages.gateway.open_requests.table import RequestTable
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
-from pipeline.stages.gateway.readiness import Readiness
 from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.connection import Connection
@@ -40,11 +37,16 @@ from pipeline.stages.gateway.zmq.listener import ZmtpListener
 from pipeline.stages.gateway.zmq.parsing import ReceivedGenerate, ReceivedMessage, parse_generate
 from pipeline.stages.gateway.zmq.peer import ClientPeer
 from pipeline.stages.gateway.zmq.peer_sender import PeerChannel, PeerSender
+from pipeline.stages.gateway.zmq.serving.model import Choose, limits_of
+from pipeline.stages.gateway.zmq.serving.server_log import ServerLog
 from pipeline.stages.gateway.zmq.stream import ZmqStream
 from pipeline.stages.gateway.zmq.sweeper import Sweeper
 
-LINE_S = 1.0
-"""Shortest time between log lines about connections that were ended for others."""
+if TYPE_CHECKING:
+    from pipeline.stages.gateway.stage import GatewayStage
+
+HELLO = -1
+"""In place of a request's id: a client's hello waits."""
 LINGER_S = 0.5
 """Time to send buffered output when the stage stops."""
 
@@ -55,9 +57,8 @@ class ZmqServer:
     def __init__(
         self,
         address: str,
-        readiness: Readiness,
-        requests: RequestTable,
-        limits: RequestLimits,
+        choose: Choose,
+        accounts: KeyAccounts,
         max_message_bytes: int,
         tasks: asyncio.TaskGroup,
         keys: Keys | None = None,
@@ -66,12 +67,11 @@ class ZmqServer:
         gateway: int = 0,
         access_log: AccessLog | None = None,
     ) -> None:
-        """Listen. With `keys` and `needs_key`, clients must send one of the keys. `addresses` are those of all the
-        server's gateways, and `gateway` is the index of this one. Raises UserError if it can't listen on the
-        address."""
-        self._readiness = readiness
-        self._requests = requests
-        self._limits = limits
+        """Listen. `choose` finds the model of a connection. With `keys` and `needs_key`, clients must send one of them.
+        `addresses` are those of all the server's gateways, and `gateway` is the index of this one. Raises UserError if
+        it can't listen on the address."""
+        self._choose = choose
+        self._accounts = accounts
         self._max_message_bytes = max_message_bytes
         self._tasks = tasks
         self._keys = keys
@@ -79,9 +79,8 @@ class ZmqServer:
         self.addresses = list(addresses) or [address]
         """Of all gateways. A client learns them when it connects."""
         self._gateway = gateway
-        self._access_log = access_log
-        self._loop = asyncio.get_running_loop()
-        self._log = logging.getLogger("pipeline")
+        self._server_log = ServerLog(access_log)
+        self._loop, self._log = asyncio.get_running_loop(), logging.getLogger("pipeline")
         self._decoder: MessageDecoder[ReceivedMessage] = MessageDecoder(ReceivedMessage)
         self._peers: dict[Connection, ClientPeer] = {}
         self._is_closed = False
@@ -100,9 +99,6 @@ class ZmqServer:
         self._sender = PeerSender(self._socket, self._peers, on_stuck=self._disconnect, on_crowded=self._end_crowded)
         self._sweeper = Sweeper(self._socket, self._peers, drop=self._drop, disconnect=self._disconnect)
         self._large_messages = LargeMessages(self._decode)
-        self._num_ended: Counter[str] = Counter()
-        """Connections that were ended for others and are not in the log yet, by reason."""
-        self._next_line_s = 0.0
 
     async def start(self) -> None:
         """Accept clients."""
@@ -158,15 +154,13 @@ class ZmqServer:
             self._socket.go_on(peer.connection)
 
     def _limits_of(self, peer: ClientPeer) -> RequestLimits:
-        """Those of the client's key, which may use some models only."""
-        account = self._requests.accounts.of_scope(peer.scope)
-        return self._limits if account is None else self._limits.for_key(account.key.models)
+        return limits_of(peer.model, self._accounts.of_scope(peer.scope))
 
     def _refusal_of(self, peer: ClientPeer) -> ApiError | None:
-        """Why no request of the client is admitted now, whatever it asks for."""
+        """Why no request of it is admitted now."""
         try:
-            self._readiness.require_ready()
-            if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
+            peer.model.readiness.require_ready()
+            if (account := self._accounts.of_scope(peer.scope)) is not None:
                 account.check()
         except ApiError as error:
             return error.with_traceback(None)  # else it would keep this frame
@@ -204,6 +198,8 @@ class ZmqServer:
             case p.Abort(request_id):
                 if request_id in peer.streams:
                     peer.streams[request_id][0].abort()
+                elif request_id in peer.waiting:
+                    peer.waiting[request_id].cancel()
             case p.Ping(nonce):
                 if peer.full_s is None:  # else the buffered output is a sign of life
                     self._sender.post(peer, p.Pong(nonce))
@@ -216,7 +212,15 @@ class ZmqServer:
         if peer.is_welcome:
             raise errors.of_peer("hello was already sent on this connection", "malformed")
         peer.scope = scope_of(hello, self._keys, needs_key=self._needs_key)
-        facts = self._readiness.require_ready()
+        peer.model = self._choose(hello.model, peer.scope)
+        if not peer.model.is_loaded:  # the first one: what a client learns of it is not known before
+            self._wait(peer, HELLO, lambda: self._admit(peer, hello))
+        else:
+            self._admit(peer, hello)
+
+    def _admit(self, peer: ClientPeer, hello: p.Hello) -> None:
+        """Say what the client needs to know of its model."""
+        facts = peer.model.readiness.require_ready()
         peer.is_welcome = True
         self._socket.welcome(peer.connection, peer.scope)
         client = hello.client[: p.MAX_CLIENT_CHARS]
@@ -225,7 +229,7 @@ class ZmqServer:
             peer,
             welcome_of(
                 facts,
-                self._limits,
+                peer.model.limits,
                 max_message_bytes=self._max_message_bytes,
                 addresses=self.addresses,
                 gateway=self._gateway,
@@ -242,10 +246,13 @@ class ZmqServer:
         """`parse` returns the message's request, or why there is none, or raises that."""
         request_id = message.request_id
         self._require_new(peer, request_id)
+        if not peer.model.is_loaded:
+            self._wait(peer, request_id, lambda: self._handle(peer, message, data))
+            return
         begin_s = self._loop.time()
-        account = self._requests.accounts.of_scope(peer.scope)
+        account = self._accounts.of_scope(peer.scope)
         try:
-            self._readiness.require_ready()
+            peer.model.readiness.require_ready()
             if account is not None:
                 account.arrive()
             parsed = parse()
@@ -257,46 +264,57 @@ class ZmqServer:
             received = Received(
                 api=ZMQ, body=bytes(data), scope=peer.scope, models=limits.allowed, adapter=adapter_of(parsed)
             )
-            request = self._requests.open(received.complete(parsed, limits), received)
+            requests = peer.model.requests
+            request = requests.open(received.complete(parsed, limits), received)
         except ApiError as error:
             self._refused(peer, message, begin_s, error)
             return
-        stream = ZmqStream(request_id, message.credits, request, self._requests)
+        stream = ZmqStream(request_id, message.credits, request, requests)
         task = self._tasks.create_task(self._run(peer, stream, begin_s))
         peer.streams[request_id] = stream, task
 
+    def _wait(self, peer: ClientPeer, request_id: int, then: Callable[[], None]) -> None:
+        """Have a client's model loaded first."""
+        peer.waiting[request_id] = self._tasks.create_task(self._when_loaded(peer, request_id, then))
+
+    async def _when_loaded(self, peer: ClientPeer, request_id: int, then: Callable[[], None]) -> None:
+        """Have a client's model loaded, and go on with its request, or with its hello."""
+        error: ApiError | None = None
+        try:
+            with peer.model.use():
+                await peer.model.until_loaded()
+                peer.waiting.pop(request_id, None)
+                then()
+        except asyncio.CancelledError:
+            error = ApiError(HTTPStatus.BAD_REQUEST, "aborted while the model was loaded", code="aborted")
+        except ApiError as refusal:
+            error = refusal
+        peer.waiting.pop(request_id, None)
+        if error is None or self._peers.get(peer.connection) is not peer:
+            return
+        if request_id == HELLO:
+            self._drop(peer, error)
+        else:
+            self._sender.post(peer, p.Failed(request_id, errors.on_the_wire(error)))
+
     def _require_new(self, peer: ClientPeer, request_id: int) -> None:
         """Raises ApiError if the id is in use."""
-        if request_id in peer.streams:
+        if request_id in peer.streams or request_id in peer.waiting:
             raise errors.of_peer(f"request_id {request_id} is already open on this connection", "duplicate_id")
 
     def _refused(self, peer: ClientPeer, message: ReceivedGenerate, begin_s: float, error: ApiError) -> None:
-        if (account := self._requests.accounts.of_scope(peer.scope)) is not None:
+        if (account := self._accounts.of_scope(peer.scope)) is not None:
             account.refused(error.status)
         self._sender.post(peer, p.Failed(message.request_id, errors.on_the_wire(error)))
-        self._log_access(peer, begin_s, message.name or "", error)
+        self._server_log.over(peer, begin_s, message.name or "", error)
 
     async def _run(self, peer: ClientPeer, stream: ZmqStream, begin_s: float) -> None:
         try:
-            await stream.run(PeerChannel(self._sender, peer))
+            with peer.model.use():
+                await stream.run(PeerChannel(self._sender, peer))
         finally:
             peer.streams.pop(stream.request_id, None)
-            self._log_access(peer, begin_s, stream.request.id, stream.error, stream)
-
-    def _log_access(
-        self,
-        peer: ClientPeer,
-        begin_s: float,
-        request_id: str,
-        error: ApiError | None,
-        stream: ZmqStream | None = None,
-    ) -> None:
-        """A request is over, or was refused."""
-        if self._access_log is not None:
-            request = None if stream is None else stream.request
-            has_left = stream is not None and not stream.has_ended
-            took_s, client = self._loop.time() - begin_s, peer.connection.address
-            log_zmq(self._access_log, request, request_id, error, peer.scope, client, took_s, has_left=has_left)
+            self._server_log.over(peer, begin_s, stream.request.id, stream.error, stream)
 
     # -------------------------------------------------------------------------------------------------- disconnect
 
@@ -312,11 +330,9 @@ class ZmqServer:
 
     def _give_up(self, connection: Connection) -> None:
         """Its message arrives too slowly, and others need the room."""
-        message = (
-            f"a message arrived slower than {MIN_BYTES_PER_S} bytes per second while other clients needed its room"
-        )
+        message = f"a message arrived slower than {MIN_BYTES_PER_S} bytes/s while other clients needed its room"
         self._drop(self._peers[connection], ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
-        self._log_ended("their messages arrived too slowly")
+        self._server_log.ended("their messages arrived too slowly")
 
     def _make_room(self, connection: Connection) -> None:
         """All places for connections are taken, and this one has no open request."""
@@ -325,21 +341,12 @@ class ZmqServer:
             self._drop(peer, overloaded("another client needed this connection's place"))
         else:
             self._disconnect(peer)
-        self._log_ended("others needed their places")
+        self._server_log.ended("others needed their places")
 
     def _end_crowded(self, peer: ClientPeer) -> None:
         """What waits for all clients takes too much room, and most of it is for this one's key."""
         self._disconnect(peer)
-        self._log_ended("they did not take their messages")
-
-    def _log_ended(self, why: str) -> None:
-        """Log connections that were ended for others, at most a line per second."""
-        self._num_ended[why] += 1
-        if (now_s := self._loop.time()) >= self._next_line_s:
-            self._next_line_s = now_s + LINE_S
-            for reason, num in self._num_ended.items():
-                self._log.warning("ended connections of clients", extra={"fields": {"num": num, "why": reason}})
-            self._num_ended.clear()
+        self._server_log.ended("they did not take their messages")
 
     def drop_unknown_keys(self) -> None:
         """The server's keys have changed: end connections whose key is none any more."""
@@ -353,6 +360,8 @@ class ZmqServer:
         self._sender.forget(peer)
         if peer.parsing is not None:
             peer.parsing.cancel()
+        for task in peer.waiting.values():
+            task.cancel()
         for stream, task in peer.streams.values():
             stream.release()
             task.cancel()
@@ -364,10 +373,12 @@ class ZmqServer:
 
     # ------------------------------------------------------------------------------------------------------- close
 
-    def fail_all(self, error: ApiError) -> None:
-        """Fail every request, including those whose clients have granted no credit, and whose message is being
-        parsed."""
+    def fail_all(self, error: ApiError, gateway: "GatewayStage | None" = None) -> None:
+        """Fail every request, or those of one of several models, including those whose clients have granted no credit,
+        and whose message is being parsed."""
         for peer in self._peers.values():
+            if gateway is not None and not (peer.is_welcome and peer.model.is_of(gateway)):
+                continue
             if peer.parsing is not None:
                 peer.failure = error
                 peer.parsing.cancel()

@@ -74,6 +74,10 @@ class ResponsesApi:
         elif not self._max_stored:
             self._why_off = "responses are not stored (gateway.max_stored_responses = 0)"
 
+    def has(self, response_id: str) -> bool:
+        """Whether a response of this id is stored here, for whichever client."""
+        return self._store.has(response_id)
+
     # -------------------------------------------------------------------------------------------------------- routes
 
     async def create_response(self, http_request: web.Request) -> web.StreamResponse:

@@ -135,6 +135,11 @@ class ResponseStore:
             while self.num_bytes > self.max_bytes:
                 self._evict(lambda one: one.num_bytes)
 
+    def has(self, response_id: str) -> bool:
+        """Whether there is a response of this id, in whichever scope."""
+        with self._lock:
+            return response_id in self._responses
+
     def get(self, response_id: str, scope: str) -> StoredResponse:
         """Raises ApiError, 404."""
         with self._lock:

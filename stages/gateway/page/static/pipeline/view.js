@@ -26,6 +26,8 @@ export class PipelineView {
   #isShown = false;
   #isAsking = false;
   #timer = 0;
+  /** Of several models, the one to show; empty for the only one. */
+  model = "";
 
   /**
    * @param {HTMLElement} root
@@ -53,13 +55,17 @@ export class PipelineView {
     this.#ask();
   }
 
+  get #path() {
+    return this.model ? `pipeline?model=${encodeURIComponent(this.model)}` : "pipeline";
+  }
+
   async #ask() {
     clearTimeout(this.#timer);
     if (!this.#isShown || document.hidden || this.#isAsking) return;
     this.#isAsking = true;
     let waitMs = INTERVAL_MS;
     try {
-      this.#update(await getJson("pipeline", { signal: AbortSignal.timeout(10_000) }));
+      this.#update(await getJson(this.#path, { signal: AbortSignal.timeout(10_000) }));
       this.#failure.hidden = true;
       this.onAnswer(true);
     } catch (error) {

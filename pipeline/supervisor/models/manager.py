@@ -1,0 +1,384 @@
+"""The manager of several models: which are loaded, which wait, and the gateway's process that they share.
+
+    what clients want ──► wanted, in order ──► placement.decide ──► a thread loads it ──► serving
+                                                      └──► others are unloaded first
+
+Each model has a supervisor of its own in a thread (model_thread.py), which restarts the model's stages. The manager's
+loop has the signals, the gateway's process and the states of the models, which it sends to the gateway whenever one
+changes.
+"""
+
+import logging
+import os
+import queue
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from pipeline.config.models import ServerSettings
+from pipeline.config.values.sizes import size_words
+from pipeline.runtime.messages.models import (
+    RETRY_S,
+    FromHost,
+    KeepModel,
+    LoadModel,
+    ModelActivity,
+    Models,
+    ModelState,
+    ModelStatus,
+    UnloadModel,
+)
+from pipeline.shm.available import available_bytes
+from pipeline.supervisor.models.gateway_host import GatewayHost
+from pipeline.supervisor.models.last_errors import LastErrors
+from pipeline.supervisor.models.model_thread import ModelThread, Served, needed_bytes
+from pipeline.supervisor.models.placement import Decision, Occupant, decide
+from pipeline.supervisor.restart.recovery import RestartBudget
+from pipeline.supervisor.run_mode import RunMode
+from pipeline.supervisor.shared.listeners import url_of, zmq_address
+from pipeline.supervisor.shared.shared_keys import SharedKeys
+from pipeline.supervisor.signals import TerminationSignals
+from pipeline.supervisor.stopping import EXIT_NO_ROOM, EXIT_NOT_STARTED, EXIT_OK, EXIT_STAGE_DIED
+
+POLL_S = 1.0
+
+
+class ModelManager:
+    """Owns the models' threads and the gateway's process."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        listeners: Sequence[socket.socket],
+        admins: Sequence[socket.socket],
+        keys: SharedKeys,
+        run_mode: RunMode,
+        log: logging.Logger,
+    ) -> None:
+        self._settings = server.shared
+        self._listeners, self._admins = listeners, admins
+        self._keys = keys
+        self._run_mode = run_mode
+        self._log = log
+        self._url = url_of(listeners[0], "https" if server.shared.gateway.ssl_certfile else "http")
+        self._errors = LastErrors(log)
+        self.memory_bytes = server.shared.memory_bytes or available_bytes()
+        self._models = {
+            name: Served(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
+        }
+        self._wanted: dict[str, float] = {}
+        """Models that wait to be loaded, in order, and since when."""
+        self._decisions: dict[str, Decision] = {}
+        """What was decided last about those that wait."""
+        self._at_start = [name for name, one in server.models.items() if one.load_at_start]
+        """Those that are not begun yet, one after the other: the order decides which fit."""
+        self._starting = ""
+        """The one of them that is being prepared."""
+        self._events: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signals = TerminationSignals()
+        self._host = GatewayHost(server.shared, listeners, admins, keys, log)
+        self._budget = RestartBudget(server.shared.supervisor.max_restarts)
+        self._is_ending = False
+        self._is_ready = False
+        self._reported = Models([])
+
+    # ---------------------------------------------------------------------------------------------------------- life
+
+    def run(self, begun: float) -> int:
+        """Serve until a signal comes. Returns the exit code."""
+        names = ", ".join(self._models)
+        self._info("starting", models=names, memory_bytes=size_words(self.memory_bytes))
+        self._host.ensure_alive()
+        self._tell()
+        while not self._signals.take():
+            self._turn()
+            if not self._is_ready and not (self._at_start or self._starting or self._is_loading()):
+                self._is_ready = True
+                loaded = [one.name for one in self._models.values() if one.state == "loaded"]
+                if not loaded and self._num_failed() == len(self._models):
+                    self._log.error("cannot start: none of the models could be loaded")
+                    return EXIT_NOT_STARTED
+                took_s = f"{time.monotonic() - begun:.2f}"
+                keys = "on" if self._keys.are_needed else "off"
+                zmq = zmq_address(self._settings, list(self._listeners)) or "off"
+                self._info(
+                    f"ready on {self._url}",
+                    models=", ".join(loaded) or "none",
+                    zmq=zmq,
+                    **({"admin": url_of(self._admins[0])} if self._admins else {}),
+                    api_keys=keys,
+                    took_s=took_s,
+                )
+            if not self._host.is_alive and (code := self._restart_host()):
+                return self._end(code)
+        return self._end(EXIT_OK)
+
+    def _turn(self) -> None:
+        """Wait for something, and handle all that came."""
+        self._load_wanted()
+        self._tell()
+        timeout_s = max(0.0, min([POLL_S, *(due_s - time.monotonic() for due_s in self._due())]))
+        fds = [self._wake_fd, self._signals.fileno(), *self._host.filenos()]
+        select.select(fds, [], [], timeout_s)
+        for message in self._host.receive():
+            self._handle(message)
+        self._take_events()
+
+    def _end(self, code: int) -> int:
+        """Unload all models, then end the gateway."""
+        self._is_ending = True
+        self._at_start.clear()
+        self._wanted.clear()
+        self._info("draining", timeout_s=self._settings.supervisor.drain_timeout_s)
+        for one in self._models.values():
+            self._unload(one)
+        while any(one.thread is not None for one in self._models.values()):
+            if self._signals.take():
+                for one in self._models.values():
+                    if one.thread is not None:
+                        one.thread.stop()
+            self._take_events()
+            self._tell()
+            select.select([self._wake_fd, self._signals.fileno()], [], [], POLL_S)
+        if not self._host.stop(self._settings.supervisor.stop_timeout_s):
+            self._log.error("the gateway did not stop in time; killing it")
+            code = max(code, EXIT_STAGE_DIED)
+        self._info("stopped", code=code)
+        return code
+
+    def _restart_host(self) -> int:
+        """The gateway's process has died. Returns an exit code if it does too often."""
+        reason = self._host.why_ended()
+        delay_s = self._budget.died("gateway.0", time.monotonic(), was_ready=True, suspects=[])
+        if isinstance(delay_s, str):
+            self._log.error(f"gateway.0 died: {reason}; not restarted: {delay_s}")
+            return EXIT_STAGE_DIED
+        self._log.error(f"gateway.0 died: {reason}")
+        self._host.ensure_alive()
+        for one in self._models.values():  # its streams have ended with it
+            one.is_busy, one.idle_since_s = False, time.monotonic()
+        return 0
+
+    def close(self) -> None:
+        """Free everything. All threads have ended, unless an error has ended the loop."""
+        for one in self._models.values():
+            if one.thread is not None:
+                one.thread.stop()
+                one.thread.stop()
+                one.thread.join()
+        self._host.close()
+        self._signals.close()
+        self._errors.close()
+        os.close(self._wake_fd)
+
+    # ------------------------------------------------------------------------------------------------------- clients
+
+    def _handle(self, message: FromHost) -> None:
+        model = self._models[message.name]
+        match message:
+            case LoadModel(_, is_asked_for):
+                has_failed = model.state == "failed" and time.monotonic() < model.failed_s + RETRY_S
+                if is_asked_for or not has_failed:
+                    model.is_wanted = True
+                    self._want(model)
+            case UnloadModel():
+                self._wanted.pop(model.name, None)
+                self._unload(model)
+            case KeepModel(_, idle_s):
+                model.keep_s = 0.0 if idle_s < 0 else max(idle_s, 1e-9)
+            case ModelActivity(_, is_busy):
+                model.is_busy, model.idle_since_s = is_busy, time.monotonic()
+
+    def _want(self, model: Served) -> None:
+        if not self._is_ending and model.state not in ("loading", "loaded") and model.name not in self._at_start:
+            self._wanted.setdefault(model.name, time.monotonic())
+
+    def _unload(self, model: Served) -> None:
+        if model.thread is not None and model.state in ("loading", "loaded"):
+            self._info("unloading", model=model.name)
+            self._set(model, "unloading")
+            model.thread.stop()
+
+    def _due(self) -> list[float]:
+        """When models are unloaded without requests, by time.monotonic()."""
+        return [one.idle_since_s + one.keep_s for one in self._idle()]
+
+    def _idle(self) -> list[Served]:
+        """Those that may be unloaded because they have no requests."""
+        return [
+            one
+            for one in self._models.values()
+            if one.state == "loaded" and one.keep_s and not one.is_busy and not one.settings.pinned
+        ]
+
+    # ----------------------------------------------------------------------------------------------------- placement
+
+    def _load_wanted(self) -> None:
+        """Unload what has no requests, and load what is wanted."""
+        now_s = time.monotonic()
+        for one in self._idle():
+            if now_s >= one.idle_since_s + one.keep_s:
+                self._unload(one)
+        if not self._starting and self._at_start:
+            self._starting = self._at_start.pop(0)
+            self._load(self._models[self._starting])
+        for name in list(self._wanted):
+            model = self._models[name]
+            if model.state == "unloading":
+                continue
+            self._decisions[name] = decision = self._decide(model, self._needed(model))
+            for other in decision.leave:
+                self._unload(self._models[other])
+            if decision.waits_for:
+                break  # the first one that waits is the first one that loads
+            del self._wanted[name]
+            if decision.loads:
+                self._load(model)
+            else:
+                self._log.error("does not fit", extra={"fields": {"model": name, "why": decision.problem}})
+                self._set(model, "failed", f"it does not fit: {decision.problem}")
+
+    def _needed(self, model: Served) -> int:
+        return model.num_bytes or needed_bytes(model.settings, None)
+
+    def _decide(self, model: Served, num_bytes: int) -> Decision:
+        occupants = [
+            Occupant(
+                name=one.name,
+                num_bytes=self._needed(one),
+                is_pinned=one.settings.pinned,
+                is_busy=one.is_busy or one.state == "loading",
+                is_leaving=one.state == "unloading",
+                idle_since_s=one.idle_since_s,
+            )
+            for one in self._models.values()
+            if one.has_memory and one is not model
+        ]
+        return decide(num_bytes, occupants, self.memory_bytes)
+
+    def _load(self, model: Served) -> None:
+        self._set(model, "loading")
+        model.keep_s = model.settings.idle_unload_s
+        self._errors.forget(model.name)
+        model.thread = ModelThread(
+            model.name,
+            model.settings,
+            self._listeners,
+            self._host,
+            self._keys,
+            self._admit,
+            self._post,
+            self._run_mode,
+            self._log,
+        )
+        self._errors.watch(model.name, model.thread.thread_name)
+
+    def _admit(self, name: str, num_bytes: int) -> bool:
+        """Called in a model's thread, when it is prepared and its size is known."""
+        model = self._models[name]
+        model.num_bytes = num_bytes
+        fits = self._decide(model, num_bytes).loads
+        self._post(name, "admitted" if fits else "no room", num_bytes)
+        return fits
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def _post(self, name: str, what: str, number: int) -> None:
+        """Called in a model's thread."""
+        self._events.put((name, what, number))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _take_events(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return
+        while not self._events.empty():
+            name, what, number = self._events.get()
+            model = self._models[name]
+            match what:
+                case "serving":
+                    model.idle_since_s = time.monotonic()
+                    if model.state == "loading":
+                        self._set(model, "loaded")
+                case "admitted" | "no room":
+                    self._admitted(model, number, fits=what == "admitted")
+                case _:
+                    self._ended(model, number)
+
+    def _admitted(self, model: Served, num_bytes: int, *, fits: bool) -> None:
+        self._begun(model)
+        used = sum(self._needed(one) for one in self._models.values() if one.has_memory and one is not model)
+        fields = {"model": model.name, "needs": size_words(num_bytes), "free": size_words(self.memory_bytes - used)}
+        self._log.info("fits" if fits else "does not fit now", extra={"fields": fields})
+
+    def _begun(self, model: Served) -> None:
+        """Of those that are loaded at the start, the next one may begin."""
+        if self._starting == model.name:
+            self._starting = ""
+
+    def _ended(self, model: Served, code: int) -> None:
+        assert model.thread is not None
+        model.thread.join()
+        model.thread = None
+        model.is_busy = False
+        self._begun(model)
+        was_asked = model.state == "unloading"
+        if code == EXIT_NO_ROOM:
+            self._set(model, "unloaded")
+            if model.is_wanted:
+                self._want(model)  # its size is known now
+        elif was_asked or code == EXIT_OK:
+            self._set(model, "unloaded")
+            self._info("unloaded", model=model.name)
+        else:
+            self._set(model, "failed", self._errors.of(model.name) or f"its stages ended with code {code}")
+
+    # -------------------------------------------------------------------------------------------------------- states
+
+    def _set(self, model: Served, state: ModelState, problem: str = "") -> None:
+        model.state, model.problem, model.since_s = state, problem, time.time()
+        if state == "failed":
+            model.failed_s = time.monotonic()
+        if state in ("loaded", "failed"):
+            model.is_wanted = False
+
+    def _is_loading(self) -> bool:
+        return any(one.state == "loading" for one in self._models.values())
+
+    def _num_failed(self) -> int:
+        return sum(one.state == "failed" for one in self._models.values())
+
+    def _tell(self) -> None:
+        """Tell the gateway the states, if they have changed."""
+        positions = {name: 1 + index for index, name in enumerate(self._wanted)}
+        now_s, unix_s = time.monotonic(), time.time()
+        idle = {one.name for one in self._idle()}
+        found = []
+        for one in self._models.values():
+            decision = self._decisions.get(one.name, Decision()) if one.name in positions else Decision()
+            expires_s = round(unix_s - now_s + one.idle_since_s + one.keep_s) if one.name in idle else 0.0
+            found.append(
+                ModelStatus(
+                    name=one.name,
+                    aliases=one.settings.aliases,
+                    adapters=tuple(one.settings.lora.adapters),
+                    state=one.state,
+                    problem=one.problem,
+                    since_s=one.since_s,
+                    num_bytes=one.num_bytes,
+                    is_pinned=one.settings.pinned,
+                    position=positions.get(one.name, 0),
+                    waits_for=decision.waits_for,
+                    expires_s=expires_s,
+                )
+            )
+        reported = Models(found, self._is_ready, self._is_ending)
+        if reported != self._reported:
+            self._reported = reported
+            self._host.tell(reported)
+
+    def _info(self, text: str, **fields: object) -> None:
+        self._log.info(text, extra={"fields": fields})

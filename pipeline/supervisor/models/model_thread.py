@@ -1,0 +1,149 @@
+"""A model of several: a whole supervisor for its stages, in a thread that lives while the model is loaded."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipeline.config.by_device import kv_bytes_in_ram
+from pipeline.config.load import ConfigError
+from pipeline.config.settings import Settings
+from pipeline.errors import UserError
+from pipeline.runtime import messages as m
+from pipeline.runtime.log.logs import of_model
+from pipeline.runtime.messages.models import ModelState
+from pipeline.runtime.model.model_config import ModelConfig
+from pipeline.runtime.model.weight_headers import weight_facts
+from pipeline.runtime.topology import SUPERVISOR
+from pipeline.supervisor.models.gateway_host import GatewayHost, HostedGateway
+from pipeline.supervisor.processes.inline import THREAD
+from pipeline.supervisor.run_mode import ModelRun, RunMode
+from pipeline.supervisor.shared.shared_keys import SharedKeys
+from pipeline.supervisor.signals import AskedToStop
+from pipeline.supervisor.stopping import EXIT_NOT_STARTED
+from pipeline.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.processes.process import Child
+
+PROCESSES_BYTES = 320 * 1024**2
+"""What the processes of a model take besides its weights, KV cache and swap space: about this much with a tiny
+model."""
+
+
+class Served(msgspec.Struct, eq=False):
+    """What the manager knows of a model. Only its loop changes it."""
+
+    name: str
+    settings: Settings
+    state: ModelState = "unloaded"
+    problem: str = ""
+    since_s: float = 0.0
+    num_bytes: int = 0
+    """What it needs; 0 if that is not known yet."""
+    is_busy: bool = False
+    idle_since_s: float = 0.0
+    """By time.monotonic()."""
+    keep_s: float = 0.0
+    """How long it stays without a request; 0 for ever."""
+    failed_s: float = 0.0
+    """When it failed, by time.monotonic()."""
+    is_wanted: bool = False
+    """By a client, since it was loaded last."""
+    thread: "ModelThread | None" = None
+
+    @property
+    def has_memory(self) -> bool:
+        return self.state not in ("unloaded", "failed")
+
+
+class ModelThread:
+    """Loads a model, serves it and unloads it. `done` is called in the thread: with "admit" and the bytes that the
+    prepared model needs, with "serving", and at last with "ended" and the exit code."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        listeners: Sequence[socket.socket],
+        host: GatewayHost,
+        keys: SharedKeys,
+        admit: Callable[[str, int], bool],
+        done: Callable[[str, str, int], None],
+        run_mode: RunMode,
+        log: logging.Logger,
+    ) -> None:
+        self._name, self._settings = name, settings
+        self._listeners = listeners
+        self._host = host
+        self._admit = admit
+        self._done = done
+        self._signals = AskedToStop()
+        self._log = log
+        run = ModelRun(
+            name,
+            keys,
+            self._signals,
+            lambda launch, waits: self._start_gateway(launch, waits=waits),
+            self._fits,
+            lambda: done(name, "serving", 0),
+        )
+        self._run_mode = msgspec.structs.replace(run_mode, model=run)
+        self.thread_name = f"{THREAD}{of_model(SUPERVISOR, name)}"
+        self._thread = threading.Thread(target=self._run, name=self.thread_name)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Unload the model when its streams have ended, or at the end of the drain; a second time, at once."""
+        self._signals.ask()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        code = EXIT_NOT_STARTED
+        begun = time.monotonic()
+        # Closed when the gateway stage has drained. `socket.dup` would make the gateway's own one blocking.
+        listeners = [socket.socket(fileno=os.dup(one.fileno())) for one in self._listeners]
+        try:
+            supervisor = Supervisor(self._settings, listeners, self._log, self._run_mode)
+            try:
+                code = supervisor.run(begun)
+            finally:
+                supervisor.close()
+        except (UserError, ConfigError, OSError) as error:
+            self._log.error(str(error))
+        except Exception:  # noqa: BLE001 - a fault of ours ends this model, and not the others
+            self._log.exception("failed")
+        finally:
+            for one in listeners:
+                one.close()
+            self._done(self._name, "ended", code)
+
+    def _start_gateway(self, launch: m.Launch, *, waits: bool) -> "Child":
+        return HostedGateway(msgspec.structs.replace(launch, model=self._name), self._host, waits=waits)
+
+    def _fits(self, prepared: m.Prepared) -> bool:
+        return self._admit(self._name, needed_bytes(self._settings, Path(prepared.model_dir)))
+
+
+def needed_bytes(settings: Settings, folder: Path | None) -> int:
+    """What a model needs of memory_bytes: of the GPU's memory, if it is there. Without a prepared `folder`, what is
+    known before: all but its weights."""
+    execute = settings.execute
+    kv_bytes = kv_bytes_in_ram(settings) * execute.num_ranks
+    if execute.device != "cpu":
+        kv_bytes = execute.kv_cache_bytes * execute.num_ranks
+    if folder is None:
+        return PROCESSES_BYTES + kv_bytes
+    config = ModelConfig.load(folder)
+    if not config.generates:
+        kv_bytes = 0
+    weights = weight_facts(config.weight_paths(folder)).num_bytes
+    return PROCESSES_BYTES + weights + kv_bytes + execute.swap_bytes

@@ -1,0 +1,50 @@
+"""A stream whose headers are sent before its request is opened, because its model is being loaded: it has keep-alives
+meanwhile, which say what the request waits for. What fails then is an event, as it has no status of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from pipeline.http_server.error_responses import error_parts
+from pipeline.stages.gateway.dialect import EVENT_STREAM
+from pipeline.stages.gateway.errors import ApiError
+
+BEGUN = web.RequestKey("begun stream", web.StreamResponse)
+"""The response of a request, if it was begun early."""
+NAMED = ("/v1/messages", "/v1/responses")
+"""Paths of APIs whose events have names."""
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def wait_with_keep_alives(
+    http_request: web.Request, ready: Awaitable[object], interval_s: float, words: Callable[[], str]
+) -> None:
+    """Wait, and after each `interval_s` send a comment with these words. Raises what `ready` raises."""
+    task = asyncio.ensure_future(ready)
+    try:
+        while not (await asyncio.wait([task], timeout=interval_s))[0]:
+            response = await begun(http_request)
+            await response.write(f": {words()}\n\n".encode())
+        await task
+    finally:
+        task.cancel()
+
+
+async def begun(http_request: web.Request) -> web.StreamResponse:
+    """The response, whose headers are sent."""
+    if BEGUN not in http_request:
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM} | STREAM_HEADERS)
+        await response.prepare(http_request)
+        http_request.writer.send_headers()
+        http_request[BEGUN] = response
+    return http_request[BEGUN]
+
+
+async def fail(http_request: web.Request, error: ApiError) -> web.StreamResponse:
+    """End a stream that was begun early with an error."""
+    body, _ = error_parts(http_request, error)
+    response = http_request[BEGUN]
+    event = b"event: error\n" if http_request.path in NAMED else b""
+    await response.write_eof(event + b"data: " + body + b"\n\n")
+    return response

@@ -1,0 +1,216 @@
+"""The routes of a server of several models: each request goes to the handlers of the model that it chooses.
+
+body or ?model= ──► its model ──► loaded, if it is not ──► the handler of the model's own stage
+"""
+
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pipeline.config.settings import Settings
+from pipeline.http_server import expect
+from pipeline.http_server.access.cors import Cors
+from pipeline.http_server.access.key_accounts import KeyAccounts, add_limit_headers
+from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
+from pipeline.http_server.server_header import add_headers
+from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.http import middleware
+from pipeline.stages.gateway.http.early_stream import BEGUN, fail, wait_with_keep_alives
+from pipeline.stages.gateway.http.route import Route
+from pipeline.stages.gateway.http.routes import ROUTES
+from pipeline.stages.gateway.models import lists
+from pipeline.stages.gateway.models.chosen import Chosen, chosen_of, keep_s
+from pipeline.stages.gateway.models.server import ModelsApi
+from pipeline.stages.gateway.models.table import HostedModel, ModelTable
+from pipeline.stages.gateway.page import files
+
+OLLAMA = "/api/"
+STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
+"""Handlers whose streams are server-sent events."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ModelsApp:
+    """The application of the listener that all models share."""
+
+    def __init__(self, table: ModelTable, settings: Settings, accounts: KeyAccounts) -> None:
+        gateway = settings.gateway
+        self._table = table
+        self._accounts = accounts
+        self._has_page = gateway.page
+        self._keep_alive_s = gateway.sse_keep_alive_s
+        self._max_body = gateway.max_body_bytes
+        self._max_waiting_bytes = gateway.max_open_bytes
+        self._waiting_bytes = 0
+        """Of bodies whose models are not loaded yet."""
+        self.cors = Cors(gateway)
+        self._bodies = BodyReader(gateway.max_body_bytes, settings.limits.max_json_depth)
+        self._server = ModelsApi(table, self._bodies)
+
+    def app(self, has_admin_routes: bool = True) -> web.Application:
+        """All routes, with or without those of `admin_app`."""
+        app = self._empty()
+        if self.cors.is_on:
+            app.on_response_prepare.append(self._add_cors_headers)
+        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin or has_admin_routes])
+        app.add_routes(
+            [
+                web.get("/models", self._server.models, allow_head=True),
+                web.post("/models/load", self._load),
+                web.post("/models/unload", self._unload),
+            ]
+        )
+        if self._has_page:
+            app.add_routes(files.routes())
+        return app
+
+    def admin_app(self) -> web.Application:
+        """Routes for the operator's programs, which have no key."""
+        app = self._empty()
+        app.add_routes([self._def_of(route) for route in ROUTES if route.is_admin])
+        return app
+
+    async def _add_cors_headers(self, http_request: web.Request, response: web.StreamResponse) -> None:
+        self.cors.add_headers(http_request, response)
+
+    def _empty(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body, middlewares=[middleware.format_errors])
+        app.on_response_prepare.append(add_headers)
+        if self._accounts.keys is not None:
+            app.on_response_prepare.append(add_limit_headers)
+        return app
+
+    def _def_of(self, route: Route) -> web.RouteDef:
+        options: dict[str, Any] = {"allow_head": True} if route.method == "GET" else {}
+        add = {"GET": web.get, "POST": web.post, "DELETE": web.delete}[route.method]
+        return add(route.resource, self._handler(route), expect_handler=expect.answer_expect, **options)
+
+    def _handler(self, route: Route) -> Handler:
+        """That of the server as a whole, if it has one for the route; else that of the model which is chosen."""
+        if (handler := getattr(self._server, route.handler, None)) is not None:
+            return handler  # type: ignore[no-any-return]
+        if "{response_id}" in route.path:
+            return functools.partial(self._of_response, route)
+        if route.opens_request or route.names_model:
+            return functools.partial(self._by_body, route)
+        return functools.partial(self._by_query, route)
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    async def _by_body(self, route: Route, http_request: web.Request) -> web.StreamResponse:
+        """A request whose body has the model."""
+        is_ollama = route.path.startswith(OLLAMA)
+        chosen = await self._read(http_request)
+        name = chosen.model or chosen.name
+        if not isinstance(name, str):
+            raise self._table.unnamed()
+        model = self._table.find(name, as_ollama=is_ollama)
+        idle_s = keep_s(chosen.keep_alive) if is_ollama else keep_s(chosen.ttl)
+        if is_ollama and idle_s == 0 and not chosen.has_input and not model.serves:
+            return _json(lists.unloaded(route.path, name, time.time()))
+        streams = route.handler in STREAMS and chosen.stream is True and not chosen.background
+        try:
+            return await self._serve(route, http_request, model, streams=streams)
+        except ApiError as error:
+            if BEGUN in http_request:
+                return await fail(http_request, error)
+            raise
+        finally:
+            if idle_s is not None:
+                self._table.keep(model, idle_s)
+
+    async def _read(self, http_request: web.Request) -> Chosen:
+        """Read the body, which is kept for the model's own handler. Raises ApiError."""
+        chosen, body = await self._bodies.parse(http_request, lambda body: (chosen_of(body), body))
+        http_request[KEPT_BODY] = body
+        return chosen
+
+    async def _by_query(self, route: Route, http_request: web.Request) -> web.StreamResponse:
+        """A request about a model: that of ?model=, by default the first one. Who only looks neither has it loaded nor
+        keeps it from being unloaded. Raises ApiError, 503, if it is not loaded."""
+        name = http_request.query.get("model")
+        if route.method != "GET":
+            model = self._table.default() if name is None else self._table.find(name)
+            return await self._serve(route, http_request, model)
+        found = self._table.serving() or [self._table.default()]
+        model = found[0] if name is None else self._table.find(name)
+        if model.gateway is None or not model.serves:
+            message = f"the model '{model.name}' is not loaded: {waiting_words(model)}"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, "model", "model_not_loaded")
+        return await model.gateway.handler(route)(http_request)
+
+    async def _of_response(self, route: Route, http_request: web.Request) -> web.StreamResponse:
+        """A request about a stored response, which a model that is loaded has."""
+        found = self._table.serving()
+        response_id = http_request.match_info["response_id"]
+        owner = next((one for one in found if one.gateway and one.gateway.api.responses.has(response_id)), None)
+        return await self._serve(route, http_request, owner or (found[0] if found else self._table.default()))
+
+    async def _serve(
+        self, route: Route, http_request: web.Request, model: HostedModel, *, streams: bool = False
+    ) -> web.StreamResponse:
+        """Have the model loaded, and its own handler answer. A stream of events has keep-alives meanwhile."""
+        with self._table.use(model):
+            if not model.serves:
+                await self._wait(http_request, model, streams=streams and RESUMABLE not in http_request.headers)
+            assert model.gateway is not None
+            return await model.gateway.handler(route)(http_request)
+
+    async def _wait(self, http_request: web.Request, model: HostedModel, *, streams: bool) -> None:
+        """Wait until the model is loaded. Raises ApiError, 503, if too much waits already."""
+        num_bytes = len(http_request.get(KEPT_BODY, b""))
+        if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            message = f"requests for models that are not loaded hold {self._waiting_bytes} bytes already"
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="overloaded")
+        self._waiting_bytes += num_bytes
+        try:
+            loaded = self._table.until_loaded(model)
+            if streams and self._keep_alive_s:
+                await wait_with_keep_alives(http_request, loaded, self._keep_alive_s, lambda: waiting_words(model))
+            else:
+                await loaded
+        finally:
+            self._waiting_bytes -= num_bytes
+
+    # ------------------------------------------------------------------------------------- llama.cpp's router routes
+
+    async def _load(self, http_request: web.Request) -> web.StreamResponse:
+        """POST /models/load: begin to load a model. Its state is in GET /models."""
+        model = await self._named(http_request)
+        if not model.serves:
+            self._table.load(model)
+        return _json({"success": True})
+
+    async def _unload(self, http_request: web.Request) -> web.StreamResponse:
+        """POST /models/unload: begin to unload a model."""
+        model = await self._named(http_request)
+        if model.state not in ("loaded", "loading"):
+            message = f"the model '{model.name}' is not loaded: it is {model.state}"
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, "model", "model_not_loaded")
+        self._table.unload(model)
+        return _json({"success": True})
+
+    async def _named(self, http_request: web.Request) -> HostedModel:
+        name = (await self._read(http_request)).model
+        if not isinstance(name, str):
+            raise self._table.unnamed()
+        return self._table.find(name)
+
+
+def waiting_words(model: HostedModel) -> str:
+    """What a request of a model waits for."""
+    status = model.status
+    if not status.position:
+        return f"the model is {model.state}"
+    others = f", after {', '.join(status.waits_for)}" if status.waits_for else ""
+    return f"the model waits to be loaded: position {status.position}{others}"
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

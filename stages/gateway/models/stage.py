@@ -1,0 +1,262 @@
+"""The process of the gateway of several models: one loop, one listener, and a `GatewayStage` for each model that is
+loaded, which the supervisor begins and ends.
+
+    supervisor ──HostStage──► this process ──► a stage with its own channels to the model's other stages
+    client ──HTTP──► ModelsApp ──► the stage of the model
+    client ──ZeroMQ──► ZmqServer ──► the stage of the connection's model
+"""
+
+import array
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+from typing import Any
+
+import uvloop
+
+from pipeline.client.connection.zmq_address import address_of
+from pipeline.errors import UserError
+from pipeline.http_server.access.guard import OPEN_PATHS
+from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.http_server.access_log import AccessLog
+from pipeline.http_server.listener import HttpListener
+from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.http_server.rules import ListenerRules
+from pipeline.http_server.sockets import descriptors
+from pipeline.http_server.sockets.connections import HttpConnections, limit_of
+from pipeline.http_server.sockets.slow_clients import UnreadReplies, max_unread_bytes
+from pipeline.replay.open_stage import open_stage
+from pipeline.runtime import messages as m
+from pipeline.runtime import topology
+from pipeline.runtime.child import report_failure
+from pipeline.runtime.log.log_file import dropped_log
+from pipeline.runtime.messages.models import (
+    MAX_FDS,
+    MAX_PACKET_BYTES,
+    DropStage,
+    HostStage,
+    Models,
+    StopHost,
+    ToHost,
+)
+from pipeline.runtime.process import heap
+from pipeline.runtime.process.descriptors import renumbered
+from pipeline.runtime.security.tls import server_context
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.stages.gateway.errors import ApiError
+from pipeline.stages.gateway.models.app import ModelsApp
+from pipeline.stages.gateway.models.table import ModelTable, packet_sender
+from pipeline.stages.gateway.page import files
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN
+from pipeline.stages.gateway.stage import GatewayStage
+from pipeline.stages.gateway.zmq.listener import max_connections as max_zmq_connections
+from pipeline.stages.gateway.zmq.server import ZmqServer
+
+FLUSH_S = 1.0
+"""How often logs of refusals are written."""
+
+
+def run(launch: m.Launch) -> None:
+    """Run the process until `StopHost`, or until the supervisor's socket closes."""
+    heap.unmap_large_blocks()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        descriptors.raise_limit(topology.max_open_of_one(launch.settings), logging.getLogger("pipeline"))
+        runner.run(ModelGateways(launch).serve())
+
+
+class ModelGateways:
+    """The listeners, and the stages of the models that are loaded: `SharedListener` of each."""
+
+    def __init__(self, launch: m.Launch) -> None:
+        self._launch = launch
+        self._log = logging.getLogger("pipeline")
+        self._socket = socket.socket(fileno=launch.models_fd)
+        self._socket.setblocking(False)
+        self._decoder: MessageDecoder[ToHost] = MessageDecoder(ToHost)
+        self._accounts = KeyAccounts.inherited(launch.keys_fd, launch.usage_fd, 0)
+        self.refusal_log = RefusalLog(self._log)
+        self.access_log = AccessLog.of(launch.settings.access_log, self._accounts.name_of)
+        self._dropped_log = dropped_log(self._log)
+        self._table = ModelTable(self._accounts, packet_sender(self._socket))
+        self._app = ModelsApp(self._table, launch.settings, self._accounts)
+        self._stages: dict[int, asyncio.Task[None]] = {}
+        """By the supervisor's number."""
+        self._is_stopped = asyncio.Event()
+        self._http: list[HttpListener] = []
+        self._http_port = 0
+        self._zmq_server: ZmqServer | None = None
+
+    async def serve(self) -> None:
+        """Listen, and have stages until the process is asked to end."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners():
+            await listener.start()
+        heap.freeze()
+        loop.add_reader(self._socket.fileno(), self._receive)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._start_zmq_server(tasks)
+                while not self._is_stopped.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(FLUSH_S):
+                            await self._is_stopped.wait()
+                    self._flush()
+                if self._zmq_server is not None:
+                    self._zmq_server.fail_all(SHUTTING_DOWN)
+                    self._zmq_server.close()
+        finally:
+            if self._zmq_server is not None:
+                self._zmq_server.close()
+                await self._zmq_server.wait_closed()
+            loop.remove_reader(self._socket.fileno())
+            for task in self._stages.values():
+                task.cancel()
+            await asyncio.gather(*self._stages.values(), return_exceptions=True)
+            for listener in self._http:
+                await listener.cleanup()
+            self._accounts.close()
+            if self.access_log is not None:
+                self.access_log.writer.close()
+
+    def _listeners(self) -> list[HttpListener]:
+        """As of a gateway of one model."""
+        launch, settings = self._launch, self._launch.settings
+        gateway = settings.gateway
+        has_admin = launch.admin_fd >= 0
+        tls = server_context(gateway)
+        page_paths = files.paths() if gateway.page else ()
+        rules = ListenerRules.main(
+            gateway,
+            self.refusal_log,
+            keys=self._accounts.keys,
+            open_paths=frozenset((*(() if has_admin else OPEN_PATHS), *page_paths)),
+            cors=self._app.cors,
+            access_log=self.access_log,
+            scheme="http" if tls is None else "https",
+        )
+        shared: dict[str, Any] = {
+            "max_header_bytes": settings.limits.max_header_bytes,
+            "connections": HttpConnections(limit_of(topology.max_open_of_one(settings), max_zmq_connections())),
+            "unread": UnreadReplies(
+                lambda: max_unread_bytes(topology.max_open_bytes_of_one(settings)), gateway.slow_client_timeout_s
+            ),
+        }
+        app = self._app.app(has_admin_routes=not has_admin)
+        sock = socket.socket(fileno=launch.listen_fd)
+        self._http_port = sock.getsockname()[1]
+        self._http.append(HttpListener(app, sock, rules, tls=tls, **shared))
+        if has_admin:
+            rules = ListenerRules.admin(gateway, self.refusal_log, self.access_log)
+            admin = self._app.admin_app()
+            self._http.append(HttpListener(admin, socket.socket(fileno=launch.admin_fd), rules, **shared))
+        return self._http
+
+    async def _start_zmq_server(self, tasks: asyncio.TaskGroup) -> None:
+        """Listen for ZeroMQ clients. Raises UserError if it can't listen on the address."""
+        gateway = self._launch.settings.gateway
+        if (address := address_of(gateway.zmq, self._http_port)) is not None:
+            self._zmq_server = ZmqServer(
+                address,
+                self._table.of_connection,
+                self._accounts,
+                gateway.max_body_bytes,
+                tasks,
+                self._accounts.keys,
+                needs_key=address.startswith("tcp://"),  # only processes of this user can connect to ipc
+                access_log=self.access_log,
+            )
+            await self._zmq_server.start()
+
+    def _flush(self) -> None:
+        self.refusal_log.flush()
+        if self.access_log is not None:
+            self.access_log.writer.report(self._dropped_log)
+
+    # ---------------------------------------------------------------------------------------------------- supervisor
+
+    def _receive(self) -> None:
+        """Handle the supervisor's packets."""
+        while True:
+            try:
+                data, fds = _receive_packet(self._socket)
+            except BlockingIOError:
+                return
+            if not data:  # the supervisor is gone
+                self._is_stopped.set()
+                return
+            match self._decoder.decode(data):
+                case HostStage() as message:
+                    self._stages[message.number] = asyncio.create_task(self._host(message, fds))
+                case DropStage(number):
+                    if (task := self._stages.get(number)) is not None:
+                        task.cancel()
+                case Models() as models:
+                    self._table.update(models)
+                case StopHost():
+                    self._is_stopped.set()
+
+    async def _host(self, message: HostStage, fds: list[int]) -> None:
+        """Run a stage until it is stopped. The last descriptor tells the supervisor that it has ended."""
+        numbers = dict(zip(message.fds, fds, strict=False))
+        launch, end_fd = renumbered(message.launch, numbers), fds[-1]
+        try:
+            await self._run(launch)
+            os.write(end_fd, b"0")
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001 - ends this model's stage, and not those of the others
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, UserError):
+                self._log.exception("failed")
+            await asyncio.to_thread(report_failure, launch, reason)
+        finally:
+            del self._stages[message.number]
+            box = launch.black_box.fds if launch.black_box is not None else []
+            for fd in (launch.keys_fd, launch.usage_fd, *box, end_fd):
+                if fd >= 0:
+                    os.close(fd)
+
+    async def _run(self, launch: m.Launch) -> None:
+        stage: Stage[m.GatewayInbox] = open_stage(launch, m.GatewayInbox)
+        try:
+            gateway = GatewayStage(stage, self)
+            self._table.add(launch.model, gateway)
+            try:
+                await gateway.serve()
+            finally:
+                self._table.remove(launch.model, gateway)
+        finally:
+            await asyncio.to_thread(stage.close)  # it waits for messages to be sent
+            del stage
+            asyncio.get_running_loop().call_later(FLUSH_S, _collect)
+
+    # ------------------------------------------------------------------------------------------- the shared listener
+
+    def fail_streams(self, gateway: GatewayStage, error: ApiError) -> None:
+        """End the streams over ZeroMQ of one model."""
+        if self._zmq_server is not None:
+            self._zmq_server.fail_all(error, gateway)
+
+    def on_change(self) -> None:
+        self._table.changed()
+
+
+def _collect() -> None:
+    """Free what an ended stage has left."""
+    gc.collect()
+
+
+def _receive_packet(from_supervisor: socket.socket) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors. Raises BlockingIOError."""
+    data, ancillary, _, _ = from_supervisor.recvmsg(
+        MAX_PACKET_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for level, kind, part in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
+    return data, list(fds)

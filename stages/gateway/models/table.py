@@ -1,0 +1,271 @@
+"""The models of the server by name: their states, as the supervisor tells them, and the stages that serve them."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipeline.http_server.access.guard import current_scope
+from pipeline.http_server.access.key_accounts import KeyAccounts
+from pipeline.runtime.messages.models import (
+    RETRY_S,
+    FromHost,
+    KeepModel,
+    LoadModel,
+    ModelActivity,
+    Models,
+    ModelState,
+    ModelStatus,
+    UnloadModel,
+)
+from pipeline.stages.gateway.errors import ApiError, shown
+from pipeline.stages.gateway.open_requests.table import RequestTable
+from pipeline.stages.gateway.parsing.parsed_request import RequestLimits
+from pipeline.stages.gateway.readiness import Readiness
+from pipeline.stages.gateway.zmq.serving.model import ZmqModel
+
+if TYPE_CHECKING:
+    from pipeline.stages.gateway.stage import GatewayStage
+
+IDLE_S = 0.25
+"""A model is reported idle this long after its last request, so that steady traffic reports nothing."""
+TAG = ":latest"
+"""What Ollama's clients append to names."""
+
+
+class HostedModel:
+    """A model, whether it is loaded or not."""
+
+    def __init__(self, status: ModelStatus) -> None:
+        self.status = status
+        self.gateway: GatewayStage | None = None
+        """Its stage in this process; None if it has none."""
+        self.num_open = 0
+        """Requests that are open, or wait until it is loaded."""
+        self.is_busy = False
+        """As the supervisor knows it."""
+
+    @property
+    def name(self) -> str:
+        return self.status.name
+
+    @property
+    def serves(self) -> bool:
+        """Whether its stage takes requests."""
+        return self.gateway is not None and self.gateway.readiness.status == "ok"
+
+    @property
+    def state(self) -> ModelState:
+        """As clients see it: the supervisor's report may lag behind a stage that serves."""
+        return "loaded" if self.serves else self.status.state
+
+    @property
+    def names(self) -> list[str]:
+        """All by which requests may choose it."""
+        adapters = [] if self.gateway is None else list(self.gateway.limits.adapters)
+        return [self.name, *self.status.aliases, *self.status.adapters, *adapters]
+
+
+class ModelTable:
+    """Finds the model of a request, and waits until it is loaded."""
+
+    def __init__(self, accounts: KeyAccounts, send: Callable[[FromHost], None]) -> None:
+        """`send` tells the supervisor."""
+        self._accounts = accounts
+        self._send = send
+        self._models: dict[str, HostedModel] = {}
+        self._changed = asyncio.Event()
+        self.is_ready = False
+        """Whether those that are loaded at the start are."""
+        self.is_ending = False
+
+    def update(self, message: Models) -> None:
+        """The supervisor has sent the states."""
+        for status in message.models:
+            model = self._models.setdefault(status.name, HostedModel(status))
+            model.status = status
+        self.is_ready, self.is_ending = message.is_ready, message.is_ending
+        self.changed()
+
+    def changed(self) -> None:
+        """Something may serve now that did not, or the reverse."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def add(self, name: str, gateway: "GatewayStage") -> None:
+        """A stage has begun."""
+        self._models[name].gateway = gateway
+        self.changed()
+
+    def remove(self, name: str, gateway: "GatewayStage") -> None:
+        """A stage has ended. Another one may have taken its position."""
+        if self._models[name].gateway is gateway:
+            self._models[name].gateway = None
+        self.changed()
+
+    def allowed(self, scope: str | None = None) -> list[HostedModel]:
+        """Those that the API key of a scope may use, by default the current request's, in the order of the settings."""
+        return [one for one in self._models.values() if any(self._allows(one, name, scope) for name in one.names)]
+
+    def serving(self) -> list[HostedModel]:
+        """Those of `allowed` whose stages take requests."""
+        return [one for one in self.allowed() if one.serves]
+
+    def all(self) -> list[HostedModel]:
+        return list(self._models.values())
+
+    def find(self, name: str, *, as_ollama: bool = False, scope: str | None = None) -> HostedModel:
+        """The model of this name, alias or adapter; Ollama's clients don't regard case, and append a tag. `scope` is
+        that of the client's key, by default of the current request's. Raises ApiError, 404, also for one that the key
+        may not use."""
+        wanted = _folded(name) if as_ollama else name
+        for one in self._models.values():
+            for known in one.names:
+                if (_folded(known) if as_ollama else known) == wanted and self._allows(one, known, scope):
+                    return one
+        raise self.unknown(name, scope)
+
+    def default(self, scope: str | None = None) -> HostedModel:
+        """The first one that the client may use. Raises ApiError, 404."""
+        if found := self.allowed(scope):
+            return found[0]
+        raise self.unknown("", scope)
+
+    def of_connection(self, name: str | None, scope: str) -> ZmqModel:
+        """The model of a ZeroMQ connection. Raises ApiError, 404."""
+        return ZmqTarget(self, self.default(scope) if name is None else self.find(name, scope=scope))
+
+    def unknown(self, name: str, scope: str | None = None) -> ApiError:
+        """404, in OpenAI's words, with the names that there are."""
+        names = ", ".join(f"'{one.name}'" for one in self.allowed(scope)) or "none"
+        message = f"the model '{shown(name)}' does not exist, or this API key has no access to it"
+        if self._accounts.keys is None:
+            message = f"the model '{shown(name)}' does not exist"
+        return ApiError(HTTPStatus.NOT_FOUND, f"{message}; models are {names}", "model", "model_not_found")
+
+    def unnamed(self) -> ApiError:
+        """400: a request that chooses no model."""
+        names = ", ".join(f"'{one.name}'" for one in self.allowed()) or "none"
+        return ApiError(HTTPStatus.BAD_REQUEST, f"'model' is required: models are {names}", "model", "missing_model")
+
+    def _allows(self, model: HostedModel, name: str, scope: str | None = None) -> bool:
+        account = self._accounts.of_scope(current_scope() if scope is None else scope)
+        allowed = () if account is None else account.key.models
+        return not allowed or name in allowed or (name in model.status.aliases and model.name in allowed)
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    @contextlib.contextmanager
+    def use(self, model: HostedModel) -> Iterator[None]:
+        """A request of the model is open, or waits until it is loaded."""
+        model.num_open += 1
+        if not model.is_busy:
+            model.is_busy = True
+            self._send(ModelActivity(model.name, True))
+        try:
+            yield
+        finally:
+            model.num_open -= 1
+            if not model.num_open:
+                asyncio.get_running_loop().call_later(IDLE_S, self._idle, model)
+
+    def _idle(self, model: HostedModel) -> None:
+        if not model.num_open and model.is_busy:
+            model.is_busy = False
+            self._send(ModelActivity(model.name, False))
+
+    def keep(self, model: HostedModel, idle_s: float) -> None:
+        """A client says how long the model stays without a request; below 0 for ever."""
+        self._send(KeepModel(model.name, idle_s))
+
+    def load(self, model: HostedModel) -> None:
+        """A client wants the model, also if it has just failed."""
+        self._send(LoadModel(model.name, is_asked_for=True))
+
+    def unload(self, model: HostedModel) -> None:
+        """A client wants the model to leave."""
+        self._send(UnloadModel(model.name))
+
+    async def until_loaded(
+        self,
+        model: HostedModel,
+    ) -> "GatewayStage":
+        """Have the model loaded, if it is not. Raises ApiError: 503 if it can't be."""
+        arrived_s, asked_s = time.time(), -1.0
+        while not model.serves:
+            status = model.status
+            if self.is_ending:
+                message = "the server is shutting down and takes no new requests"
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="draining")
+            if status.state == "failed" and arrived_s - status.since_s < RETRY_S:
+                raise self.failed(model)
+            if status.state in ("unloaded", "failed") and not status.position and asked_s != status.since_s:
+                asked_s = status.since_s
+                self._send(LoadModel(model.name))
+            await self._changed.wait()
+        assert model.gateway is not None
+        return model.gateway
+
+    def failed(self, model: HostedModel) -> ApiError:
+        """503: the model could not be loaded."""
+        message = f"the model '{model.name}' could not be loaded: {model.status.problem}"
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="model_not_loaded")
+
+
+class ZmqTarget:
+    """The `ZmqModel` of a connection to one of several."""
+
+    def __init__(self, table: ModelTable, model: HostedModel) -> None:
+        self._table = table
+        self._model = model
+
+    @property
+    def _gateway(self) -> "GatewayStage":
+        if self._model.gateway is None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the model is not loaded", code="model_not_loaded")
+        return self._model.gateway
+
+    @property
+    def readiness(self) -> Readiness:
+        return self._gateway.readiness
+
+    @property
+    def requests(self) -> RequestTable:
+        return self._gateway.requests
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self._gateway.limits
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._model.serves
+
+    async def until_loaded(self) -> None:
+        await self._table.until_loaded(self._model)
+
+    def use(self) -> contextlib.AbstractContextManager[None]:
+        return self._table.use(self._model)
+
+    def is_of(self, gateway: "GatewayStage") -> bool:
+        return self._model.gateway is gateway
+
+
+def packet_sender(to_supervisor: socket.socket) -> Callable[[FromHost], None]:
+    """Sends messages. One that the supervisor does not take in time is lost with it."""
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromHost) -> None:
+        with contextlib.suppress(OSError):
+            to_supervisor.send(encoder.encode(message))
+
+    return send
+
+
+def _folded(name: str) -> str:
+    return name.casefold().removesuffix(TAG)

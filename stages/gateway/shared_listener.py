@@ -1,0 +1,23 @@
+"""What the gateway stages of several models share in their process: see models/stage.py."""
+
+from typing import TYPE_CHECKING, Protocol
+
+from pipeline.http_server.access_log import AccessLog
+from pipeline.http_server.refusal_log import RefusalLog
+from pipeline.stages.gateway.errors import ApiError
+
+if TYPE_CHECKING:
+    from pipeline.stages.gateway.stage import GatewayStage
+
+
+class SharedListener(Protocol):
+    """What the gateway stages of several models share: the listeners for clients, and their logs."""
+
+    refusal_log: RefusalLog
+    access_log: AccessLog | None
+
+    def fail_streams(self, gateway: "GatewayStage", error: ApiError) -> None:
+        """End the streams over ZeroMQ of one model."""
+
+    def on_change(self) -> None:
+        """A stage takes requests from now on, or no longer."""
