@@ -4,6 +4,8 @@ Another listener must be added to `LISTENERS`. tests/http_server/test_matrix.py 
 """
 
 import argparse
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +23,11 @@ from pipeline.deploy.ingress import Ingress, IngressSettings
 from pipeline.deploy.ray import replicas as ray_replicas
 from pipeline.deploy.ray import serve as ray_serve
 from pipeline.http_server.rules import ListenerRules
+from pipeline.runtime import messages as m
+from pipeline.runtime.messages.models import Models, StopHost
 from pipeline.runtime.security.api_keys import SERVER_VARIABLE, Keys
+from pipeline.stages.gateway.models.stage import ModelGateways
+from pipeline.supervisor.shared.shared_keys import SharedKeys
 from tests.deploy.fake_replica import PATIENCE_S, FakeReplica
 from tests.stages.gateway.gate import Gate
 from tests.stages.gateway.http.access.test_guard import locked
@@ -44,7 +50,8 @@ class Listener(msgspec.Struct, frozen=True):
     address: tuple[str, int]
 
 
-LISTENERS = ("gateway", "gateway with admin", "admin", "ingress", "ingress on ray")
+GATEWAYS = ("gateway", "gateway with admin", "admin", "models", "models with admin", "models' admin")
+LISTENERS = (*GATEWAYS, "ingress", "ingress on ray")
 
 
 async def reached(_: web.BaseRequest) -> web.StreamResponse:
@@ -75,6 +82,15 @@ async def listener(
                 name, keys and not is_admin, is_admin or not has_admin, is_admin, handles[is_admin], ("127.0.0.1", port)
             )
         return
+    if name.startswith("models"):
+        has_admin, is_admin = name != "models", name == "models' admin"
+        async with several(keys, has_admin, gateway) as addresses:
+            while len(handles) < 1 + has_admin:
+                await asyncio.sleep(0)
+            yield Listener(
+                name, keys and not is_admin, is_admin or not has_admin, is_admin, handles[is_admin], addresses[is_admin]
+            )
+        return
     replica = await FakeReplica().start()
     start = relayed_by_ray if name == "ingress on ray" else relayed
     ingress = await start(replica, patch, Keys.of([KEY]) if keys else None, gateway)
@@ -84,6 +100,42 @@ async def listener(
     finally:
         await ingress.close()
         await replica.stop()
+
+
+@asynccontextmanager
+async def several(keys: bool, has_admin: bool, gateway: dict[str, Any]) -> AsyncIterator[list[tuple[str, int]]]:
+    """The gateway of several models, of which none is loaded. Yields the addresses of its listeners."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + has_admin)]
+    addresses = [one.getsockname() for one in sockets]
+    supervisor, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    shared = SharedKeys(Keys.of([KEY]) if keys else None)
+    launch = m.Launch(
+        stage="gateway",
+        replica=0,
+        rank=0,
+        incarnation=1,
+        entry="",
+        settings=Settings(gateway=GatewaySettings(port=0, zmq="off", **gateway)),
+        model_dir="",
+        address="",
+        peers=[],
+        segments=[],
+        death_fd=-1,
+        listen_fd=sockets[0].detach(),
+        admin_fd=sockets[1].detach() if has_admin else -1,
+        keys_fd=shared.fd,
+        usage_fd=shared.usage_fd,
+        models_fd=ours.detach(),
+    )
+    serving = asyncio.create_task(ModelGateways(launch).serve())
+    supervisor.send(msgspec.msgpack.encode(Models([], is_ready=True)))
+    try:
+        yield addresses
+    finally:
+        supervisor.send(msgspec.msgpack.encode(StopHost()))
+        await asyncio.wait_for(serving, PATIENCE_S)
+        supervisor.close()
+        shared.close()
 
 
 def gate_of(folder: Path, keys: bool, has_admin: bool, gateway: dict[str, Any]) -> Any:

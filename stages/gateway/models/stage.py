@@ -119,6 +119,7 @@ class ModelGateways:
             for listener in self._http:
                 await listener.cleanup()
             self._accounts.close()
+            self._socket.close()
             if self.access_log is not None:
                 self.access_log.writer.close()
 
