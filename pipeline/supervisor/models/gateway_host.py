@@ -20,6 +20,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages.models import MAX_PACKET_BYTES, DropStage, FromHost, HostStage, Models, StopHost, ToHost
 from pipeline.runtime.process.descriptors import descriptors_of
 from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.process import Child, signal_name
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 
@@ -40,7 +41,9 @@ class GatewayHost:
         admins: Sequence[socket.socket],
         keys: SharedKeys,
         log: logging.Logger,
+        fork_server: ForkServer | None = None,
     ) -> None:
+        self._fork_server = fork_server
         self._settings = msgspec.structs.replace(settings, keys=())
         self._listeners, self._admins = listeners, admins
         self._keys = keys
@@ -102,7 +105,7 @@ class GatewayHost:
                 models_fd=theirs.fileno(),
             )
             try:
-                self._child = Child(launch, 1)
+                self._child = Child(launch, 1, fork_server=self._fork_server)
             finally:
                 theirs.close()
             self._send(self._models)

@@ -34,6 +34,7 @@ from pipeline.supervisor.models.gateway_host import GatewayHost
 from pipeline.supervisor.models.last_errors import LastErrors
 from pipeline.supervisor.models.model_thread import ModelThread, Served, needed_bytes
 from pipeline.supervisor.models.placement import Decision, Occupant, decide
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.restart.recovery import RestartBudget
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address
@@ -55,12 +56,15 @@ class ModelManager:
         keys: SharedKeys,
         run_mode: RunMode,
         log: logging.Logger,
+        fork_server: ForkServer | None = None,
     ) -> None:
+        """`fork_server` belongs to the caller, as of `Supervisor`."""
         self._settings = server.shared
         self._listeners, self._admins = listeners, admins
         self._keys = keys
         self._run_mode = run_mode
         self._log = log
+        self._fork_server = fork_server
         self._url = url_of(listeners[0], "https" if server.shared.gateway.ssl_certfile else "http")
         self._errors = LastErrors(log)
         self.memory_bytes = server.shared.memory_bytes or available_bytes()
@@ -78,7 +82,7 @@ class ModelManager:
         self._events: queue.SimpleQueue[tuple[str, str, int]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signals = TerminationSignals()
-        self._host = GatewayHost(server.shared, listeners, admins, keys, log)
+        self._host = GatewayHost(server.shared, listeners, admins, keys, log, fork_server)
         self._budget = RestartBudget(server.shared.supervisor.max_restarts)
         self._is_ending = False
         self._is_ready = False
@@ -272,6 +276,7 @@ class ModelManager:
             self._post,
             self._run_mode,
             self._log,
+            self._fork_server,
         )
         self._errors.watch(model.name, model.thread.thread_name)
 

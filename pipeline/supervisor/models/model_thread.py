@@ -22,6 +22,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.runtime.model.weight_headers import weight_facts
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.models.gateway_host import GatewayHost, HostedGateway
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import THREAD
 from pipeline.supervisor.run_mode import ModelRun, RunMode
 from pipeline.supervisor.shared.shared_keys import SharedKeys
@@ -78,7 +79,9 @@ class ModelThread:
         done: Callable[[str, str, int], None],
         run_mode: RunMode,
         log: logging.Logger,
+        fork_server: ForkServer | None = None,
     ) -> None:
+        self._fork_server = fork_server
         self._name, self._settings = name, settings
         self._listeners = listeners
         self._host = host
@@ -112,7 +115,7 @@ class ModelThread:
         # Closed when the gateway stage has drained. `socket.dup` would make the gateway's own one blocking.
         listeners = [socket.socket(fileno=os.dup(one.fileno())) for one in self._listeners]
         try:
-            supervisor = Supervisor(self._settings, listeners, self._log, self._run_mode)
+            supervisor = Supervisor(self._settings, listeners, self._log, self._run_mode, fork_server=self._fork_server)
             try:
                 code = supervisor.run(begun)
             finally:

@@ -8,6 +8,7 @@ from pipeline.config.models import ServerSettings
 from pipeline.runtime.log.logs import open_log
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.models.manager import ModelManager
+from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.serve import raise_descriptor_limit
 from pipeline.supervisor.shared import bind_policy
@@ -28,18 +29,20 @@ def serve_models(server: ServerSettings, run_mode: RunMode) -> int:
 
         server_context(gateway)
     listeners = listen(gateway.host, gateway.port)
+    fork_server = ForkServer(log)
     admins: list[socket.socket] = []
     try:
         if gateway.admin_port >= 0:
             admins = listen(gateway.admin_host, gateway.admin_port, 1, "gateway.admin_")
         if (address := zmq_address(settings, listeners)) is not None:
             check_free(address)
-        manager = ModelManager(server, listeners, admins, keys, run_mode, log)
+        manager = ModelManager(server, listeners, admins, keys, run_mode, log, fork_server)
         try:
             return manager.run(begun)
         finally:
             manager.close()
     finally:
+        fork_server.close()
         for listener in (*listeners, *admins):
             listener.close()
         keys.close()

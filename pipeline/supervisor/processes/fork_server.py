@@ -11,6 +11,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,10 +92,12 @@ def select_until_ended(pidfd: int, timeout_s: float | None) -> None:
 
 
 class ForkServer:
-    """Starts the fork server, and another one when it has died."""
+    """Starts the fork server, and another one when it has died. Several threads may use it."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
+        self._lock = threading.RLock()
+        """An order has the next answer, and only then may a process be given to this one."""
         self._starts_s: list[float] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
@@ -124,6 +127,10 @@ class ForkServer:
     def fork(self, environ: Mapping[str, str], fds: Sequence[int], *, checks_code: bool = True) -> ForkedProcess | None:
         """Fork a process that gets these descriptors: the first one is the pipe with its launch. Returns None if one
         must be started with exec. With `checks_code`, it has the code that is installed now."""
+        with self._lock:
+            return self._fork(environ, fds, checks_code=checks_code)
+
+    def _fork(self, environ: Mapping[str, str], fds: Sequence[int], *, checks_code: bool) -> ForkedProcess | None:
         order = Order(len(fds), dict(environ), sorted(os.sched_getaffinity(0)), os.getpid(), checks_code)
         answer = self._ask(order, fds)
         if answer is not None and answer.problem == OUTDATED:
@@ -177,6 +184,10 @@ class ForkServer:
 
     def turn(self) -> None:
         """Start another one if it has died."""
+        with self._lock:
+            self._turn()
+
+    def _turn(self) -> None:
         if self._process is not None and (code := self._process.poll()) is not None:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self._log.warning(f"the fork server {how}; starting another one")
@@ -185,9 +196,10 @@ class ForkServer:
 
     def close(self) -> None:
         """End it."""
-        if self._process is None:
-            return
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-        self._process = None
+        with self._lock:
+            if self._process is None:
+                return
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None

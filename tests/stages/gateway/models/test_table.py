@@ -1,4 +1,4 @@
-"""The gateway's table of models: names, states, and who waits."""
+"""The gateway's table of models: names, states, and requests that wait."""
 
 import asyncio
 import time
