@@ -63,7 +63,8 @@ class ChatConnection:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """Use the first model that the server lists. Raises AnswerError."""
+        """Use the first model that the server lists, of several the first one that generates text. Raises
+        AnswerError."""
         url = f"{self._base}/models"
         try:
             async with self._session.get(url) as response:
@@ -75,8 +76,9 @@ class ChatConnection:
         if response.status != 200:
             raise AnswerError(f"{url} answered {response.status}: {refusal_of(response.status, body)}")
         match _json(body):
-            case {"data": [{"id": str() as model} as card, *_]}:
-                self.model = model
+            case {"data": [{"id": str()}, *_] as cards}:
+                card = next((one for one in cards if "generate" in one.get("tasks", ())), cards[0])
+                self.model = model = str(card["id"])
                 recommended = card.get("default_sampling_params")
                 self.recommended = recommended if isinstance(recommended, dict) else None
                 return model

@@ -13,6 +13,7 @@ import os
 import queue
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
@@ -85,6 +86,8 @@ class ModelManager:
         self._host = GatewayHost(server.shared, listeners, admins, keys, log, fork_server)
         self._budget = RestartBudget(server.shared.supervisor.max_restarts)
         self._is_ending = False
+        self._admitting = threading.Lock()
+        """Of two models that are prepared at the same time, the second one counts the first one with its size."""
         self._is_ready = False
         self._reported = Models([])
 
@@ -282,9 +285,10 @@ class ModelManager:
 
     def _admit(self, name: str, num_bytes: int) -> bool:
         """Called in a model's thread, when it is prepared and its size is known."""
-        model = self._models[name]
-        model.num_bytes = num_bytes
-        fits = self._decide(model, num_bytes).loads
+        with self._admitting:
+            model = self._models[name]
+            model.num_bytes = num_bytes
+            fits = self._decide(model, num_bytes).loads
         self._post(name, "admitted" if fits else "no room", num_bytes)
         return fits
 

@@ -69,7 +69,7 @@ class Sweeper:
     def _check(self, peer: ClientPeer, now_s: float) -> None:
         connection = peer.connection
         if not peer.is_welcome:
-            if now_s - connection.opened_s > HELLO_S:
+            if now_s - connection.opened_s > HELLO_S and not peer.waiting:
                 self._disconnect(peer)
         elif peer.full_s is not None and now_s - peer.full_s > STALL_S:
             self._disconnect(peer)

@@ -65,7 +65,7 @@ def only(server: Server, *names: str) -> None:
     for name, state in states(server).items():
         if state == "loaded" and name not in names:
             ask(server, "/models/unload", {"model": name})
-    until(lambda: all(state != "unloading" for state in states(server).values()))
+            until(lambda name=name: states(server)[name] == "unloaded")  # type: ignore[misc]
     for name in names:
         ask(server, "/models/load", {"model": name})
     until(lambda: all(states(server)[name] == "loaded" for name in names))
@@ -118,6 +118,17 @@ def test_a_stream_that_waits_ends_with_an_error_if_its_model_fails(small: Server
     until(lambda: states(small)["late"] != "loading")
     lines = events_of(small, "/v1/completions", {"model": "late", "prompt": "Hello", "stream": True})
     assert lines[0].startswith(": the model") and "could not be loaded" in lines[-1]
+
+
+def test_a_zeromq_client_has_its_model_loaded_and_does_not_keep_it(small: Server) -> None:
+    only(small, "chat")
+    with Client(small.zmq, model="other", timeout_s=60) as client:
+        assert client.info.model == "other" and states(small)["other"] == "loaded"
+        only(small, "chat")
+        text = "".join(one.text for one in client.generate("Hello", SamplingParams(max_tokens=4, **GREEDY)))
+        assert text == completion(small, "other", 4)["choices"][0]["text"]
+        only(small, "chat")
+        assert states(small)["other"] == "unloaded", "a connection without requests loads nothing"
 
 
 def test_a_model_that_can_never_fit_is_refused_with_the_reason(small: Server) -> None:
