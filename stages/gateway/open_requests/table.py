@@ -43,7 +43,7 @@ from pipeline.stages.gateway.open_requests.prompt_request import PromptRequest, 
 from pipeline.stages.gateway.open_requests.refusals import Refusals
 from pipeline.stages.gateway.open_requests.request import Request
 from pipeline.stages.gateway.open_requests.stage_sender import StageSender
-from pipeline.stages.gateway.open_requests.submit import new_sequences, new_submit
+from pipeline.stages.gateway.open_requests.submit import new_sequences, new_submits
 from pipeline.stages.gateway.open_requests.timings import RecentRequests
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest
 from pipeline.stages.gateway.received import Received
@@ -191,7 +191,7 @@ class RequestTable:
         request.usage = usage
         self._abort_ids.add(request)
         self.admission.keep(request, reply_bytes, reply_bytes)
-        submits = [new_submit(self._stage, parsed, prompt) for prompt in parsed.prompts]
+        submits = new_submits(self._stage, parsed)
         ingests = self.sender.submit(submits)
         for submit, ingest, estimate, size in zip(submits, ingests, estimates, sizes, strict=True):
             if ingest is None:

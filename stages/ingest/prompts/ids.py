@@ -9,5 +9,7 @@ PART_IDS = 65536
 
 def as_int32(ids: list[int]) -> Ids:
     """A list as an array. It is made in parts, between which other threads run. Raises OverflowError."""
+    if len(ids) <= PART_IDS:
+        return np.array(ids, np.int32)
     parts = [np.array(ids[begin : begin + PART_IDS], np.int32) for begin in range(0, len(ids), PART_IDS)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return np.concatenate(parts)

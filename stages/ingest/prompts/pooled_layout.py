@@ -4,6 +4,7 @@ It is asked once, with marks for texts. What it returns for two long texts that 
 joined with each part of the other: for texts of 16,000 tokens it takes 2 s.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from pipeline.stages.ingest.prompts.ids import Ids
 
 FIRST, SECOND = 2**32 - 1, 2**32 - 2
 """Ids that stand for the texts. No vocabulary has them: ids are int32."""
+TEXTS = {FIRST: 0, SECOND: 1}
 
 
 class TokenTypesError(Exception):
@@ -20,16 +22,13 @@ class TokenTypesError(Exception):
 
 
 class Piece(NamedTuple):
-    """Ids that the post-processor adds, or one of the texts."""
+    """Ids of one type that the post-processor adds, or one of the texts."""
 
     added: Ids | None
     """int32 [n]; None for a text"""
     text: int
     """0 or 1"""
     token_type: int
-
-    def ids_of(self, texts: list[Ids]) -> Ids:
-        return texts[self.text] if self.added is None else self.added
 
 
 class Layout:
@@ -39,13 +38,16 @@ class Layout:
         """Raises what the library raises, or OverflowError if it adds an id above int32."""
         first, second = marks()
         joined = tokenizer.post_process(first, second if is_pair else None, add_special_tokens)
-        self._pieces = [
-            Piece(None, int(id_ == SECOND), token_type)
-            if id_ in (FIRST, SECOND)
-            else Piece(np.array([id_], np.int32), 0, token_type)
-            for id_, token_type in zip(joined.ids, joined.type_ids, strict=True)
-        ]
-        self.num_added = sum(one.added is not None for one in self._pieces)
+        self._pieces: list[Piece] = []
+        added = zip(joined.ids, joined.type_ids, strict=True)
+        for (token_type, text), run in itertools.groupby(added, lambda one: (one[1], TEXTS.get(one[0]))):
+            ids = [token_id for token_id, _ in run]
+            if text is None:
+                self._pieces.append(Piece(np.array(ids, np.int32), 0, token_type))
+            else:
+                self._pieces += [Piece(None, text, token_type)] * len(ids)
+        self.num_added = sum(len(one.added) for one in self._pieces if one.added is not None)
+        self.has_one_type = all(one.token_type == 0 for one in self._pieces)
 
     def length(self, *lengths: int) -> int:
         """How many ids texts of these lengths become."""
@@ -54,21 +56,21 @@ class Layout:
     def join(self, texts: list[Ids]) -> tuple[Ids, int]:
         """The ids of the texts with what is added, and where the second token type begins, as `segment_start` in
         `GenerationOptions`. Raises TokenTypesError."""
-        parts: list[Ids] = []
+        parts = [texts[one.text] if one.added is None else one.added for one in self._pieces]
+        joined = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return joined, 0 if self.has_one_type else self._segment_start(list(map(len, parts)))
+
+    def _segment_start(self, lengths: list[int]) -> int:
         position = start = 0
-        for one in self._pieces:
-            ids = one.ids_of(texts)
-            if not len(ids):
-                continue
-            if one.token_type == 1 and not start:
+        for one, length in zip(self._pieces, lengths, strict=True):
+            if length and one.token_type == 1 and not start:
                 start = position
                 if not start:
                     raise TokenTypesError
-            elif one.token_type != (1 if start else 0):
+            elif length and one.token_type != (1 if start else 0):
                 raise TokenTypesError
-            parts.append(ids)
-            position += len(ids)
-        return (np.concatenate(parts) if parts else np.zeros(0, np.int32)), start
+            position += length
+        return start
 
 
 def marks() -> list[Encoding]:

@@ -84,6 +84,10 @@ class PooledTexts:
         layout = self._layout(prompt.pair is not None, add_special_tokens)
         if truncation.most is not None and truncation.most < layout.num_added:
             raise NoRoomError(layout.num_added)
+        if prompt.pair is None and truncation.most is None and layout.has_one_type:
+            (encoding,) = self._tokenizer.encode_batch_fast([prompt.text], add_special_tokens=add_special_tokens)
+            check_num(len(encoding))
+            return PooledText(as_int32(encoding.ids), 0)
         texts = self._ids_of(prompt, truncation, scope)
         lengths = [one.length for one in texts]
         if truncation.most is None:

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config.settings import Settings
+from pipeline.runtime import messages as m
 from pipeline.runtime.replay_context import ReplayContext
+from pipeline.stages.gateway.apis.embeddings.parsing import parse_embeddings
 from pipeline.stages.gateway.apis.openai.parsing import parse_completion
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.open_requests.prompt_request import SequenceOutput
 from pipeline.stages.gateway.open_requests.request import Request
+from pipeline.stages.gateway.open_requests.submit import new_submits
 from pipeline.text.formats.chat_formats import ChatFormats
 from tests.rig import PATIENCE_S
 from tests.stages.gateway.gate import COMPLETION
@@ -45,6 +49,44 @@ def test_missing_text_is_a_broken_invariant() -> None:
         sequence.extend("b", 1, packed(0, 1), 0)
     with pytest.raises(AssertionError):
         sequence.extend("a", 0, packed(1, 2), 1)
+
+
+class CountedReads(ReplayContext):
+    def __init__(self) -> None:
+        self.num = 0
+
+    def randbits(self, num_bits: int) -> int:
+        self.num += 1
+        return 2**num_bits - 1
+
+    def time(self) -> float:
+        self.num += 1
+        return float(self.num)
+
+
+class TestSubmits:
+    """A recording has no more of a thousand inputs than of one, unless each needs a seed."""
+
+    def submits(self, parsed: Any) -> tuple[list[m.Submit], int]:
+        replay = CountedReads()
+        stage: Any = SimpleNamespace(
+            replay_context=replay, settings=Settings(), replica=1, launch=SimpleNamespace(incarnation=2)
+        )
+        return new_submits(stage, parsed), replay.num
+
+    def test_of_inputs_that_are_embedded(self) -> None:
+        body = {"model": "tiny", "input": ["a", "b", "c"]}
+        submits, num_reads = self.submits(parse_embeddings(json.dumps(body).encode(), LIMITS))
+        assert num_reads == 2
+        assert [one.request_id for one in submits] == [2**63 - 1, 0, 1], "they are different, whatever the first is"
+        assert {one.arrival_s for one in submits} == {2.0} and {one.options.seed for one in submits} == {0}
+        assert [one.prompt for one in submits] == [m.TextPrompt(text) for text in "abc"]
+
+    def test_of_prompts_with_and_without_a_seed(self) -> None:
+        for fields, num_reads, seeds in (({}, 5, {2**64 - 1}), ({"seed": 7}, 2, {7})):
+            body = COMPLETION | {"prompt": ["a", "b", "c"]} | fields
+            submits, num = self.submits(parse_completion(json.dumps(body).encode(), LIMITS))
+            assert num == num_reads and {one.options.seed for one in submits} == seeds
 
 
 def test_nothing_waits_for_a_finished_request() -> None:
