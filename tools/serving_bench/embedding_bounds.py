@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Measures what a server of an embedding model promises: how soon it is ready, how long a long text delays a short one,
+and that memory does not grow.
+
+    tools/serving_bench/embedding_bounds.py --model FOLDER
+    tools/serving_bench/embedding_bounds.py --model FOLDER --texts 100000 --check
+
+ready      from the start of the command to the line `ready`, and the CPU time of all processes until then: the least
+           of some starts after a first one
+delay      of one-word texts, alone and while another connection sends one text after the other that is as long as the
+           model takes; a long text's own time is measured alone
+memory     resident memory of all processes after each fifth of the texts, sent in requests of 64
+
+--check: exit with 1 if ready took more than 1.5 s, if the median delay beside long texts is more than a long text's own
+time and twice a short one's, or if memory grew by more than a tenth after the first fifth.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from pipeline.cli.profile.alone.chain import _wait_until_ready  # noqa: E402
+from pipeline.cli.profile.alone.clock import memory_bytes, used  # noqa: E402
+from pipeline.supervisor.admin.admin_client import Admin, find_servers  # noqa: E402
+from tools.serving_bench.embedding_costs import Client, body_of  # noqa: E402
+
+MAX_READY_S = 1.5
+MAX_GROWTH = 1.1
+NUM_STARTS = 3
+NUM_SHORT = 100
+TOKEN = 1000
+"""Of the long text"""
+INPUTS = 64
+FIFTHS = 5
+STOP_S = 20.0
+
+
+class Server:
+    """Use as a context manager."""
+
+    def __init__(self, model: str, options: list[str]) -> None:
+        command = [sys.executable, "-m", "pipeline", "serve", "--port", "0", "--model", model, *options]
+        begun = time.monotonic()
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT)
+        self.address = _wait_until_ready(self._process)
+        self.ready_s = time.monotonic() - begun
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(STOP_S)
+
+    def _pids(self) -> list[int]:
+        (name,) = [name for name in find_servers() if name.startswith(f"{self._process.pid}-")]
+        with Admin(name) as admin:
+            return [self._process.pid, *(stage.pid for stage in admin.stats().stages)]
+
+    def cpu_s(self) -> float:
+        return sum(used(pid).cpu_s for pid in self._pids())
+
+    def memory_mib(self) -> float:
+        return sum(memory_bytes(pid)[0] for pid in self._pids()) / 1024**2
+
+    def max_model_len(self) -> int:
+        host, port = self.address
+        with urllib.request.urlopen(f"http://{host}:{port}/v1/models") as reply:
+            return int(json.load(reply)["data"][0]["max_model_len"])
+
+
+def starts(model: str, options: list[str]) -> tuple[float, float]:
+    """Seconds until ready, and of CPU until then."""
+    found = []
+    for _ in range(1 + NUM_STARTS):
+        with Server(model, options) as server:
+            found.append((server.ready_s, server.cpu_s()))
+    ready, cpu = zip(*found[1:], strict=True)
+    return min(ready), min(cpu)
+
+
+def timed(client: Client, bodies: list[bytes]) -> list[float]:
+    """Milliseconds that each of these takes."""
+    times = []
+    for body in bodies:
+        begun = time.perf_counter()
+        client.send([body])
+        times.append(1e3 * (time.perf_counter() - begun))
+    return times
+
+
+def delays(server: Server) -> tuple[float, float, float, float]:
+    """Milliseconds of a long text alone, of a short one alone, and of short ones beside long ones: median and most."""
+    short = [json.dumps({"input": f"sea {number}"}).encode() for number in range(NUM_SHORT)]
+    long = json.dumps({"input": [[TOKEN] * server.max_model_len()]}).encode()
+    client, other = Client(server.address), Client(server.address)
+    timed(client, short + [long] * 4)  # warm
+    long_ms, alone_ms = (statistics.median(timed(client, bodies)) for bodies in ([long] * 8, short))
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            other.send([long])
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        beside = timed(client, short)
+    finally:
+        stop.set()
+        thread.join()
+    return long_ms, alone_ms, statistics.median(beside), max(beside)
+
+
+def memory_mib(server: Server, num_texts: int, num_words: int) -> list[float]:
+    client, found = Client(server.address), []
+    num = num_texts // INPUTS // FIFTHS
+    for fifth in range(FIFTHS):
+        for number in range(num):
+            client.send([body_of(fifth * num + number, INPUTS, num_words)])
+        found.append(server.memory_mib())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="an embedding model, as for serve")
+    parser.add_argument("--texts", type=int, default=20_000, help="texts to embed (default: 20000)")
+    parser.add_argument("--words", type=int, default=8, help="words of a text (default: 8)")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("serve", nargs="*", help="further options of serve, behind --")
+    args = parser.parse_args()
+    ready, cpu = starts(args.model, args.serve)
+    print(f"ready    {ready:.2f} s, {cpu:.2f} s of CPU", flush=True)
+    with Server(args.model, args.serve) as server:
+        long_ms, alone_ms, median_ms, most_ms = delays(server)
+        print(f"delay    a long text {long_ms:.0f} ms, a short one {alone_ms:.1f} ms")
+        print(f"         short ones beside long ones {median_ms:.1f} ms, the slowest {most_ms:.1f} ms", flush=True)
+        memory = memory_mib(server, args.texts, args.words)
+        print(f"memory   {' '.join(f'{one:.0f}' for one in memory)} MiB after each fifth of {args.texts:,} texts")
+    is_good = ready <= MAX_READY_S and median_ms <= long_ms + 2 * alone_ms and max(memory) <= MAX_GROWTH * memory[0]
+    return 0 if is_good or not args.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
