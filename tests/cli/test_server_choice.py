@@ -155,3 +155,26 @@ def test_ps_lists_the_selected_server_only(running: Run, capsys: pytest.CaptureF
     running([])
     assert main(["ps"]) == 0
     assert capsys.readouterr().out == "no server is running; start one with `pipeline serve MODEL`\n"
+
+
+CHAT = at(44, "http://127.0.0.1:8002", "chat")
+VECTORS = msgspec.structs.replace(CHAT, server="44-cd", model="vectors")
+
+
+def test_one_of_several_models_is_chosen_by_its_name(running: Run) -> None:
+    running([SMALL, CHAT, VECTORS])
+    assert choose("--port=8002", "--model=vectors") == choose("--model=vectors") == "44-cd"
+    assert choose("--pid=44", "--model=chat") == "44-ab"
+    for options in (("--pid=44",), ("--port=8002",)):
+        with pytest.raises(UserError, match="this server has 2 models: choose one with --model"):
+            choose(*options)
+    with pytest.raises(UserError, match="no server has the model 'small-2'"):
+        choose("--model=small-2")
+
+
+def test_the_only_server_may_have_several_models(running: Run) -> None:
+    running([CHAT, VECTORS])
+    with pytest.raises(UserError, match="this server has 2 models"):
+        choose()
+    args = argparse.Namespace(port=None, url=None, pid=None, model=None)
+    assert choose_server(args, takes_any_model=True) == "44-ab", "as `pipeline stop` asks: all have its pid"

@@ -43,7 +43,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     monkeypatch.setattr(command, "find_servers", find)
     monkeypatch.setattr(command, "is_running", lambda name: name in find())
-    monkeypatch.setattr(command, "choose_server", lambda args: find()[0])
+    monkeypatch.setattr(command, "choose_server", lambda args, **_: find()[0])
     monkeypatch.setattr(command, "_is_draining", lambda name: False)
     yield begin
     for server in servers:

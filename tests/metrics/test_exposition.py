@@ -377,3 +377,17 @@ def test_requests_of_poolers_count_by_task_at_all_gateways() -> None:
     samples = read(server(stage("gateway.0", gateway(0, 0.1)), stage("gateway.1", gateway(0, 0.1))))
     for what, value in (("requests", 2), ("inputs", 4), ("tokens", 30)):
         assert samples[f"pipeline_pooling_{what}_total", frozenset({("task", "score")})] == value
+
+
+def test_several_models_have_each_family_once_and_their_names() -> None:
+    one, other = (msgspec.structs.replace(server(), model=name) for name in ("chat", "vectors"))
+    text = exposition.text_of_models(
+        [one, other], {"chat": "loaded", "vectors": "loaded", "coder": "unloaded"}
+    ).decode()
+    families = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(samples) == len({line.rpartition(" ")[0] for line in samples}), "each series is there once"
+    assert 'pipeline_model_state{model_name="coder",state="unloaded"} 1' in samples
+    for name in ("chat", "vectors"):
+        assert any(f'model_name="{name}"' in line and line.startswith("pipeline_uptime") for line in samples)
