@@ -28,6 +28,7 @@ from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.stages.gateway.errors import ApiError, overloaded
 from pipeline.stages.gateway.parsing.parsed_request import ParsedRequest, RequestLimits
 from pipeline.stages.gateway.received import ZMQ, Received, adapter_of
+from pipeline.stages.gateway.replayed import SHUTTING_DOWN
 from pipeline.stages.gateway.zmq import errors, zmtp
 from pipeline.stages.gateway.zmq.connection import Connection
 from pipeline.stages.gateway.zmq.frame_budget import MIN_BYTES_PER_S
@@ -67,23 +68,19 @@ class ZmqServer:
         gateway: int = 0,
         access_log: AccessLog | None = None,
     ) -> None:
-        """Listen. `choose` finds the model of a connection. With `keys` and `needs_key`, clients must send one of them.
-        `addresses` are those of all the server's gateways, and `gateway` is the index of this one. Raises UserError if
-        it can't listen on the address."""
-        self._choose = choose
-        self._accounts = accounts
-        self._max_message_bytes = max_message_bytes
-        self._tasks = tasks
-        self._keys = keys
-        self._needs_key = needs_key
+        """Listen. `choose` finds a connection's model. With `keys` and `needs_key`, clients must send one of them.
+        `addresses` are of all gateways, and `gateway` is this one's index. Raises UserError if it can't listen."""
+        self._choose, self._accounts = choose, accounts
+        self._max_message_bytes, self._tasks = max_message_bytes, tasks
+        self._keys, self._needs_key = keys, needs_key
         self.addresses = list(addresses) or [address]
         """Of all gateways. A client learns them when it connects."""
         self._gateway = gateway
         self._server_log = ServerLog(access_log)
+        self._is_closed = False
         self._loop, self._log = asyncio.get_running_loop(), logging.getLogger("pipeline")
         self._decoder: MessageDecoder[ReceivedMessage] = MessageDecoder(ReceivedMessage)
         self._peers: dict[Connection, ClientPeer] = {}
-        self._is_closed = False
         self._socket = ZmtpListener(
             address,
             max_message_bytes,
@@ -125,6 +122,7 @@ class ZmqServer:
     async def _receive_large(self, peer: ClientPeer, data: bytes | bytearray) -> None:
         """As `_receive`, in a thread."""
         try:
+            await peer.model.until_loaded()
             found = await self._large_messages.read(
                 data, peer.scope, lambda: self._limits_of(peer), lambda: self._refusal_of(peer)
             )
@@ -329,7 +327,7 @@ class ZmqServer:
         self._socket.end(peer.connection)
 
     def _give_up(self, connection: Connection) -> None:
-        """Its message arrives too slowly, and others need the room."""
+        """Its message is too slow, and others need room."""
         message = f"a message arrived slower than {MIN_BYTES_PER_S} bytes/s while other clients needed its room"
         self._drop(self._peers[connection], ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="silent"))
         self._server_log.ended("their messages arrived too slowly")
@@ -374,12 +372,14 @@ class ZmqServer:
     # ------------------------------------------------------------------------------------------------------- close
 
     def fail_all(self, error: ApiError, gateway: "GatewayStage | None" = None) -> None:
-        """Fail every request, or those of one of several models, including those whose clients have granted no credit,
-        and whose message is being parsed."""
-        for peer in self._peers.values():
+        """Fail every request, or those of one of several models, also if its client has granted no credit, and whose
+        message is being parsed. Clients of a model that is unloaded connect again, and go on when it is loaded."""
+        for peer in list(self._peers.values()):
             if gateway is not None and not (peer.is_welcome and peer.model.is_of(gateway)):
                 continue
-            if peer.parsing is not None:
+            if gateway is not None and error is SHUTTING_DOWN and peer.streams:
+                self._disconnect(peer)
+            elif peer.parsing is not None:
                 peer.failure = error
                 peer.parsing.cancel()
             for stream, _ in peer.streams.values():

@@ -41,7 +41,7 @@ load_at_start = false
 model = "{folders}/nothing"
 load_at_start = false
 """
-    top = "[gateway]\nsse_keep_alive_s = 0.1"
+    top = "[gateway]\nsse_keep_alive_s = 0.1\n[supervisor]\ndrain_timeout_s = 0.5"
     (folders / "wrong.gguf").write_bytes(b"GGUF")
     with Server(config=config(folders, "small", "700MiB", tables, top)) as server:
         yield server
@@ -129,6 +129,18 @@ def test_a_zeromq_client_has_its_model_loaded_and_does_not_keep_it(small: Server
         assert text == completion(small, "other", 4)["choices"][0]["text"]
         only(small, "chat")
         assert states(small)["other"] == "unloaded", "a connection without requests loads nothing"
+
+
+def test_a_zeromq_stream_goes_on_when_its_model_was_unloaded_under_it(small: Server) -> None:
+    only(small, "chat", "other")
+    expected = completion(small, "chat", 200)["choices"][0]["text"]
+    with Client(small.zmq, model="other", timeout_s=60) as client:
+        stream = iter(client.generate("Hello", SamplingParams(max_tokens=200, **GREEDY)))
+        text = next(stream).text  # the server waits for credit
+        ask(small, "/models/unload", {"model": "other"})
+        small.wait_for_line("unloaded model=other", 30)
+        text += "".join(one.text for one in stream)
+    assert text == expected
 
 
 def test_a_model_that_can_never_fit_is_refused_with_the_reason(small: Server) -> None:
