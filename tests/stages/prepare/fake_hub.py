@@ -20,6 +20,8 @@ from aiohttp import web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 COMMIT = "c0ffee" + "0" * 34
+SIGNATURE = "X-Amz-Signature=5ec4e7"
+"""Of the addresses of large files: who has it can fetch them."""
 OTHER_COMMIT = "beef" + "1" * 36
 
 
@@ -175,7 +177,7 @@ class FakeHub:
                 self._blobs[_sha256(data)] = data
                 headers |= {"X-Linked-Etag": f'"{_sha256(data)}"', "X-Linked-Size": str(len(data))}
                 return web.Response(
-                    status=302, headers={**headers, "Location": f"{self._blobs_url}/blobs/{_sha256(data)}"}
+                    status=302, headers={**headers, "Location": f"{self._blobs_url}/blobs/{_sha256(data)}?{SIGNATURE}"}
                 )
         raise AssertionError
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from pipeline.stages.prepare.sources.hub.local import cache_folder
-from pipeline.stages.prepare.sources.hub.retries import TRANSPORT, asked_wait_s, first_line, status_of
+from pipeline.stages.prepare.sources.hub.retries import TRANSPORT, asked_wait_s, first_line, status_of, without_secrets
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 
 FAILURES: tuple[type[Exception], ...] = (HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, *TRANSPORT)
@@ -45,12 +45,14 @@ def reported(source: HubSource, call: Callable[[], None]) -> None:
                 f"cannot write {cache} ({error.strerror}): set HF_HOME to a folder you can write to, with room for "
                 "the model"
             ) from error
-        raise ModelError(f"{constants.ENDPOINT} returned an error for {source} ({first_line(error)})") from error
+        raise ModelError(
+            f"{without_secrets(constants.ENDPOINT)} returned an error for {source} ({first_line(error)})"
+        ) from error
 
 
 def words(error: Exception, source: HubSource) -> str:
     """The message for an error of huggingface_hub or of the connection."""
-    hub = constants.ENDPOINT
+    hub = without_secrets(constants.ENDPOINT)
     match error:
         case GatedRepoError():
             has_token = "the current token has no access" if get_token() else "no token is set"
@@ -83,7 +85,7 @@ def words(error: Exception, source: HubSource) -> str:
 
 
 def _words_of_status(error: HfHubHTTPError, source: HubSource) -> str:
-    hub = constants.ENDPOINT
+    hub = without_secrets(constants.ENDPOINT)
     match status := status_of(error):
         case 401 | 403:
             return f"{hub} refused the token in HF_TOKEN for {source} ({status})"

@@ -21,7 +21,7 @@ from pipeline.stages.prepare.sources.hub import quantizations
 from pipeline.stages.prepare.sources.hub.download import RemoteFile, download, is_linked, left_bytes, remember
 from pipeline.stages.prepare.sources.hub.failures import reported
 from pipeline.stages.prepare.sources.hub.local import CONFIG, Snapshot, cache_folder, storage_of
-from pipeline.stages.prepare.sources.hub.retries import patiently
+from pipeline.stages.prepare.sources.hub.retries import patiently, without_secrets
 from pipeline.stages.prepare.sources.layout import INDEX, NAMED_TEMPLATES, READ_SUFFIXES, SINGLE, shards_of
 from pipeline.stages.prepare.sources.source import COMMIT, HubSource, ModelError
 
@@ -76,7 +76,8 @@ class _Repository:
 
         self.info = patiently(f"asking for {source}", progress.say, ask)
         if self.info.sha is None or not COMMIT.fullmatch(self.info.sha):
-            raise ModelError(f"{constants.ENDPOINT} returned {shown(self.info.sha)} for {source}, which is no commit")
+            hub = without_secrets(constants.ENDPOINT)
+            raise ModelError(f"{hub} returned {shown(self.info.sha)} for {source}, which is no commit")
         self.commit = self.info.sha
         self._siblings = {sibling.rfilename: sibling for sibling in self.info.siblings or []}
         for name in self._siblings:
@@ -107,7 +108,7 @@ class _Repository:
             head = patiently(f"asking for {name}", self._progress.say, lambda: get_hf_file_metadata(url))
             etag, size = head.etag or "", head.size
         if size is None:
-            raise ModelError(f"{constants.ENDPOINT} doesn't say how large {name} of {self._source} is")
+            raise ModelError(f"{without_secrets(constants.ENDPOINT)} doesn't say how large {name} of {self._source} is")
         return RemoteFile(self._source.repo, self.commit, name, url, etag, size)
 
 

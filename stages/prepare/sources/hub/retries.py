@@ -27,6 +27,7 @@ MAX_TRIES = 5
 BACKOFF_S = 1.0
 MAX_WAIT_S = 300.0
 """The longest pause that a server may ask for, and of all pauses together without anything received."""
+_USER, _QUERY = re.compile(r"(://)[^/@\s]+@"), re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 _RESET = re.compile(r"\bt=(\d+)")
 """In `RateLimit: "api";r=0;t=55`: the limit's window ends in 55 s."""
 
@@ -90,4 +91,9 @@ def asked_wait_s(error: Exception) -> float | None:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return without_secrets(lines[0] if lines else type(error).__name__)[:200]
+
+
+def without_secrets(text: str) -> str:
+    """A text without what its addresses may have for their owner only: names, passwords, and signatures in queries."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1***@", text))

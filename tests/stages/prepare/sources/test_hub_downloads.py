@@ -24,7 +24,7 @@ from pipeline.stages.prepare.sources.hub.quantizations import choose, models_of
 from pipeline.stages.prepare.sources.source import HubSource, ModelError
 from pipeline.stages.prepare.stage import prepare
 from tests.stages.prepare import checkpoints
-from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, FakeHub, Repo
+from tests.stages.prepare.fake_hub import COMMIT, OTHER_COMMIT, SIGNATURE, FakeHub, Repo
 
 CUT = 60_000
 PATIENCE_S = 30.0
@@ -226,8 +226,16 @@ def test_passing_errors_are_waited_for(hub: FakeHub, tmp_path: Path) -> None:
 )
 def test_other_errors_are_one_line(hub: FakeHub, tmp_path: Path, reply: tuple[int, dict[str, str]], words: str) -> None:
     hub.replies = [reply] * retries.MAX_TRIES
-    assert words in refused("org/tiny:F16", tmp_path)
+    line = refused("org/tiny:F16", tmp_path)
+    assert words in line and SIGNATURE not in line
     assert len(hub.replies) == (0 if reply[0] == 500 else retries.MAX_TRIES - 1)
+
+
+def test_the_password_of_a_mirror_is_in_no_line(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.replies = [(418, {})]
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("//", "//user:5ec4e7@"))
+    line = refused("org/tiny:F16", tmp_path)
+    assert "//***@127.0.0.1" in line and "5ec4e7" not in line
 
 
 def test_what_does_not_exist_is_named_with_what_does(hub: FakeHub, tmp_path: Path) -> None:
