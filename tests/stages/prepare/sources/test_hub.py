@@ -250,6 +250,11 @@ def test_the_error_for_a_missing_model_names_it(machine: Machine, hub: FakeHub) 
     assert "returned an error for org/tiny" in machine.fail("org/tiny")
 
 
+def test_the_password_of_a_mirror_is_in_no_line(machine: Machine) -> None:
+    line = machine.fail("org/tiny", HF_ENDPOINT=closed_port().replace("//", "//user:5ec4e7@"))
+    assert "//***@127.0.0.1" in line and "5ec4e7" not in line
+
+
 REPOSITORIES: dict[str, tuple[Callable[[str], bool], str]] = {
     "no config": (lambda name: name != "config.json", r"has no config.json"),
     "pickles": (

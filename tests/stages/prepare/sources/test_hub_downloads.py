@@ -231,13 +231,6 @@ def test_other_errors_are_one_line(hub: FakeHub, tmp_path: Path, reply: tuple[in
     assert len(hub.replies) == (0 if reply[0] == 500 else retries.MAX_TRIES - 1)
 
 
-def test_the_password_of_a_mirror_is_in_no_line(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.replies = [(418, {})]
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("//", "//user:5ec4e7@"))
-    line = refused("org/tiny:F16", tmp_path)
-    assert "//***@127.0.0.1" in line and "5ec4e7" not in line
-
-
 def test_what_does_not_exist_is_named_with_what_does(hub: FakeHub, tmp_path: Path) -> None:
     assert refused("org/tiny:Q5_K_M", tmp_path) == "org/tiny has no .gguf file of Q5_K_M; it has Q8_0, F16"
     assert refused("org/tiny:Q8", tmp_path) == "org/tiny has no .gguf file of Q8; did you mean Q8_0?; it has Q8_0, F16"
