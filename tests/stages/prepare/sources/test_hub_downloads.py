@@ -226,8 +226,7 @@ def test_passing_errors_are_waited_for(hub: FakeHub, tmp_path: Path) -> None:
 )
 def test_other_errors_are_one_line(hub: FakeHub, tmp_path: Path, reply: tuple[int, dict[str, str]], words: str) -> None:
     hub.replies = [reply] * retries.MAX_TRIES
-    line = refused("org/tiny:F16", tmp_path)
-    assert words in line and SIGNATURE not in line
+    assert words in (line := refused("org/tiny:F16", tmp_path)) and SIGNATURE not in line
     assert len(hub.replies) == (0 if reply[0] == 500 else retries.MAX_TRIES - 1)
 
 
