@@ -58,14 +58,10 @@ class ModelsApp:
         app = self._empty()
         if self.cors.is_on:
             app.on_response_prepare.append(self._add_cors_headers)
-        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin or has_admin_routes])
-        app.add_routes(
-            [
-                web.get("/models", self._server.models, allow_head=True),
-                web.post("/models/load", self._load),
-                web.post("/models/unload", self._unload),
-            ]
-        )
+        app.add_routes([self._def_of(route) for route in ROUTES if not route.is_admin])
+        app.add_routes([web.get("/models", self._server.models, allow_head=True)])
+        if has_admin_routes:
+            app.add_routes(self._admin_routes())
         if self._has_page:
             app.add_routes(files.routes())
         return app
@@ -73,8 +69,13 @@ class ModelsApp:
     def admin_app(self) -> web.Application:
         """Routes for the operator's programs, which have no key."""
         app = self._empty()
-        app.add_routes([self._def_of(route) for route in ROUTES if route.is_admin])
+        app.add_routes(self._admin_routes())
         return app
+
+    def _admin_routes(self) -> list[web.RouteDef]:
+        """Who unloads a model ends the streams of others."""
+        own = [web.post("/models/load", self._load), web.post("/models/unload", self._unload)]
+        return [*(self._def_of(route) for route in ROUTES if route.is_admin), *own]
 
     async def _add_cors_headers(self, http_request: web.Request, response: web.StreamResponse) -> None:
         self.cors.add_headers(http_request, response)

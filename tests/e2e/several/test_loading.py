@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -232,3 +233,18 @@ def test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not(keye
     assert ask(keyed, "/v1/completions", body, KEY)["model"] == "other"
     assert state("other") == "loaded"
     until(lambda: state("other") == "unloaded")
+
+
+def test_a_signal_lets_open_streams_end_and_refuses_others(folders: Path) -> None:
+    with Server(config=config(folders, "ending", top="load_at_start = false")) as server:
+        assert completion(server, "other", 4)["choices"]
+        with Client(server.zmq, model="other") as client:
+            stream = iter(client.generate("Hello", SamplingParams(max_tokens=200, **GREEDY)))
+            text = next(stream).text  # it goes on when its client takes the rest
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for_line("supervisor.0 draining", 10)
+            status, body = error_of(server, "/v1/completions", {"model": "chat", "prompt": "x"})
+            assert status == 503 and body["error"]["code"] == "draining"
+            text += "".join(one.text for one in stream)
+        assert len(text) > 1 and server.stop() == 0
+    assert "unloaded model=other" in server.log()
