@@ -35,6 +35,11 @@ class SequenceQueue:
         return self._entries[0][1]
 
     @property
+    def first_order(self) -> Order:
+        """The order of the first one in a queue that isn't empty."""
+        return self._entries[0][0]
+
+    @property
     def first_rank(self) -> int:
         """The lowest rank in a queue that isn't empty."""
         return self._entries[0][0][0]
@@ -83,7 +88,7 @@ class WaitingQueue:
     @property
     def first_order(self) -> Order:
         """The order of the first sequence in a queue that isn't empty."""
-        return min(queue.first.order for queue in (self._short, self._long, self.paced) if queue)
+        return min([queue.first_order for queue in (self._short, self._long, self.paced) if queue])
 
     def add(self, sequence: Sequence) -> None:
         sequence.is_long = len(sequence.ids) > self._long_prompt_tokens

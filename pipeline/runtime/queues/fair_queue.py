@@ -64,7 +64,13 @@ class _Scope(Generic[K, T]):
 
     @property
     def next_class(self) -> _SizeClass[K, T]:
-        return min((one for one in self.classes.values() if one.items), key=lambda one: (one.start, one.next_cost))
+        """The class whose turn it is, of a scope that has items."""
+        found: _SizeClass[K, T] | None = None
+        for one in self.classes.values():  # this is read several times for each item, and mostly there is one
+            if one.items and (found is None or (one.start, one.next_cost) < (found.start, found.next_cost)):
+                found = one
+        assert found is not None, "no item waits"
+        return found
 
     @property
     def turn(self) -> tuple[int, int, int]:
