@@ -29,6 +29,7 @@ class OllamaFamily(ApiFamily):
     error_prefix = "Ollama"
     media_type = MEDIA_TYPE
     accepts_curl_default = True
+    folds_names = True
 
     def error_json(self, error: ApiError, request_id: str) -> bytes:
         return error_json(error)

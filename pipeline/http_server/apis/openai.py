@@ -53,6 +53,8 @@ class ApiFamily:
     """Where its clients read the id of a request, besides X-Request-Id."""
     accepts_curl_default: ClassVar[bool] = False
     """The examples of its documentation are `curl -d` without a content type."""
+    folds_names: ClassVar[bool] = False
+    """The names of models are compared without regard to case and to a tag."""
     stores_replies: ClassVar[bool] = False
     """Clients name stored replies: what one replica does not know, another may."""
 
@@ -61,7 +63,8 @@ class ApiFamily:
         return error_json(error)
 
     def lost_stream(self, fields: Mapping[str, Any]) -> bytes:
-        """The end of a stream that the ingress can't continue. `fields` are those of `ErrorFields`."""
+        """The end of a stream that the ingress can't continue, or whose model can't be loaded. `fields` are those of
+        `ErrorFields`."""
         return b"data: " + json.dumps({"error": fields}).encode() + b"\n\ndata: [DONE]\n\n"
 
     def limit_headers(self, uses: Sequence[LimitUse]) -> dict[str, str]:

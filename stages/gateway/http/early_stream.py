@@ -6,14 +6,12 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from pipeline.http_server.error_responses import error_parts
+from pipeline.http_server.apis.table import family_of
 from pipeline.stages.gateway.dialect import EVENT_STREAM
 from pipeline.stages.gateway.errors import ApiError
 
 BEGUN = web.RequestKey("begun stream", web.StreamResponse)
 """The response of a request, if it was begun early."""
-NAMED = ("/v1/messages", "/v1/responses")
-"""Paths of APIs whose events have names."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -43,8 +41,7 @@ async def begun(http_request: web.Request) -> web.StreamResponse:
 
 async def fail(http_request: web.Request, error: ApiError) -> web.StreamResponse:
     """End a stream that was begun early with an error."""
-    body, _ = error_parts(http_request, error)
+    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     response = http_request[BEGUN]
-    event = b"event: error\n" if http_request.path in NAMED else b""
-    await response.write_eof(event + b"data: " + body + b"\n\n")
+    await response.write_eof(family_of(http_request.path).lost_stream(fields))
     return response

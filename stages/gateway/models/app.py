@@ -16,21 +16,21 @@ from pipeline.config.settings import Settings
 from pipeline.http_server import expect
 from pipeline.http_server.access.cors import Cors
 from pipeline.http_server.access.key_accounts import KeyAccounts, add_limit_headers
+from pipeline.http_server.apis.table import family_of
 from pipeline.http_server.bodies.body_reader import KEPT_BODY, BodyReader
 from pipeline.http_server.server_header import add_headers
 from pipeline.runtime.resume_points import RESUMABLE
+from pipeline.stages.gateway.apis.ollama import models as ollama
 from pipeline.stages.gateway.errors import ApiError
 from pipeline.stages.gateway.http import middleware
 from pipeline.stages.gateway.http.early_stream import BEGUN, fail, wait_with_keep_alives
 from pipeline.stages.gateway.http.route import Route
 from pipeline.stages.gateway.http.routes import ROUTES
-from pipeline.stages.gateway.models import lists
 from pipeline.stages.gateway.models.chosen import Chosen, chosen_of, keep_s
 from pipeline.stages.gateway.models.server import ModelsApi
 from pipeline.stages.gateway.models.table import HostedModel, ModelTable
 from pipeline.stages.gateway.page import files
 
-OLLAMA = "/api/"
 STREAMS = ("chat_completions", "completions", "messages", "infill", "create_response")
 """Handlers whose streams are server-sent events."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -106,15 +106,15 @@ class ModelsApp:
 
     async def _by_body(self, route: Route, http_request: web.Request) -> web.StreamResponse:
         """A request whose body has the model."""
-        is_ollama = route.path.startswith(OLLAMA)
+        folds_names = family_of(route.path).folds_names
         chosen = await self._read(http_request)
         name = chosen.model or chosen.name
         if not isinstance(name, str):
             raise self._table.unnamed()
-        model = self._table.find(name, as_ollama=is_ollama)
-        idle_s = keep_s(chosen.keep_alive) if is_ollama else keep_s(chosen.ttl)
-        if is_ollama and idle_s == 0 and not chosen.has_input and not model.serves:
-            return _json(lists.unloaded(route.path, name, time.time()))
+        model = self._table.find(name, as_ollama=folds_names)
+        idle_s = keep_s(chosen.keep_alive) if folds_names else keep_s(chosen.ttl)
+        if folds_names and idle_s == 0 and not chosen.has_input and not model.serves:
+            return _json(ollama.unloaded(route.path, name, time.time()))
         streams = route.handler in STREAMS and chosen.stream is True and not chosen.background
         try:
             return await self._serve(route, http_request, model, streams=streams)

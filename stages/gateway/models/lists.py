@@ -69,14 +69,6 @@ async def running_of(model: HostedModel) -> OllamaRunningModel:
     return found
 
 
-def unloaded(path: str, name: str, now_s: float) -> dict[str, Any]:
-    """Ollama's answer to a request to unload a model that is not loaded."""
-    found: dict[str, Any] = {"model": name, "created_at": rfc3339(now_s), "done": True, "done_reason": "unload"}
-    if path == "/api/chat":
-        return found | {"message": {"role": "assistant", "content": ""}}
-    return found | {"response": ""}
-
-
 def health_of(model: HostedModel, body: HealthBody | None) -> dict[str, Any]:
     """An entry of /health. `body` is what the server of this model alone would answer, if it serves."""
     found = {"name": model.name, "state": model.state} | status_of(model)

@@ -118,7 +118,8 @@ def test_a_stream_has_keep_alives_while_its_model_is_loaded(small: Server) -> No
 def test_a_stream_that_waits_ends_with_an_error_if_its_model_fails(small: Server) -> None:
     until(lambda: states(small)["late"] != "loading")
     lines = events_of(small, "/v1/completions", {"model": "late", "prompt": "Hello", "stream": True})
-    assert lines[0].startswith(": the model") and "could not be loaded" in lines[-1]
+    assert lines[0].startswith(": the model") and "could not be loaded" in lines[-2]
+    assert lines[-1] == "data: [DONE]"
 
 
 def test_a_zeromq_client_has_its_model_loaded_and_does_not_keep_it(small: Server) -> None:

@@ -61,6 +61,14 @@ def shown_model(model: ServedModel, facts: WeightFacts, started_s: float) -> Oll
     )
 
 
+def unloaded(path: str, name: str, now_s: float) -> dict[str, Any]:
+    """Ollama's answer to a request to unload a model that is not loaded."""
+    found: dict[str, Any] = {"model": name, "created_at": rfc3339(now_s), "done": True, "done_reason": "unload"}
+    if path == "/api/chat":
+        return found | {"message": {"role": "assistant", "content": ""}}
+    return found | {"response": ""}
+
+
 def _details(model: ServedModel, facts: WeightFacts) -> OllamaModelDetails:
     family = model.config.architecture
     return OllamaModelDetails(
