@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import re
+from pathlib import Path
 
 from pipeline.config.settings import ExecuteSettings, Settings
 from pipeline.config.values import browsers, core_list, hf_overrides, port_range, zmq_setting
@@ -75,8 +76,15 @@ def contradictions(settings: Settings) -> list[str]:
             f"lora.max_cpu_loras: {settings.lora.max_cpu_loras} is less than lora.max_loras = {settings.lora.max_loras}"
         )
     problems += _name_problems(settings)
+    return problems + _swap_problems(settings)
+
+
+def _swap_problems(settings: Settings) -> list[str]:
+    execute, problems = settings.execute, []
     if settings.schedule.preemption == "swap" and not execute.swap_bytes:
         problems.append("schedule.preemption: 'swap' needs execute.swap_bytes above 0")
+    if execute.swap_dir and not Path(execute.swap_dir).is_dir():
+        problems.append(f"execute.swap_dir: must be an existing folder, got {execute.swap_dir!r}")
     return problems
 
 

@@ -23,6 +23,7 @@ AS_SETTINGS = {
     "--dtype": "execute.dtype=NAME",
     "--enable-per-request-metrics": "gateway.per_request_metrics=true",
     "--enable-prefix-caching": "schedule.prefix_caching=true",
+    "--enable-sleep-mode": "gateway.enable_sleep_mode=true",
     "--generation-config": "generation_config=FOLDER",
     "--hf-overrides": "hf_overrides=JSON",
     "--gpu-memory-utilization": "execute.gpu_memory_utilization=SHARE",

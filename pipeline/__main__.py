@@ -123,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     looking.add_usage(commands)
     looking.add_top(commands)
     looking.add_restart(commands)
+    looking.add_sleep(commands)
+    looking.add_wake(commands)
     looking.add_reload(commands)
     looking.add_stop(commands)
     check_model.add(commands)

@@ -216,6 +216,22 @@ class ExecuteSettings(Frozen, frozen=True):
             description="Shared memory for the KV blocks of preempted sequences, in bytes; 0 recomputes them.",
         ),
     ] = 0
+    swap_dir: Annotated[
+        str,
+        Meta(
+            description="Folder for the KV blocks of open requests while the server sleeps (POST /sleep). Empty: they "
+            "are in memory. The files have no names, so nothing is left when the server ends."
+        ),
+    ] = ""
+    sleep_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_BYTES,
+            description="How much of the prefix cache is kept while the server sleeps, in bytes of each rank, beside "
+            "the KV blocks of open requests.",
+        ),
+    ] = 256 * 1024**2
     num_threads: Annotated[
         int,
         Meta(

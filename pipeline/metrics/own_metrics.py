@@ -25,11 +25,12 @@ from pipeline.metrics.stats import (
     KeyUsage,
     ScheduleCounts,
     ServerStats,
+    SleepCounts,
     StageCounts,
     StageStats,
 )
 
-STATES = ("starting", "ready", "late", "recovering", "joining", "leaving", "stopping", "dead")
+STATES = ("starting", "ready", "late", "recovering", "joining", "leaving", "sleeping", "waking", "stopping", "dead")
 
 
 def server_metrics(stats: ServerStats) -> Iterator[Metric]:
@@ -110,7 +111,17 @@ def server_metrics(stats: ServerStats) -> Iterator[Metric]:
         ),
     ):
         yield counter(name, words, {}, value)
+    yield from _sleep_metrics(stats.sleep)
     yield from _pooled_metrics(gateways)
+
+
+def _sleep_metrics(counts: SleepCounts) -> Iterator[Metric]:
+    """The server's sleeps."""
+    yield gauge("pipeline_asleep", "1 while the server sleeps.", {}, int(counts.is_asleep))
+    yield counter("pipeline_sleeps", "How often the server has fallen asleep.", {}, counts.num_sleeps)
+    yield counter("pipeline_sleep_saved_bytes", "Bytes of KV cache that executors have saved.", {}, counts.num_bytes)
+    yield counter("pipeline_sleep_seconds", "Time to fall asleep.", {}, counts.sleep_s)
+    yield counter("pipeline_wake_seconds", "Time to wake up.", {}, counts.wake_s)
 
 
 def _pooled_metrics(gateways: Sequence[GatewayCounts]) -> Iterator[Metric]:
@@ -255,6 +266,12 @@ def kind_metrics(stats: ServerStats) -> Iterator[Metric]:
         yield gauge("pipeline_schedule_depth", "Current maximum of steps in flight.", {"stage": name}, counts.depth)
     yield counter_by_stage(
         "pipeline_schedule_forks", "Sequences forked from a sibling's prompt.", schedule, lambda c: c.num_forks
+    )
+    yield counter_by_stage(
+        "pipeline_schedule_recomputed_prompt_tokens",
+        "Prompt tokens computed a second time, after a preemption or a death.",
+        schedule,
+        lambda c: c.num_recomputed_tokens,
     )
     yield counter_by_stage(
         "pipeline_schedule_blocks_swapped_out",

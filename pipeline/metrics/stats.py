@@ -135,6 +135,9 @@ class ScheduleLoad(Part, frozen=True, tag="schedule"):
     """Sequences that started with the keys and values of a sibling's prompt."""
     depth: int = 1
     """Current maximum of steps in flight."""
+    num_recomputed_tokens: int = 0
+    """Prompt tokens that were computed a second time: after a preemption without swap space, or the death of a
+    process. None after the server has slept."""
 
 
 NO_VALUES = HistogramCounts([], 0.0)
@@ -321,6 +324,19 @@ class KeyUsage(Part, frozen=True):
     """Requests refused with another error before they were opened."""
 
 
+class SleepCounts(Part, frozen=True):
+    """The server's sleeps since its start."""
+
+    num_sleeps: int = 0
+    num_bytes: int = 0
+    """Saved by executors."""
+    sleep_s: float = 0.0
+    """Time to fall asleep."""
+    wake_s: float = 0.0
+    """Time to wake up."""
+    is_asleep: bool = False
+
+
 class ServerStats(Part, frozen=True):
     """The stats of a whole server."""
 
@@ -355,6 +371,7 @@ class ServerStats(Part, frozen=True):
     """As in `ExecuteFacts`."""
     keys: list[KeyUsage] = []
     """What each API key has used, by its name; of those too that the server has no more."""
+    sleep: SleepCounts = SleepCounts()
 
 
 def num_queued(own: OwnCounts | None) -> int:

@@ -38,6 +38,7 @@ from pipeline.supervisor.reconfigure.reload import Reloads
 from pipeline.supervisor.reconfigure.scaling import Scaling
 from pipeline.supervisor.reconfigure.stage_processes import StageProcesses
 from pipeline.supervisor.restart.restarts import Restarts
+from pipeline.supervisor.restart.sleep import Sleeper
 from pipeline.supervisor.restart.stage_deaths import StageDeaths
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.server_state import ServerState
@@ -98,6 +99,7 @@ class SupervisorLoop:
         self._questions = Questions(
             lambda name, request: self.table.outboxes[name].send(with_execute_facts(request, self.state.facts))
         )
+        self._sleeper = Sleeper(run_mode, resources, self.state, self.table, self._restarts, self._falls_asleep, log)
         self._deaths = StageDeaths(
             resources,
             self.state,
@@ -108,6 +110,7 @@ class SupervisorLoop:
             self._scaling,
             self._questions,
             self._heartbeats,
+            self._sleeper,
             self.crash_reports,
             log,
         )
@@ -124,7 +127,8 @@ class SupervisorLoop:
         )
         self.adapters = Adapters(resources, self.table, log)
         self._stats_collector = StatsCollector(
-            resources, self.state, self.table, url, self._questions, self._heartbeats.is_computing
+            *(resources, self.state, self.table, url, self._questions, self._heartbeats.is_computing),
+            lambda: self._sleeper.counts,
         )
         self._admin_server = AdminServer(
             self._context,
@@ -136,6 +140,7 @@ class SupervisorLoop:
             self._reloads.ask,
             lambda: self._reloads.source,
             self._restarts.spans.trace,
+            self._sleeper.change,
         )
         self._signals: StopSignals = TerminationSignals() if run_mode.model is None else run_mode.model.signals
         self.poller.register(self._inbox.fileno(), zmq.POLLIN)
@@ -220,6 +225,7 @@ class SupervisorLoop:
                 self._restarts.turn(self.state.prepared.model_dir, self.state.facts)
                 self._processes.turn(self.state.prepared.model_dir, self.state.facts)
                 self._scaling.turn()
+                self._sleeper.turn()
             self._admin_server.turn()
             self.crash_reports.turn(self.table.children.values())
             self._questions.end_late()
@@ -294,6 +300,8 @@ class SupervisorLoop:
                 self._stats_collector.gather(
                     float("inf"), lambda stats: self.table.reply(sender, m.StatsAnswer(nonce, stats))
                 )
+            case m.SetSleep() | m.AskSleep() | m.KVSaved() | m.WakeRequested():
+                self._sleeper.handle(message, sender)
             case m.Answer():
                 self._questions.answered(sender, message)
             case _:
@@ -307,11 +315,12 @@ class SupervisorLoop:
             self.table.outboxes[sender].send(m.Start(self.state.facts))
             self._scaling.ready(sender)
             return
-        is_successor, child.state = child.state == "recovering", "ready"
+        is_successor, child.state = child.state in ("recovering", "waking"), "ready"
         self._learn(facts, sender)
         if is_successor:
             assert self.state.facts is not None
             self._restarts.ready(child, self.state.facts)
+            self._sleeper.ready(sender)
             self._admin_server.trace_successor(sender)
             if self.state.is_ending and child.stage == "gateway":
                 self.table.outboxes[sender].send(m.Drain(self._resources.settings.supervisor.drain_timeout_s))
@@ -350,6 +359,11 @@ class SupervisorLoop:
             done(0.0, "the server is starting or shutting down")
         else:
             self._restarts.planned.ask(name, "pipeline restart", done)
+
+    def _falls_asleep(self, name: str) -> None:
+        """A process is going to end, since the server sleeps."""
+        self._heartbeats.forget(name)
+        self._questions.lost(name)
 
     def _forget(self, name: str) -> None:
         """A process is going to be removed."""

@@ -119,6 +119,9 @@ class Loop:
                 runner.preload_adapters([one.id for one in adapters])
             case m.UseAdapters():
                 self._reports.use(message)
+            case m.SaveKV():
+                steps.collect(waits=True)
+                stage.supervisor.send(runner.save_kv(message, stage.arrays.take))
             case m.Start():
                 runner.start()
             case m.Stop():

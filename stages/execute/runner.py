@@ -10,21 +10,29 @@ back end loads its model between these parts, because each needs some of the oth
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from pipeline.config.sections.speculative import max_num_drafts, num_speculative_tokens
 from pipeline.config.settings import Settings
 from pipeline.kernels.step_inputs import BLOCK_SIZE, IntArray
-from pipeline.runtime.messages import ExecuteFacts
+from pipeline.runtime.messages import ExecuteFacts, KVSaved, SaveKV
 from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.execute.adapters.slots import AdapterMemory, AdapterSlots, LoraPlan
 from pipeline.stages.execute.drafts.speculation import Proposer, Speculator
 from pipeline.stages.execute.grammar_masks.masks import Masks, NoMasks
-from pipeline.stages.execute.kv import KVPlan, kv_dtype
+from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.pooling.head import PoolerHead
 from pipeline.stages.execute.pooling.pool import Pool
 from pipeline.stages.execute.program import Norm
 from pipeline.stages.execute.row_changes import RowChanges, RowMirror
-from pipeline.stages.execute.rows import RowTable
+from pipeline.stages.execute.rows import RowTable, Take
+
+
+class SavedKV(Protocol):
+    """Memory that outlives the executor, for its KV cache."""
+
+    def save(self, message: SaveKV, take: Take) -> KVSaved:
+        """Write what the message names. If there is no room, the answer says so, and nothing has changed."""
 
 
 class Runner(ABC):
@@ -44,6 +52,8 @@ class Runner(ABC):
     """Whether it samples, and sends the results: of several ranks, one does."""
     rank_name = ""
     """Its place among ranks, for `pipeline ps`; empty if it has none to show."""
+    saved_kv: SavedKV | None = None
+    """What it leaves to the next executor when the server goes to sleep; None if it can't."""
     layers: str
     """The first and the last layer that it computes, for logs."""
 
@@ -61,6 +71,12 @@ class Runner(ABC):
     def name(self) -> str:
         """The back end, for logs."""
 
+    def save_kv(self, message: SaveKV, take: Take) -> KVSaved:
+        """Leave KV blocks and states to the next executor, since the server goes to sleep."""
+        if self.saved_kv is None:
+            return KVSaved(message.number, 0, 0.0, f"{self.name} can't save its KV cache")
+        return self.saved_kv.save(message, take)
+
     @abstractmethod
     def drop_all(self, incarnation: int = 0) -> None:
         """Drop all rows. No step may be in flight. `incarnation` is that of the scheduler's successor."""
@@ -71,7 +87,8 @@ class Runner(ABC):
             self.adapters = AdapterSlots(self._model_dir, plan.num_slots, memory)
 
     def _make_rows(self, config: ModelConfig, kv: KVPlan, num_swap_blocks: int, num_swap_slots: int = 0) -> None:
-        """Make the facts, the row table and the masks. The back end replaces facts that differ."""
+        """Make the facts, the row table and the masks. The back end replaces facts that differ. `config` has the KV
+        heads of the rank with the most."""
         settings, max_num_seqs = self._settings, self._max_num_seqs
         self.facts = ExecuteFacts(
             kv.num_blocks,
@@ -88,6 +105,8 @@ class Runner(ABC):
             num_state_slots=kv.num_state_slots,
             num_swap_state_slots=num_swap_slots,
             state_tokens=kv.state_tokens,
+            block_bytes=kv_block_bytes(settings.execute, config, kv.layout),
+            slot_bytes=kv.slot_bytes,
             generates=config.generates,
             is_encoder=not config.causal,
         )
@@ -111,9 +130,9 @@ class Runner(ABC):
         if self.facts.max_num_drafts:
             self.masks.forces = True
             self.speculator = Speculator(self.rows, self._settings.speculative, make_proposer(), self.masks)
-        self._pool = Pool(config, last_norm, PoolerHead.of(self._model_dir, config.pooler))
+        self.pool = Pool(config, last_norm, PoolerHead.of(self._model_dir, config.pooler))
         self._changes = RowChanges(
-            *(self.rows, self.masks, self._pool, config.eos_ids, mirror),
+            *(self.rows, self.masks, self.pool, config.eos_ids, mirror),
             drop_drafts=self._drop_drafts,
             adapters=self.adapters,
         )

@@ -1,5 +1,6 @@
 """The executor: loads the model on the configured device, then serves steps (stages/execute/loop.py)."""
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -224,6 +225,7 @@ def _load_cpu(
 ) -> "tuple[Runner, MakeSteps]":
     from pipeline.stages.execute.cpu.kept_library import KeptLibrary
     from pipeline.stages.execute.cpu.runner import CpuRunner
+    from pipeline.stages.execute.cpu.saved_kv import SavedKV
     from pipeline.stages.execute.cpu.steps import CpuSteps
 
     before = launch.facts if launch.replay is None else None
@@ -231,6 +233,9 @@ def _load_cpu(
     runner = CpuRunner(
         launch.settings, Path(launch.model_dir), swap, _rank_context(launch), kept=kept, compiling=compiling
     )
+    runner.saved_kv = saved = SavedKV(launch.saved_kv_fd, runner.program, runner.facts, runner.pool)
+    if (num_bytes := saved.load()) and launch.replay is None:
+        logging.getLogger("pipeline").info("loaded the saved KV cache", extra={"fields": {"bytes": num_bytes}})
     if runner.states is not None:
         runner.states.checks = launch.replay is None
     return runner, partial(CpuSteps, runner=runner)

@@ -7,6 +7,7 @@ client ◄──SSE─── response_writer ◄──wake── ResultHandler �
 import asyncio
 import socket
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, assert_never
 
@@ -37,6 +38,7 @@ from pipeline.stages.gateway.admin.adapters import AdapterRegistry
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.admin.sleep import SleepControl
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.admission.preemption import Preemption
 from pipeline.stages.gateway.draining import Draining
@@ -85,6 +87,13 @@ class GatewayStage:
         self.aborter = RequestAborter(stage, self.requests)
         self.stats = StatsQuery(stage)
         self.resetter = PrefixCacheResetter(stage)
+        self._sleep_control = SleepControl(stage)
+        self._askers: dict[type, Callable[[Any], None]] = {
+            m.Health: self.health.handle_reply,
+            m.StatsAnswer: self.stats.handle_reply,
+            m.SleepSet: self._sleep_control.handle_reply,
+            m.PrefixCacheReset: self.resetter.handle_reply,
+        }
         self._recovery = Recovery(stage, self.requests, self.aborter, self.resetter)
         self.served_model = model = ServedModel(stage.model_dir, settings, self.requests.formats)
         defaults = generation_config.load(settings, stage.model_dir)
@@ -109,6 +118,7 @@ class GatewayStage:
             self.aborter,
             self.stats,
             self.resetter,
+            self._sleep_control,
             limits,
             settings.gateway,
             has_keys=self.requests.accounts.keys is not None,
@@ -293,14 +303,10 @@ class GatewayStage:
         match message:
             case m.Deltas() | m.Accepted() | m.Rejected():
                 self._results.handle(message)
-            case m.Health():
-                self.health.handle_reply(message)
-            case m.StatsAnswer():
-                self.stats.handle_reply(message)
+            case m.Health() | m.StatsAnswer() | m.SleepSet() | m.PrefixCacheReset():
+                self._askers[type(message)](message)
             case m.AbortRequests() | m.RequestsAborted():
                 self.aborter.handle(message)
-            case m.PrefixCacheReset():
-                self.resetter.handle_reply(message)
             case m.Adapters() | m.AdapterSet():
                 self._adapters.handle(message)
             case m.PeerRestarted() | m.FailRequests():

@@ -51,7 +51,7 @@ class SequenceLifecycle:
         self.adapters = AdapterSlots(config.max_loras, waits=config.waits_for_adapters)
         self.parallel_samples = ParallelSamples()
         self.preemptor = PriorityPreemptor(state.rows, state.kv_cache_manager, state.preemption_costs)
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_recomputed_tokens = self.num_preemptions = 0
         """Since start."""
         self._policy = state.policy
         self._long_prompt_tokens = config.long_prompt_tokens
@@ -237,6 +237,7 @@ class SequenceLifecycle:
             self.num_prompt_tokens += num_prompt
             self.num_cached_tokens += sequence.num_cached
         queue.remove(sequence)
+        self.num_recomputed_tokens += max(0, sequence.num_computed_prompt - found.num_computed)
         self._state.mask_turns.start(sequence, self._state.now_s)
         # The shared blocks are in the prefix cache already.
         row = self._rows.start(sequence, tables, found.num_computed, found.num_shared, self._long_prompt_tokens)
@@ -364,8 +365,9 @@ class SequenceLifecycle:
         self._kv_cache_manager.register_last(row)
         if self._kv_cache_manager.states.is_on:
             self._kv_cache_manager.states.leave(row, self._in_flight.last_step_id + 1, self._in_flight.last_in_flight)
-        num_sent = int(self._rows.sent[row])
+        num_sent, num_computed = int(self._rows.sent[row]), int(self._rows.num_computed_tokens[row])
         sequence, blocks = self._rows.end(row)
+        sequence.num_computed_prompt = min(num_computed, len(sequence.request.prompt))
         self._output_buffer.add_closing(sequence, num_sent, finish)
         if steps := self._in_flight.steps:
             while self._left and self._left[0][0] < steps[0].step_id:

@@ -125,6 +125,9 @@ class Sequence(msgspec.Struct, eq=False):
     """Logprobs of the prompt that were passed on."""
     error: str = ""
     """The reason, if it finished with `error`."""
+    num_computed_prompt: int = 0
+    """Prompt ids that were computed when it left its row, or before it came with output: what of them is not found when
+    it starts again is computed a second time."""
     num_cached: int = 0
     """Prompt ids found in the prefix cache when it first started."""
     num_accepted_drafts: int = 0

@@ -203,6 +203,7 @@ class RequestStates:
             finish=finish,
             num_resumed_tokens=len(ids),
             resumed_finish=finish,
+            num_computed_prompt=len(request.prompt) if len(outputs) else 0,
         )
         self._next_seq += 1
         request.sequences.append(sequence)

@@ -17,6 +17,7 @@ from pipeline.metrics.stats import ScheduleCounts
 from pipeline.runtime import messages as m
 from pipeline.stages.schedule.encoder_planner import EncoderPlanner
 from pipeline.stages.schedule.kv_cache.manager import ExecutorLoss
+from pipeline.stages.schedule.kv_cache.saved import SavedCache
 from pipeline.stages.schedule.lifecycle import SequenceLifecycle
 from pipeline.stages.schedule.planner import Planner
 from pipeline.stages.schedule.request import RequestState
@@ -47,6 +48,8 @@ class Scheduler:
         self._request_table = RequestStates(state, lifecycle)
         self._planner = (EncoderPlanner if config.is_encoder else Planner)(state, lifecycle)
         self._settlement = Settlement(state, lifecycle, Beams(state, lifecycle))
+        sizes = config.block_bytes, config.slot_bytes, config.sleep_cache_bytes
+        self._saved = SavedCache(self.kv_cache_manager, *sizes)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -69,6 +72,19 @@ class Scheduler:
     def executor_lost(self, loss: ExecutorLoss) -> None:
         """The executor has died: plan again what it had computed. What was settled stays."""
         self._request_table.executor_lost(loss)
+
+    def choose_saved(self) -> tuple[list[int], list[int]]:
+        """The KV blocks and state slots that the executor must save before the server sleeps. No step may be in flight,
+        and none may be planned before `executor_slept` or `executor_lost`, unless the server does not sleep."""
+        return self._saved.choose()
+
+    def executor_slept(self, successor: int) -> None:
+        """The executor has ended. What it has saved is in its successor's memory, as it was: the next step gives it all
+        rows, and they go on."""
+        self._saved.taken_over(successor)
+        self._in_flight.renew_all(self.rows.order.tolist())
+        self.rows.num_changes += 1
+        self.lifecycle.adapters.executor_lost()
 
     def use_adapters(self) -> m.UseAdapters | None:
         """What to tell the executor of the LoRA adapters that sequences use, if it does not know it and has answered
@@ -214,6 +230,7 @@ class Scheduler:
             num_blocks_offloaded=manager.offload.num_blocks_offloaded,
             num_blocks_restored=manager.num_blocks_restored,
             num_forks=manager.num_forks,
+            num_recomputed_tokens=lifecycle.num_recomputed_tokens,
         )
 
     def counts(self) -> ScheduleCounts:

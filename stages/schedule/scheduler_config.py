@@ -90,6 +90,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     is_encoder: bool = False
     """Each sequence is computed whole, in the step in which it starts, and ends with it."""
 
+    block_bytes: int = 0
+    """Bytes of a KV block of one rank; 0: not known."""
+    slot_bytes: int = 0
+    """The same of a slot for the states."""
+    sleep_cache_bytes: int = 0
+    """How much of the prefix cache is kept while the server sleeps, of each rank."""
+
     def __post_init__(self) -> None:
         """Raises ValueError if the model has recurrent layers and a setting does not work with them."""
         if not self.states.num_slots:
@@ -140,6 +147,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         speculative: SpeculativeSettings = SpeculativeSettings(),  # noqa: B008
         max_loras: int = 0,
         num_stages: int = 1,
+        sleep_cache_bytes: int = 0,
     ) -> "SchedulerConfig":
         """From the settings and the executor's facts."""
         config = cls(
@@ -170,5 +178,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             waits_for_adapters=max_loras > 0,
             states=StateConfig.of(facts),
             generates=facts.generates,
+            block_bytes=facts.block_bytes,
+            slot_bytes=facts.slot_bytes,
+            sleep_cache_bytes=sleep_cache_bytes,
         )
         return config.of_encoder(settings.encoder_step_tokens) if facts.is_encoder else config

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
 import msgspec
 
@@ -34,7 +34,8 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
 from pipeline.stages.schedule.stats.traffic import TrafficRecorder, profile_of
-from pipeline.stages.schedule.steps.step_entries import InFlightStep
+from pipeline.stages.schedule.steps.sleep import Sleep
+from pipeline.stages.schedule.steps.step_entries import SettledStep
 
 IDLE_WAIT_S = 60.0
 """Longest wait for a message while the server is idle."""
@@ -84,18 +85,6 @@ def _wait_for_start(stage: "Stage[m.ScheduleInbox]", early: list[m.ScheduleInbox
                 early.append(message)
 
 
-class SettledStep(NamedTuple):
-    """A result that was settled in this turn, to be counted."""
-
-    step: InFlightStep
-    result: m.StepResult
-    was_due: bool
-    begin_s: float
-    end_s: float
-    request_ids: list[int]
-    """Requests with a sequence that began or finished with it."""
-
-
 class ScheduleStage:
     """The loop around the scheduler, and the messages that wait to be sent."""
 
@@ -123,7 +112,8 @@ class ScheduleStage:
         max_loras = stage.settings.lora.max_loras if stage.settings.lora.is_on else 0
         self._scheduler = Scheduler(
             SchedulerConfig.of(
-                settings, facts, stage.settings.speculative, max_loras, stage.settings.execute.pipeline_parallel
+                *(settings, facts, stage.settings.speculative, max_loras),
+                *(stage.settings.execute.pipeline_parallel, stage.settings.execute.sleep_cache_bytes),
             ),
             SchedulerContext(
                 incarnation=stage.launch.incarnation,
@@ -155,6 +145,7 @@ class ScheduleStage:
         self._has_ended_work = False
         self._has_released = False
         """Whether sequences may run since the end of the last wake that were held back."""
+        self._sleep = Sleep(stage, self._scheduler, self._execute)
         self._preemption_log = EventLog(stage.log, "preempted sequences")
 
     def _index(self, segment: str, name: str) -> IndexMemory:
@@ -174,6 +165,7 @@ class ScheduleStage:
                 self._handle(message)
             self._use_adapters()
             self._feed()
+            self._sleep.turn()
             self._account()
             self._log_preemptions()
             report_is_due = not self._reports.send()
@@ -225,8 +217,8 @@ class ScheduleStage:
                 self._peers_changed(message)
             case m.FailRequests(errors):
                 scheduler.fail(errors)
-            case m.HandOver():
-                self._is_handing_over = True
+            case m.HandOver() | m.FallAsleep() | m.WakeUp():
+                self._pause(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
@@ -235,6 +227,13 @@ class ScheduleStage:
                 raise AssertionError("started twice")
             case _:
                 assert_never(message)
+
+    def _pause(self, message: m.HandOver | m.FallAsleep | m.WakeUp) -> None:
+        """Plan no more steps, or plan them again."""
+        if isinstance(message, m.HandOver):
+            self._is_handing_over = True
+        else:
+            self._sleep.handle(message)
 
     def _answered(self, message: m.StepResult | m.AdaptersLoaded) -> None:
         """Handle an answer of the executor, if it is for this process."""
@@ -259,8 +258,12 @@ class ScheduleStage:
         match stage:
             case "execute" if int(replica):
                 self._has_lost_ranks = True
+            case "execute" if message.has_saved_kv:
+                self._has_lost_ranks = False
+                self._scheduler.executor_slept(message.incarnation)
             case "execute":
                 self._has_lost_ranks = False
+                self._sleep.executor_lost()
                 keeps_swap = not message.has_other_settings
                 loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, crash_counts=message.crash_counts)
                 self._scheduler.executor_lost(loss)
@@ -279,13 +282,19 @@ class ScheduleStage:
 
     def _use_adapters(self) -> None:
         """Tell the executor which LoRA adapters it needs, before steps name them."""
-        if not self._is_handing_over and (message := self._scheduler.use_adapters()) is not None:
+        is_away = self._is_handing_over or self._sleep.is_on
+        if not is_away and (message := self._scheduler.use_adapters()) is not None:
             sent = self._execute.send(message)
             assert sent, "the edge to the executor is full, though one of these messages is unanswered at most"
 
+    @property
+    def _is_paused(self) -> bool:
+        """Whether no steps are planned."""
+        return self._is_handing_over or self._has_lost_ranks or self._sleep.is_on
+
     def _feed(self) -> None:
         """Plan until `depth` steps are in flight. The edge to the executor never holds more."""
-        while not (self._is_handing_over or self._has_lost_ranks) and len(self._scheduler.in_flight) < self._depth:
+        while not self._is_paused and len(self._scheduler.in_flight) < self._depth:
             if not self._send_step(self._scheduler.plan):
                 return
 
@@ -318,6 +327,7 @@ class ScheduleStage:
             self._reports.add(opening)
         if not openings:
             return  # it is here already
+        self._sleep.admitted()
         what = "refused" if isinstance(openings[0], m.Reject) else "queued"
         self._stage.log.debug(what, extra={"fields": {"request": f"{message.request_id:x}", "n": len(openings)}})
         if (trace := self._stage.trace).on:
@@ -329,7 +339,7 @@ class ScheduleStage:
         scheduler = self._scheduler
         if len(scheduler.in_flight) == 1 and scheduler.expects_step:
             self._execute.wake()  # it sleeps, and a step follows in most cases
-        may_plan = self._is_single and not (self._is_handing_over or self._has_lost_ranks)
+        may_plan = self._is_single and not self._is_paused
         if may_plan and len(scheduler.in_flight) == self._depth and scheduler.can_plan_before_settling(result):
             self._send_step(scheduler.plan_before_settling)
         begin_s = time.monotonic()
@@ -355,7 +365,7 @@ class ScheduleStage:
                 self._trace(settled)
         self._settled.clear()
 
-    def _trace(self, settled: "SettledStep") -> None:
+    def _trace(self, settled: SettledStep) -> None:
         scheduler, trace, end_s = self._scheduler, self._stage.trace, settled.end_s
         args: Args = {"step": settled.result.step_id, "compute_ms": round(settled.result.compute_s * 1000, 3)}
         if settled.was_due:
@@ -372,13 +382,7 @@ class ScheduleStage:
         decision = self._depth_tuner.observe(num_rows, seconds)
         self._depth = self._depth_tuner.depth
         if decision is not None:
-            fields = {
-                "rows": decision.num_rows,
-                "depth": decision.depth,
-                f"slower_at_{self._depth_tuner.depths[1]}_percent": round(100 * decision.difference, 1),
-                "error_percent": round(100 * decision.error, 1),
-            }
-            self._stage.log.info("depth", extra={"fields": fields})
+            self._stage.log.info("depth", extra={"fields": decision.fields(self._depth_tuner.depths)})
 
     def _log_preemptions(self) -> None:
         scheduler, total = self._scheduler, self._scheduler.lifecycle.num_preemptions

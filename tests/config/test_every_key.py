@@ -28,6 +28,7 @@ RUNNER = "tests/stages/execute/test_runner.py"
 SPECULATION = "tests/stages/execute/drafts/test_speculation.py"
 LORA = "tests/e2e/models/test_lora.py"
 BACKEND = "tests/stages/execute/cpu/test_backend.py"
+SLEEP = "tests/e2e/recovery/test_sleep.py"
 RANKS = "tests/e2e/hosts/test_ranks.py"
 SEVERAL = "tests/e2e/several/test_several_models.py"
 LOADING = "tests/e2e/several/test_loading.py"
@@ -119,6 +120,7 @@ EFFECTS = {
         "tests/stages/gateway/test_scopes.py::TestPrefixCache::test_the_prefix_cache_can_be_shared"
     ),
     "gateway.page": "tests/stages/gateway/page/test_files.py::test_the_page_can_be_turned_off",
+    "gateway.enable_sleep_mode": f"{SLEEP}::test_a_server_must_be_allowed_to_sleep",
     "gateway.admin_host": f"{SERVER}::test_the_admin_listener_s_address_and_the_sizes_of_arenas_are_set",
     "gateway.admin_port": f"{AUTH}::test_the_admin_listener_answers_for_the_whole_server",
     "ingest.replicas": REPLICAS,
@@ -173,6 +175,8 @@ EFFECTS = {
         "tests/stages/execute/cuda/models/test_kv.py::test_the_fraction_limits_all_memory_of_this_process"
     ),
     "execute.swap_bytes": "tests/supervisor/test_supervisor.py::test_swap_space_belongs_to_the_executor_and_is_freed",
+    "execute.swap_dir": f"{SLEEP}::test_a_file_in_a_folder_holds_what_was_saved",
+    "execute.sleep_cache_bytes": f"{SLEEP}::test_the_prefix_cache_of_a_sleeping_server_stays",
     "execute.tensor_parallel": f"{RANKS}::test_two_ranks_return_what_one_process_returns",
     "execute.pipeline_parallel": (
         "tests/stages/execute/ranks/test_pipeline_scheduled.py::test_texts_and_records_are_those_of_one_process"

@@ -12,6 +12,7 @@ import pytest
 
 from tests.compiled import link_kernels
 from tests.e2e.recovery.test_recovery import RESTARTED, assert_restarted, assert_same, kill, pids, post
+from tests.e2e.recovery.test_sleep import recomputed, run_and, sleep, wake_up
 from tests.e2e.recovery.test_swap import counted
 from tests.e2e.recovery_streams import STORY, Ledger, requests, run
 from tests.e2e.server import Server
@@ -54,6 +55,7 @@ def rules(model: Path, *more: str) -> tuple[str, ...]:
 def server(request: pytest.FixtureRequest, model: Path) -> Iterator[Server]:
     swap = [request.param] if request.param else []
     how = rules(model, "execute.kv_cache_bytes=8MiB", "schedule.max_num_seqs=32", "supervisor.max_restarts=100", *swap)
+    how += ("gateway.enable_sleep_mode=true",)
     with Server(*how) as server:
         yield server
 
@@ -115,3 +117,14 @@ def test_what_is_not_supported_is_refused_by_name(model: Path, setting: str) -> 
         key, value = setting.split("=")
         assert re.search(rf"{key} is '?{value}'?, ", line, re.IGNORECASE)
         assert server.process.wait(60) == 1
+
+
+def test_states_are_kept_while_the_server_sleeps(server: Server, undisturbed: dict[str, Any]) -> None:
+    num_recomputed = recomputed(server)
+
+    def nap() -> None:
+        sleep(server)
+        wake_up(server)
+
+    assert_same(run_and(server, {1: nap, EVENTS: nap}, streams()), undisturbed)
+    assert recomputed(server) == num_recomputed

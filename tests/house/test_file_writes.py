@@ -27,7 +27,7 @@ REASONS: dict[str, dict[str, str]] = {
     "The modules that have the rule.": {
         "pipeline/cli/out_file.py": "O_CREAT*2 O_WRONLY*3 replace unlink*3",
         "pipeline/own_files.py": "O_CREAT*2 O_RDWR*2 chmod mkdir*4",
-        "pipeline/runtime/files/private_files.py": "O_CREAT O_WRONLY*2 unlink",
+        "pipeline/runtime/files/private_files.py": "O_CREAT O_RDWR O_TMPFILE O_WRONLY*2 unlink*2",
     },
     "Inside an `OpenFolder`, or relative to its descriptor.": {
         "pipeline/cli/cache/entries.py": "O_RDWR rmtree unlink*2",

@@ -1,4 +1,4 @@
-"""`pipeline trace`, `ps`, `usage`, `top`, `restart`, `reload` and `stop`."""
+"""`pipeline trace`, `ps`, `usage`, `top`, `restart`, `sleep`, `wake`, `reload` and `stop`."""
 
 import argparse
 
@@ -109,6 +109,36 @@ def add_restart(commands: Commands) -> None:
 
 def _restart(args: argparse.Namespace) -> int:
     from pipeline.cli.restart.command import run
+
+    return run(args)
+
+
+def add_sleep(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "sleep",
+        help="end the executor of a running server, and keep its open requests",
+        description="End the executor of a running server: its weights and its KV cache leave the memory. Open "
+        "requests wait, and go on after `pipeline wake` with exactly what they would have had.",
+        allow_abbrev=False,
+    )
+    add_server_options(parser)
+    parser.add_argument("--wake-on-request", action="store_true", help="a new request wakes the server")
+    parser.set_defaults(run=_sleep, sleeps=True)
+
+
+def add_wake(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "wake",
+        help="start the executor of a server again that sleeps",
+        description="Start the executor of a server again that sleeps. Open requests go on.",
+        allow_abbrev=False,
+    )
+    add_server_options(parser)
+    parser.set_defaults(run=_sleep, sleeps=False, wake_on_request=False)
+
+
+def _sleep(args: argparse.Namespace) -> int:
+    from pipeline.cli.restart.sleep import run
 
     return run(args)
 

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from pipeline import own_files
@@ -72,3 +73,16 @@ def own_descriptor(path: str | Path) -> int | None:
         except OSError:
             return None
     return None
+
+
+def nameless_file(folder: Path) -> int:
+    """A descriptor for reading and writing a new file with mode 0600 that has no name: it is gone when the last
+    descriptor is closed. Raises OSError."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # this file system, or an old kernel, has none
+            raise
+    fd, path = tempfile.mkstemp(dir=folder)
+    Path(path).unlink()
+    return fd

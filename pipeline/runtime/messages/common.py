@@ -197,6 +197,11 @@ class ExecuteFacts(msgspec.Struct, array_like=True, frozen=True):
     is_encoder: bool = False
     """Each text is computed whole, in a step of at most `max_num_prefill_tokens` tokens, and nothing is kept of it."""
 
+    block_bytes: int = 0
+    """Bytes of a KV block of one rank; 0: not known."""
+    slot_bytes: int = 0
+    """The same of a slot for the states."""
+
     @property
     def quantization(self) -> str:
         """The formats of the quantized matrices, such as `q4_1+q8_0`; `none` without any."""

@@ -98,4 +98,16 @@ class UseAdapters(Message, frozen=True, tag="use_adapters"):
     adapter_ids: list[str]
 
 
-ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop | UseAdapters
+class SaveKV(Message, frozen=True, tag="save_kv"):
+    """The server is going to sleep: save these for the next executor, in `Launch.saved_kv_fd`. No step is in flight,
+    and none follows. Each rank tells the supervisor (`KVSaved`)."""
+
+    number: int
+    """Of the `FallAsleep`."""
+    blocks: Array
+    """int32: KV blocks"""
+    slots: Array
+    """int32: slots of recurrent states"""
+
+
+ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop | UseAdapters | SaveKV

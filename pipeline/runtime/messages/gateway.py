@@ -100,7 +100,8 @@ class StageHealth(msgspec.Struct, array_like=True, frozen=True):
     name: str
     pid: int
     state: str
-    """starting, ready, late (did not answer in time), recovering, joining, leaving, stopping or dead"""
+    """starting, ready, late (did not answer in time), recovering, joining, leaving, sleeping, waking, stopping or
+    dead"""
     answer_ms: float
     """Time to answer; -1 without an answer."""
 
@@ -108,7 +109,7 @@ class StageHealth(msgspec.Struct, array_like=True, frozen=True):
 class Health(Message, frozen=True, tag="health"):
     nonce: int
     status: str
-    """ok, or the worst state of its stages: dead, late, stopping, starting"""
+    """ok, or the worst state of its stages: dead, recovering, late, stopping, starting, waking, sleeping"""
     stages: list[StageHealth]
     schedule: ScheduleLoad | None
     num_open_elsewhere: int = 0
@@ -141,6 +142,15 @@ class StatsAnswer(Message, frozen=True, tag="stats_answer"):
 
     nonce: int
     stats: ServerStats
+
+
+class SleepSet(Message, frozen=True, tag="sleep_set"):
+    """From the supervisor: the answer to `SetSleep` and `AskSleep`."""
+
+    nonce: int
+    is_sleeping: bool
+    problem: str = ""
+    """Why it does not sleep, or is not awake; empty if it did what was asked for."""
 
 
 class LateStages(Message, frozen=True, tag="late_stages"):
@@ -216,4 +226,5 @@ GatewayInbox = (
     | Start
     | Ping
     | Stop
+    | SleepSet
 )

@@ -182,6 +182,9 @@ class Launch(msgspec.Struct, array_like=True, frozen=True):
     """Of several models, the name of the one that it belongs to, for its title and its log."""
     models_fd: int = -1
     """For the gateway of several models: a socket from the supervisor; see messages/models.py."""
+    saved_kv_fd: int = -1
+    """For an executor: memory or a file that outlives it, for its KV cache while the server sleeps; see
+    stages/execute/cpu/saved_kv.py. Empty, unless the executor before has saved its own; -1: there is none."""
 
     @property
     def name(self) -> str:

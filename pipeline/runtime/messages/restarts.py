@@ -32,6 +32,8 @@ class PeerRestarted(Message, frozen=True, tag="peer_restarted"):
     """The process is gone for good. `incarnation` is its own then, and nothing can be sent to it."""
     crash_counts: dict[int, int] = {}
     """As in `Launch`. Schedule gets it if the executor has died."""
+    has_saved_kv: bool = False
+    """The executor has saved its KV cache before it ended, since the server sleeps: the successor will have it."""
 
 
 class FailRequests(Message, frozen=True, tag="fail_requests"):

@@ -107,6 +107,20 @@ class HandOver(Message, frozen=True, tag="hand_over"):
     and sent, answer `Drained`."""
 
 
+class FallAsleep(Message, frozen=True, tag="fall_asleep"):
+    """From the supervisor: plan no more steps before `WakeUp`. When those in flight are settled, have the executor save
+    its KV cache (`SaveKV`). The executor's end follows, with a `PeerRestarted`."""
+
+    number: int
+    """Counts these messages. 0: the executor is away already, so there is nothing to save."""
+    wakes_on_request: bool = False
+    """A new request wakes the server (`WakeRequested`)."""
+
+
+class WakeUp(Message, frozen=True, tag="wake_up"):
+    """From the supervisor: plan steps again. The executor is ready."""
+
+
 ScheduleInbox = (
     Admit
     | Abort
@@ -122,4 +136,6 @@ ScheduleInbox = (
     | Ping
     | Stop
     | AdaptersLoaded
+    | FallAsleep
+    | WakeUp
 )

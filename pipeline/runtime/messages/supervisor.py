@@ -113,6 +113,35 @@ class SetAdapter(Message, frozen=True, tag="set_adapter"):
     """Change nothing if there is one with its name: gateways may be asked for one name at the same time."""
 
 
+class KVSaved(Message, frozen=True, tag="kv_saved"):
+    """From a rank of the executor: the answer to `SaveKV`."""
+
+    number: int
+    num_bytes: int
+    took_s: float
+    problem: str = ""
+    """Why nothing was saved; empty if all was."""
+
+
+class WakeRequested(Message, frozen=True, tag="wake_requested"):
+    """From schedule, which sleeps: a request has come, and may wake the server."""
+
+
+class SetSleep(Message, frozen=True, tag="set_sleep"):
+    """From the gateway: put the server to sleep, or wake it. Answered with `SleepSet` when it sleeps or is awake."""
+
+    nonce: int
+    sleeps: bool
+    wakes_on_request: bool = False
+    """Whether a new request wakes it."""
+
+
+class AskSleep(Message, frozen=True, tag="ask_sleep"):
+    """From the gateway: whether the server sleeps. Answered with `SleepSet` at once."""
+
+    nonce: int
+
+
 class HostFound(Message, frozen=True, tag="host_found"):
     """From the process that finds hosts: an agent runs on one."""
 
@@ -183,6 +212,10 @@ StageReport = (
     | Cleared
     | SetAdapter
     | Compiling
+    | KVSaved
+    | WakeRequested
+    | SetSleep
+    | AskSleep
 )
 HostReport = HostFound | HostEnded | ChildStarted | ChildEnded | HostPong
 SupervisorInbox = StageReport | HostReport

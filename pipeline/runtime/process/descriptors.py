@@ -12,7 +12,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 FIELDS = (
     *("death_fd", "control_fd", "listen_fd", "keys_fd", "usage_fd", "admin_fd"),
-    *("ranks_fd", "stages_fd", "library_fd", "models_fd"),
+    *("ranks_fd", "stages_fd", "library_fd", "saved_kv_fd", "models_fd"),
 )
 """Those that are fields of a launch itself."""
 OF_A_RING = ("data_fd", "position_fd", "event_fd")

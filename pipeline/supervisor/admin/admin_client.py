@@ -95,6 +95,12 @@ class Admin:
         question = admin_server.RestartStage(self._nonce, stage)
         return self._ask(question, admin_server.StageRestarted, timeout_s + ANSWER_S).pause_s
 
+    def change_sleep(self, *, sleeps: bool, wakes_on_request: bool = False, timeout_s: float) -> None:
+        """Put the server to sleep, or wake it. Raises UserError with the reason if it does not do that."""
+        self._nonce += 1
+        question = admin_server.ChangeSleep(self._nonce, sleeps, wakes_on_request)
+        self._ask(question, admin_server.SleepChanged, timeout_s + ANSWER_S)
+
     def restarts(self, since_s: float) -> StageTrace:
         """The restarts and reloads that had not ended before `since_s` (by time.monotonic()), as spans."""
         self._nonce += 1

@@ -1,5 +1,4 @@
-"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace`, `record`, `restart` and
-`reload`.
+"""The admin server of the supervisor, for `pipeline ps`, `top`, `trace`, `restart`, `reload`, `sleep` and others.
 
     command ──AskStats, StageCommand──► AdminServer (supervisor) ──ControlRequest──► stages
             ◄──Stats, StageReplies───── AdminServer ◄────────────Answer──── stages
@@ -78,6 +77,18 @@ class StageRestarted(m.Message, frozen=True, tag="stage_restarted"):
     """From the end of the process before to the start of its successor's service."""
 
 
+class ChangeSleep(m.Message, frozen=True, tag="change_sleep"):
+    """Put the server to sleep, or wake it. Answered when that is done with `SleepChanged`, or with `Problem`."""
+
+    nonce: int
+    sleeps: bool
+    wakes_on_request: bool = False
+
+
+class SleepChanged(m.Message, frozen=True, tag="sleep_changed"):
+    nonce: int
+
+
 class AskRestarts(m.Message, frozen=True, tag="ask_restarts"):
     """Answered with `RestartSpans`."""
 
@@ -150,8 +161,8 @@ class Problem(m.Message, frozen=True, tag="problem"):
     message: str
 
 
-AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload
-AdminReply = Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | Problem
+AdminInbox = AskStats | StageCommand | RestartStage | AskRestarts | AskSource | Reload | ChangeSleep
+AdminReply = Stats | StageReplies | StageRestarted | RestartSpans | Source | Reloaded | SleepChanged | Problem
 
 ReloadDone = Callable[[list[Change], str, str], None]
 """Called with the fields of `Reloaded`."""
@@ -236,7 +247,7 @@ class AdminServer:
     `stats(timeout_s, then)` collects the server's stats and calls `then` with them. `names()` returns the stages that
     are ready. `restart(name, done)` restarts one, and calls `done` with the pause or with the reason why it was not
     restarted. `reload(settings, source, is_dry_run, done)` changes the settings, and `source()` says where they came
-    from. `restarts(since_s)` returns the spans of restarts."""
+    from. `restarts(since_s)` returns the spans of restarts. `change_sleep` is `Sleeper.change`."""
 
     def __init__(
         self,
@@ -249,6 +260,7 @@ class AdminServer:
         reload: Callable[[Settings, SettingsSource, bool, ReloadDone], None],
         source: Callable[[], SettingsSource | None],
         restarts: Callable[[float], StageTrace],
+        change_sleep: Callable[[bool, bool, Callable[[str], None]], None],
     ) -> None:
         self._questions = questions
         self._stats = stats
@@ -257,6 +269,7 @@ class AdminServer:
         self._reload = reload
         self._source = source
         self._restarts = restarts
+        self._change_sleep = change_sleep
         self._traced_until_s = 0.0
         """End of the window of a trace that was asked for, by time.monotonic()."""
         self._decoder: MessageDecoder[AdminInbox] = MessageDecoder(AdminInbox)
@@ -310,6 +323,12 @@ class AdminServer:
                 self._send_command(peer, message)
             case RestartStage():
                 self._restart_stage(peer, message)
+            case ChangeSleep(nonce, sleeps, wakes_on_request):
+                self._change_sleep(
+                    sleeps,
+                    wakes_on_request,
+                    lambda problem: self._reply(peer, Problem(nonce, problem) if problem else SleepChanged(nonce)),
+                )
             case AskRestarts(nonce, since_s):
                 self._reply(peer, RestartSpans(nonce, self._restarts(since_s)))
             case AskSource(nonce):

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from pipeline.metrics.stats import ServerStats, StageCounts, StageStats
+from pipeline.metrics.stats import ServerStats, SleepCounts, StageCounts, StageStats
 from pipeline.runtime import messages as m
 from pipeline.runtime.process.process_usage import NOTHING, usage_of
 from pipeline.runtime.topology import SUPERVISOR
@@ -28,8 +28,11 @@ class StatsCollector:
         url: str,
         questions: Questions,
         is_computing: Callable[[Child], bool],
+        sleep: Callable[[], SleepCounts],
     ) -> None:
-        """`is_computing`: whether a silent stage is not late (`Heartbeats.is_computing`)."""
+        """`is_computing`: whether a silent stage is not late (`Heartbeats.is_computing`). `sleep` returns the counts of
+        the server's sleeps."""
+        self._sleep = sleep
         self._resources = resources
         self._state = state
         self._table = table
@@ -107,4 +110,5 @@ class StatsCollector:
             backend=str(facts.backend) if facts else "",
             is_batch_invariant=facts is None or facts.is_batch_invariant,
             keys=self._resources.keys.usage(),
+            sleep=self._sleep(),
         )

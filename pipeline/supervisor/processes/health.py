@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from pipeline.runtime.messages import ExecuteLoad, GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
 from pipeline.supervisor.processes.process import Child
 
-WORST_FIRST = ("dead", "recovering", "late", "stopping", "starting")
+WORST_FIRST = ("dead", "recovering", "late", "stopping", "starting", "waking", "sleeping")
 ANSWERING = ("ready", "leaving")
 """States of stages that answer pings."""
 

@@ -43,9 +43,10 @@ def signal_name(number: int) -> str:
 
 
 class Child:
-    """A stage's process. `state` is starting, recovering, joining, ready, leaving, stopping or dead; only the
-    supervisor changes it. A process that replaces a dead one is recovering until it is ready. One that is added while
-    the server serves is joining until it gets work, and one that is going to be removed is leaving."""
+    """A stage's process. `state` is starting, recovering, joining, ready, leaving, sleeping, waking, stopping or dead;
+    only the supervisor changes it. A process that replaces a dead one is recovering until it is ready. One that is
+    added while the server serves is joining until it gets work, and one that is going to be removed is leaving. While
+    the server sleeps, its executor has ended and is sleeping; its successor is waking until it is ready."""
 
     node = ""
     """The host that it runs on; empty for this one."""

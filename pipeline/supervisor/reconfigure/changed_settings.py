@@ -88,6 +88,7 @@ NEW_SERVER = {
     "execute.kv_cache_bytes": "the number of KV blocks is fixed",
     "execute.gpu_memory_utilization": "the number of KV blocks is fixed",
     "execute.swap_bytes": "swap space is reserved at the start",
+    "execute.swap_dir": "the file is opened at the start",
     "execute.tensor_parallel": "each rank has a part of the KV cache",
     "execute.pipeline_parallel": "each rank has a part of the KV cache",
     "execute.pipeline_layers": "each rank has a part of the KV cache",

@@ -24,7 +24,7 @@ from pipeline.supervisor.restart.restart_log import RestartLog
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.resources import SharedResources
 
-LIVING = ("starting", "recovering", "joining", "ready", "leaving")
+LIVING = ("starting", "recovering", "waking", "joining", "ready", "leaving")
 
 
 class Restarts:
@@ -100,6 +100,32 @@ class Restarts:
             self._due_s[one.name] = now_s + delay_s
             self._lose(one)
         return ""
+
+    def put_to_sleep(self, names: Sequence[str]) -> str:
+        """End the processes with these names, which live together. Their successors have channels, and start with
+        `wake`. Returns an empty string, or why there can be none."""
+        self.planned.take_over_now()
+        try:
+            for name in names:
+                self._resources.renew(name)
+        except (MemoryError, OSError, UserError) as error:
+            return str(error)
+        children = [self._table.children[name] for name in names]
+        for child in children:
+            child.kill()
+            self._due_s.pop(child.name, None)
+        for child in children:
+            self._lose(child)
+            child.state = "sleeping"
+            del self._died_s[child.name]
+        return ""
+
+    def wake(self, names: Sequence[str]) -> None:
+        """Start the processes that sleep."""
+        now_s = time.monotonic()
+        for name in names:
+            self._table.children[name].state = "waking"
+            self._due_s[name] = self._died_s[name] = now_s
 
     def _suspects(self, child: Child) -> list[int]:
         """The requests of which each may be the reason why this process has died: none if it did no work. One that has
@@ -188,7 +214,9 @@ class Restarts:
         self._log.info(f"{child.name} is back", extra={"fields": fields})
 
     def _start(self, name: str, model_dir: str, facts: m.ExecuteFacts) -> None:
+        was_asleep = self._table.children[name].state == "waking"
         child = self._table.replace(launch_of(name, self._resources, model_dir, facts))
+        child.state = "waking" if was_asleep else child.state
         self._log.debug("restarted", extra={"fields": {"stage": name, "pid": child.pid}})
 
     def _is_living(self, child: Child) -> bool:

@@ -14,6 +14,7 @@ from pipeline.supervisor.processes.heartbeats import Heartbeats
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.reconfigure.scaling import Scaling
 from pipeline.supervisor.restart.restarts import LIVING, Restarts
+from pipeline.supervisor.restart.sleep import Sleeper
 from pipeline.supervisor.server_state import ServerState
 from pipeline.supervisor.shared.resources import SharedResources
 from pipeline.supervisor.stopping import EXIT_NOT_STARTED, EXIT_STAGE_DIED, StageKilled, Stopping
@@ -38,6 +39,7 @@ class StageDeaths:
         scaling: Scaling,
         questions: Questions,
         heartbeats: Heartbeats,
+        sleeper: Sleeper,
         crash_reports: CrashReports,
         log: logging.Logger,
     ) -> None:
@@ -51,6 +53,7 @@ class StageDeaths:
         self._scaling = scaling
         self._questions = questions
         self._heartbeats = heartbeats
+        self._sleeper = sleeper
         self._crash_reports = crash_reports
         self._log = log
 
@@ -73,8 +76,11 @@ class StageDeaths:
             state.drained.add(child.name)  # the server ends
             self._table.mark_dead(child)
             return
-        reason = state.reasons.pop(child.name, child.describe_end())
+        said = state.reasons.pop(child.name, None)
+        reason = child.describe_end() if said is None else said
         self._questions.lost(child.name)
+        if self._sleeper.died(child, said):
+            return
         if self._scaling.died(child.name, reason):
             self._left(child, reason)
         else:

@@ -15,6 +15,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.runtime.files.private_files import nameless_file
 from pipeline.runtime.model import model_folder
 from pipeline.runtime.security import api_keys
 from pipeline.runtime.security.key_book import KeyBook
@@ -95,6 +96,10 @@ class SharedResources:
         ranks, then that of all stages."""
         self._library_fds: dict[str, int] = {}
         """Memory for the kernels' library of each executor on this host."""
+        self.saved_kv_fds: dict[str, int] = {}
+        """Memory or a file for the KV cache of each executor on this host while the server sleeps."""
+        self.has_saved_kv = False
+        """Whether the executor has saved it, and its successor is to load it."""
         self.backends: dict[str, m.Backend] = {}
         """What each executor computes with."""
         self._death_read, self._death_write = os.pipe()
@@ -276,6 +281,7 @@ class SharedResources:
             arena,
             has_other_settings=self._has_other_settings(name),
             crash_counts=self.crash_counts.of(topology.stage_of(receiver)) if stage == "execute" else {},
+            has_saved_kv=self.has_saved_kv and stage == "execute",
         ), fds
 
     def _has_other_settings(self, name: str) -> bool:
@@ -329,12 +335,19 @@ class SharedResources:
             library_fd=self._library_fd(name) if stage == "execute" and not is_remote else -1,
             usage_fd=self.keys.usage_fd if stage == "gateway" else -1,
             crash_counts=self.crash_counts.of(stage),
+            saved_kv_fd=self._saved_kv_fd(name) if stage == "execute" and not is_remote else -1,
         )
 
     def _library_fd(self, name: str) -> int:
         if name not in self._library_fds:
             self._library_fds[name] = segment.create_sparse(f"library-{name}", 0)
         return self._library_fds[name]
+
+    def _saved_kv_fd(self, name: str) -> int:
+        if name not in self.saved_kv_fds:
+            folder, what = self.settings.execute.swap_dir, f"saved-kv-{name}"
+            self.saved_kv_fds[name] = nameless_file(Path(folder)) if folder else segment.create_sparse(what, 0)
+        return self.saved_kv_fds[name]
 
     def _incarnations_for(self, name: str) -> dict[str, int]:
         """Those of the other processes. Late messages of processes that are gone count as old (Inbox.removed)."""
@@ -373,7 +386,7 @@ class SharedResources:
         for fds in self._rings.values():
             for fd in fds:
                 os.close(fd)
-        for fd in (*self._rank_fds, *self._library_fds.values()):
+        for fd in (*self._rank_fds, *self._library_fds.values(), *self.saved_kv_fds.values()):
             os.close(fd)
         if self._has_own_keys:
             self.keys.close()

@@ -75,8 +75,9 @@ class Program(ProgramBuilder):
         turns that off. After `timeout_ms` a step raises `MasksLate`, and its rows get no ids."""
 
     @abstractmethod
-    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy KV blocks with all layers, in order; int32. Ids from the number of KV blocks on are swap blocks."""
+    def copy_blocks(self, sources: IntArray, targets: IntArray, other: SwapArray | None = None) -> None:
+        """Copy KV blocks with all layers, in order; int32. Ids from the number of KV blocks on are swap blocks, or
+        those of `other`, which is [blocks, bytes of a block]."""
 
     @abstractmethod
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:

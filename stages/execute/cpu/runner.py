@@ -99,7 +99,7 @@ class CpuRunner(Runner):
             max_num_tokens = min(max_num_tokens, max(kv.max_model_len, settings.schedule.encoder_step_tokens))
         require_room(settings, weights.least_bytes(config) // settings.execute.num_ranks)
         swapped = None if swap is None else divide_swap(settings, largest, swap, kv)
-        self._make_rows(config, kv, *((0, 0) if swapped is None else map(len, swapped)))
+        self._make_rows(largest, kv, *((0, 0) if swapped is None else map(len, swapped)))
         self.facts = msgspec.structs.replace(self.facts, max_num_prefill_tokens=max_num_tokens)
         max_num_seqs, max_num_samples = self._max_num_seqs, self._max_num_samples
         max_num_blocks = -(-kv.max_model_len // BLOCK_SIZE)
@@ -301,7 +301,7 @@ class CpuRunner(Runner):
             prompt_logprobs = score_prompts(self.rows, rows, self.program, self.inputs, self.scores)
             computed = computed._replace(prompt_logprobs=prompt_logprobs)
         if pooled is not None:
-            embeddings = pool_tokens(self._pool, self.rows, rows, samples, pooled, self.inputs, self.program.residual())
+            embeddings = pool_tokens(self.pool, self.rows, rows, samples, pooled, self.inputs, self.program.residual())
             computed = with_embeddings(computed, pooled[samples], embeddings)
         return computed
 

@@ -134,7 +134,7 @@ class CudaRunner(Runner):
         self._eagle = proposer if isinstance(proposer, DeviceEagleHead) else None
         proposer_steps = proposer.steps if isinstance(proposer, DeviceEagleHead | DeviceDraftModel) else None
         speculates = self._device_rows, self.speculator
-        self._results = ResultReader(self.rows, self._pool, self.failed, config.hidden_size, *speculates)
+        self._results = ResultReader(self.rows, self.pool, self.failed, config.hidden_size, *speculates)
         self._extras: SamplingExtras | None = None
         """None on ranks that don't sample."""
         if self.answers:

@@ -71,6 +71,15 @@ class Pool:
         """Forget a dropped row."""
         self._pooled.pop(row, None)
 
+    def partial(self) -> dict[int, tuple[list[int], bytes]]:
+        """The partial results by row, for the next executor: shapes, and float64 in bytes."""
+        return {row: (list(pooled.shape), pooled.tobytes()) for row, pooled in self._pooled.items()}
+
+    def put_back(self, partial: dict[int, tuple[list[int], bytes]]) -> None:
+        """Go on with the `partial` results of the executor before."""
+        for row, (shape, data) in partial.items():
+            self._pooled[row] = np.frombuffer(data, np.float64).reshape(shape).copy()
+
     def _states(self, residual: FloatArray) -> DoubleArray:
         wide: DoubleArray = residual.astype(np.float64)
         if self._weight is None:

@@ -21,7 +21,7 @@ from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin import health, pipeline_state
 from pipeline.stages.gateway.admin.abort_requests import RequestAborter
 from pipeline.stages.gateway.admin.adapters import AdapterRegistry, load_bodies, unload_bodies
-from pipeline.stages.gateway.admin.health import HealthBody, HealthQuery
+from pipeline.stages.gateway.admin.health import FINE, HealthBody, HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
 from pipeline.stages.gateway.admin.server_info import (
@@ -32,6 +32,7 @@ from pipeline.stages.gateway.admin.server_info import (
     server_info,
     tokenizer_info,
 )
+from pipeline.stages.gateway.admin.sleep import SleepControl
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apidocs.description import Description, address_of
 from pipeline.stages.gateway.errors import ApiError, shown
@@ -63,6 +64,7 @@ class ServerApi:
         aborter: RequestAborter,
         stats: StatsQuery,
         resetter: PrefixCacheResetter,
+        sleep_control: SleepControl,
         limits: RequestLimits,
         settings: GatewaySettings,
         *,
@@ -78,6 +80,7 @@ class ServerApi:
         self._aborter = aborter
         self._stats = stats
         self._resetter = resetter
+        self._sleep_control = sleep_control
         self._limits = limits
         self._listener = (settings.host, settings.port)
         self._created = int(time.time())
@@ -133,7 +136,7 @@ class ServerApi:
 
     async def health(self, http_request: web.Request) -> web.StreamResponse:
         body = await self.health_body(http_request)
-        return _json(body, HTTPStatus.OK if body.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE)
+        return _json(body, HTTPStatus.OK if body.status in FINE else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def health_body(self, http_request: web.Request | None = None) -> HealthBody:
         """What `health` answers."""
@@ -227,6 +230,20 @@ class ServerApi:
     async def reset_prefix_cache(self, http_request: web.Request) -> web.StreamResponse:
         self._readiness.require_ready()
         return _json(await self._resetter.reset())
+
+    async def sleep(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        await self._sleep_control.sleep(http_request.query)
+        return web.Response()
+
+    async def wake_up(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        await self._sleep_control.wake_up(http_request.query)
+        return web.Response()
+
+    async def is_sleeping(self, http_request: web.Request) -> web.StreamResponse:
+        self._readiness.require_ready()
+        return _json(await self._sleep_control.is_sleeping())
 
     async def openapi(self, http_request: web.Request) -> web.StreamResponse:
         found = await self._describing.run(lambda: self._description)

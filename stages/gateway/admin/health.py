@@ -8,6 +8,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
 from pipeline.stages.gateway.admin.pending_replies import ONLY_PEER, PendingReplies
 
+FINE = ("ok", "sleeping", "waking")
+"""Statuses of a server that takes requests."""
+
 GRACE_S = 1.0
 """Time for the supervisor itself, besides the time that its stages have to reply."""
 
@@ -16,7 +19,7 @@ class HealthBody(msgspec.Struct):
     """GET /health"""
 
     status: str
-    """ok, starting, draining, late, recovering, dead or failed"""
+    """ok, starting, draining, late, recovering, waking, sleeping, dead or failed"""
     reason: str | None = None
     stages: list[dict[str, str | int | float]] = []
     running: int | None = None
@@ -109,6 +112,7 @@ def body_of(
             "blocks_offloaded": load.num_blocks_offloaded,
             "blocks_restored": load.num_blocks_restored,
             "forks": load.num_forks,
+            "recomputed_prompt_tokens": load.num_recomputed_tokens,
             "steps": load.num_steps,
         }
     return body

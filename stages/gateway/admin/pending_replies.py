@@ -67,12 +67,13 @@ class PendingReplies(Generic[Reply]):
             del self._questions[nonce]
             question.is_complete.set()
 
-    async def collect(self, nonce: int) -> tuple[dict[int, Reply], set[int]]:
-        """Wait until all peers have replied or the deadline has passed. Returns the replies by peer, and the peers that
-        have not replied. Call it in the same turn of the event loop as `send`."""
+    async def collect(self, nonce: int, timeout_s: float | None = None) -> tuple[dict[int, Reply], set[int]]:
+        """Wait until all peers have replied, or the deadline has passed, which is `timeout_s` if that is given. Returns
+        the replies by peer, and the peers that have not replied. Call it in the same turn of the event loop as
+        `send`."""
         question = self._questions[nonce]
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
                 await question.is_complete.wait()
         except TimeoutError:
             pass

@@ -15,6 +15,7 @@ from pipeline.stages.gateway.admin.server_info import (
     TokenizerInfo,
     Version,
 )
+from pipeline.stages.gateway.admin.sleep import MODE, Sleeping
 from pipeline.stages.gateway.http.route import Route
 
 ROUTES = (
@@ -57,6 +58,43 @@ ROUTES = (
         "reset_prefix_cache",
         "Drops all cached blocks of the prefix cache.",
         reply=Reset,
+    ),
+    Route(
+        "POST",
+        "/sleep",
+        "sleep",
+        "Ends the executor and frees its memory, if gateway.enable_sleep_mode is set. Open requests wait.",
+        is_admin=True,
+        queries=[
+            {"name": "level", "in": "query", "description": "As in vLLM.", "schema": {"enum": [1], "default": 1}},
+            {
+                "name": "mode",
+                "in": "query",
+                "description": "As in vLLM: open requests are kept.",
+                "schema": {"enum": [MODE], "default": MODE},
+            },
+            {
+                "name": "wake_on_request",
+                "in": "query",
+                "description": "A new request wakes the server.",
+                "schema": {"type": "boolean", "default": False},
+            },
+        ],
+    ),
+    Route(
+        "POST",
+        "/wake_up",
+        "wake_up",
+        "Starts the executor again. Open requests go on.",
+        is_admin=True,
+    ),
+    Route(
+        "GET",
+        "/is_sleeping",
+        "is_sleeping",
+        "Whether the executor is away.",
+        reply=Sleeping,
+        is_admin=True,
     ),
     Route(
         "POST",

@@ -21,8 +21,9 @@ from pipeline.version import VERSION
 JSON = "application/json"
 TEXTS = {"/metrics": "text/plain", "/docs": "text/html"}
 """Media types of routes whose replies are not JSON."""
-NO_CONTENT = ("live", "ping", "post_ping")
+NO_CONTENT = ("live", "ping", "post_ping", "sleep", "wake_up")
 """Handlers whose replies have no body."""
+MAY_CONFLICT = ("sleep", "wake_up")
 SECURITY = "apiKey"
 
 TAGS = {
@@ -39,6 +40,7 @@ ERRORS: dict[int, str] = {
     403: "Without API keys: the `Host` or `Origin` header is not one that this server allows.",
     404: "The model or the response does not exist.",
     408: "The body did not arrive in time.",
+    409: "The server can't do this now: the message says why.",
     413: "The body is larger than `gateway.max_body_bytes`.",
     415: "The body's `Content-Type` is not JSON, or its `Content-Encoding` is not gzip or deflate.",
     417: "An `Expect` header other than 100-continue.",
@@ -191,6 +193,8 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
         statuses += _OF_CALLS
     elif route.names_model:
         statuses.append(404)
+    if route.handler in MAY_CONFLICT:
+        statuses.append(409)
     if not has_keys or route.is_admin:
         statuses.remove(401)
     family = route.family

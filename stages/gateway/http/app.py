@@ -18,6 +18,7 @@ from pipeline.stages.gateway.admin.handlers import ServerApi
 from pipeline.stages.gateway.admin.health import HealthQuery
 from pipeline.stages.gateway.admin.reset_prefix_cache import PrefixCacheResetter
 from pipeline.stages.gateway.admin.served_model import ServedModel
+from pipeline.stages.gateway.admin.sleep import SleepControl
 from pipeline.stages.gateway.admin.stats import StatsQuery
 from pipeline.stages.gateway.apis.ollama.handlers import OllamaApi
 from pipeline.stages.gateway.apis.openai import reply as responses
@@ -46,6 +47,7 @@ class Api:
         aborter: RequestAborter,
         stats: StatsQuery,
         resetter: PrefixCacheResetter,
+        sleep_control: SleepControl,
         limits: RequestLimits,
         settings: GatewaySettings,
         has_keys: bool = False,
@@ -70,6 +72,7 @@ class Api:
             aborter,
             stats,
             resetter,
+            sleep_control,
             limits,
             settings,
             has_keys=has_keys,

@@ -16,6 +16,7 @@ from pipeline.http_server.errors import RETRY_AFTER_S
 from pipeline.metrics.stats import ServerStats
 from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.stages.gateway.admin.abort_requests import Aborted
+from pipeline.stages.gateway.admin.health import FINE
 from pipeline.stages.gateway.admin.reset_prefix_cache import Reset
 from pipeline.stages.gateway.admin.server_info import ServerLoad, Version
 from pipeline.stages.gateway.apis.ollama.types import OllamaModelList, OllamaRunningList, OllamaVersion
@@ -68,7 +69,7 @@ class ModelsApi:
         """The worst status of the models that are loaded; "starting" until those of the start are."""
         models = self._table.all()
         bodies = await asyncio.gather(*(self._health_of(one) for one in models))
-        worst = [body.status for body in bodies if body is not None and body.status != "ok"]
+        worst = [body.status for body in bodies if body is not None and body.status not in FINE]
         if self._table.is_ending:
             status = "draining"
         elif not self._table.is_ready:

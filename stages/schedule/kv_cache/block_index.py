@@ -72,6 +72,10 @@ class BlockIndex:
         if owner is not None:
             self._owner[0] = owner
 
+    def give_to(self, owner: int) -> None:
+        """The blocks belong to `owner` from now on, and the keys are right for it."""
+        self._owner[0] = owner
+
     def entries(self) -> bytes:
         """All keys with their blocks, 8 bytes each."""
         blocks = np.flatnonzero(self._keys.any(axis=1)).tolist()

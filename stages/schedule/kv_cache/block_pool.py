@@ -14,6 +14,7 @@ the index, for the successor of this process, when the step that writes the bloc
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from pipeline.stages.schedule.kv_cache.block_index import BlockIndex
 
@@ -199,6 +200,22 @@ class BlockPool:
         self._free += self._cached
         self._cached.clear()
         return num_forgotten
+
+    def held(self) -> list[int]:
+        """The blocks that have holders."""
+        return [block for block, refs in enumerate(self._refs) if refs]
+
+    def newest_cached(self, num_blocks: int) -> Iterator[int]:
+        """Cached blocks, at most so many: those that would be evicted last."""
+        return islice(reversed(self._cached), num_blocks)
+
+    def keep_only(self, blocks: list[int], owner: int) -> None:
+        """From now on the blocks belong to `owner`, in which only these have their content. All others lose their
+        keys."""
+        kept = set(blocks)
+        for block in [block for block in self._by_key.values() if block not in kept]:
+            self.forget(block)
+        self._index.give_to(owner)
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

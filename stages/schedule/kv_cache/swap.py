@@ -50,6 +50,11 @@ class BlockCopies:
         its time."""
         return 0 if self.has_forks else len(self._sources)
 
+    @property
+    def sources(self) -> list[int]:
+        """What the next step copies."""
+        return self._sources
+
     def out(self, blocks: list[int], swap_blocks: list[int]) -> None:
         """Copy blocks of the KV cache to swap space."""
         assert len(blocks) == len(swap_blocks)

@@ -117,6 +117,15 @@ class DepthDecision(NamedTuple):
     error: float
     """Its standard error; infinite if too few pairs were comparable."""
 
+    def fields(self, depths: Depths) -> dict[str, float]:
+        """For the log."""
+        return {
+            "rows": self.num_rows,
+            "depth": self.depth,
+            f"slower_at_{depths[1]}_percent": round(100 * self.difference, 1),
+            "error_percent": round(100 * self.error, 1),
+        }
+
 
 class BatchClass:
     """The choice and the rounds of one class of batch sizes."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from pipeline.runtime import messages as m
 from pipeline.stages.schedule.arrays import NO_ROWS, Bools, Int64s
 from pipeline.stages.schedule.policies.budget import StepCostInputs
 from pipeline.stages.schedule.request import Sequence
@@ -80,6 +81,18 @@ class InFlightStep(msgspec.Struct, frozen=True):
     """The run that the step repeats a step of."""
 
 
+class SettledStep(NamedTuple):
+    """A result that was settled in this turn, to be counted."""
+
+    step: InFlightStep
+    result: m.StepResult
+    was_due: bool
+    begin_s: float
+    end_s: float
+    request_ids: list[int]
+    """Requests with a sequence that began or finished with it."""
+
+
 class InFlightSteps:
     """Owns the steps in flight, their numbering, and the rows that the next step drops."""
 
@@ -107,6 +120,13 @@ class InFlightSteps:
         if row not in self._renewed_rows:
             self._dropped_rows.append(row)
             self._renewed_rows[row] = None
+
+    def renew_all(self, rows: list[int]) -> None:
+        """The executor has been replaced by one without rows, and no step is in flight: have the next step add these,
+        which are all."""
+        assert not self.steps
+        self._dropped_rows.clear()
+        self._renewed_rows = dict.fromkeys(rows)
 
     @property
     def renewed_rows(self) -> list[int]:

@@ -141,7 +141,7 @@ def test_every_field_is_documented_or_rejected_by_name() -> None:
 def test_every_route_is_documented() -> None:
     settings = Settings()
     none: Any = None
-    app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), settings.gateway).app()
+    app = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), settings.gateway).app()
     for route in app.router.routes():
         if route.method != "HEAD":
             path = route.resource.canonical if route.resource is not None else ""

@@ -16,7 +16,7 @@ from pipeline.stages.schedule.scheduler import Scheduler
 from pipeline.stages.schedule.scheduler_config import SchedulerConfig
 from pipeline.stages.schedule.state import SchedulerContext
 from pipeline.supervisor.crashes.crash_counts import CrashCounts
-from tests.fakes import FakeExecutor, inline
+from tests.fakes import EMPTY, FakeExecutor, inline
 from tests.rig import raw
 from tests.stages.schedule.front_stages import FrontStages
 from tests.stages.schedule.received import Received
@@ -250,6 +250,35 @@ class Bench(Received):
         if has_crashed and (failing := self.crash_counts.crashed("execute", self.suspects)) is not None:
             self.scheduler.fail(failing.errors)
         self.scheduler.executor_lost(ExecutorLoss(self.num_executors, keeps_swap, self.crash_counts.of("schedule")))
+
+    def sleep(self, meanwhile: Callable[[], object] = lambda: None, *, is_saved: bool = True) -> None:
+        """The server sleeps and wakes. Its executor's successor has what was saved, and nothing else, and no rows; or
+        it has died before that. Calls `meanwhile` while there is none."""
+        while self.steps:
+            self.tables.popleft()
+            self.scheduler.settle(self._compute())
+            self.report()
+        blocks, slots = self.scheduler.choose_saved()
+        if not is_saved:
+            self.lose_executor(0, has_crashed=False)
+            meanwhile()
+            return
+        before = self.executor
+        self.executor = self._executor(before.copy_s)
+        self.front = self.front.successors(self.scheduler.config, keeps_kv=True)
+        for one, theirs in ((self.executor, before), *((stage, stage) for stage in self.front.stages)):
+            kept = [*blocks, *range(one.num_blocks, len(one.kv))]  # swap space outlives it
+            saved = theirs.kv[kept].copy()
+            one.kv[:] = EMPTY
+            one.kv[kept] = saved
+            states = dict(enumerate(theirs.states))
+            kept = [*slots, *range(one.num_state_slots, len(one.states))]
+            one.states = [states[slot] if slot in kept else None for slot in range(len(one.states))]
+        self.in_rows.clear()
+        self.num_executors += 1
+        self.last_use = None
+        meanwhile()
+        self.scheduler.executor_slept(self.num_executors)
 
     @property
     def suspects(self) -> list[int]:

@@ -40,7 +40,7 @@ class FrontStages:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._num_stages = config.num_stages
-        self._stages = [FrontStage(config) for _ in range(config.num_stages - 1)]
+        self.stages = [FrontStage(config) for _ in range(config.num_stages - 1)]
         self._steps: deque[m.Step] = deque()
         self._promises: deque[tuple[int, list[tuple[_Row, int]]]] = deque()
         self._results: dict[int, m.StepResult] = {}
@@ -48,7 +48,7 @@ class FrontStages:
 
     def take(self, step: m.Step) -> None:
         """A step was planned."""
-        if self._stages:
+        if self.stages:
             if not (self._steps or self._promises or self._results):
                 self._last_result = step.step_id - 1
             self._steps.append(step)
@@ -56,7 +56,7 @@ class FrontStages:
 
     def computed(self, result: m.StepResult) -> None:
         """The last stage has computed a step."""
-        if self._stages:
+        if self.stages:
             self._results[result.step_id] = result
             self._last_result = result.step_id
             self._go_on()
@@ -69,15 +69,15 @@ class FrontStages:
             if not self._steps or self._steps[0].step_id - self._num_stages > self._last_result:
                 return
             step = self._steps.popleft()
-            promised = [one for stage in self._stages for one in stage.compute(step)]
+            promised = [one for stage in self.stages for one in stage.compute(step)]
             self._promises.append((step.step_id, promised))
 
     def _learn(self, promised: list[tuple[_Row, int]], result: m.StepResult) -> None:
         ids = np.frombuffer(inline(result.ids), np.int32).tolist()
         finishes = np.frombuffer(inline(result.finishes), np.uint8).tolist()
-        assert len(promised) == len(ids) * len(self._stages)
+        assert len(promised) == len(ids) * len(self.stages)
         for (row, length), token_id, finish in zip(
-            promised, ids * len(self._stages), finishes * len(self._stages), strict=True
+            promised, ids * len(self.stages), finishes * len(self.stages), strict=True
         ):
             if token_id >= 0:
                 row.ids[length] = token_id
@@ -86,7 +86,7 @@ class FrontStages:
     def successors(self, config: SchedulerConfig, *, keeps_kv: bool) -> "FrontStages":
         """The same stages without rows, or their successors, which have nothing but the swap space."""
         successors = FrontStages(config)
-        for ours, theirs in zip(successors._stages, self._stages, strict=True):
+        for ours, theirs in zip(successors.stages, self.stages, strict=True):
             begin = 0 if keeps_kv else ours.num_blocks
             ours.kv[begin:] = theirs.kv[begin:]
             begin = 0 if keeps_kv else ours.num_state_slots

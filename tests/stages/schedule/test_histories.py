@@ -114,6 +114,9 @@ class Histories(RuleBasedStateMachine):
                 num_stages=num_stages,
                 waits_for_adapters=waits_for_adapters,
                 states=states,
+                block_bytes=1,
+                slot_bytes=1,
+                sleep_cache_bytes=num_blocks // 3,
             ),
             depth,
             num_detokenize,
@@ -227,6 +230,11 @@ class Histories(RuleBasedStateMachine):
         self.num_deaths += 1
         self.bench.lose_executor(num_run, keeps_swap=keeps_swap)
 
+    @rule(data=st.data(), num_aborted=st.integers(0, 2), is_saved=st.sampled_from([True, True, True, False]))
+    def sleep(self, data: st.DataObject, num_aborted: int, is_saved: bool) -> None:
+        aborted = [data.draw(st.sampled_from(self.known)) for _ in range(num_aborted if self.known else 0)]
+        self.bench.sleep(lambda: [self.bench.abort(number) for number in aborted], is_saved=is_saved)
+
     @rule(sent=st.booleans(), replica=st.integers(0, 2))
     def report(self, sent: bool, replica: int) -> None:
         self.bench.report_to(replica % self.bench.num_detokenize, sent)
@@ -299,9 +307,10 @@ class EncoderHistories(Histories):
             return
         rows = self.bench.scheduler.rows
         for step in self.bench.steps:
-            starts, counts = (np.frombuffer(inline(one), np.int32) for one in (step.starts, step.counts))
-            assert not starts.any() and len(step.adds) == len(counts)
-            assert counts.tolist() == [len(inline(add.ids)) // 4 for add in step.adds]
+            parts = step.starts, step.counts, step.rows
+            starts, counts, computed = (np.frombuffer(inline(one), np.int32).tolist() for one in parts)
+            assert not any(starts) and len(step.adds) == len(counts)
+            assert dict(zip(computed, counts, strict=True)) == {a.row: len(inline(a.ids)) // 4 for a in step.adds}
             assert not step.copy_sources and not step.block_rows
         assert (rows.num_computed_tokens[rows.order] == rows.num_tokens[rows.order]).all(), "a row waits for its step"
         load = self.bench.scheduler.load()

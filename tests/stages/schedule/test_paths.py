@@ -127,6 +127,9 @@ SETTINGS = {
     "states": Feature(StateConfig(num_slots=20, decode_interval=16, min_interval=16), RowFlag.STATE),
     "generates": Feature(True),  # else no row decodes: test_encoders.py
     "is_encoder": Feature(False),  # it has a planner of its own
+    "block_bytes": Feature(100),
+    "slot_bytes": Feature(100),
+    "sleep_cache_bytes": Feature(1000),
 }
 
 SCRATCH = {"ahead"}

@@ -43,6 +43,7 @@ class Bench:
         self.questions = Questions(self._send)
         self.restarts: list[tuple[str, Callable[[float, str], None]]] = []
         self.reloads: list[Any] = []
+        self.sleeps: list[Any] = []
         self.restart_log = RestartLog()
         self.server = AdminServer(
             self.context,
@@ -54,6 +55,7 @@ class Bench:
             lambda *reload: self.reloads.append(reload),
             lambda: SettingsSource(sets=["log_level=debug"]),
             self.restart_log.trace,
+            lambda *asked: self.sleeps.append(asked),
         )
         self.peer = self.context.socket(zmq.DEALER)
         self.peer.connect(admin_server.address_of(self.name))
@@ -306,6 +308,18 @@ def test_a_restart_is_answered_when_the_successor_serves_or_with_the_reason_why_
     bench.turn_until(lambda: bench.restarts)
     bench.restarts.pop()[1](0.0, "too little memory")
     assert bench.receive() == admin_server.Problem(6, "too little memory")
+
+
+def test_sleep_is_answered_when_the_server_sleeps_or_with_the_reason_why_it_does_not(bench: Bench) -> None:
+    for nonce, problem in ((5, ""), (6, "there is no room")):
+        bench.send(admin_server.ChangeSleep(nonce, sleeps=True, wakes_on_request=True))
+        bench.turn_until(lambda: bench.sleeps)
+        sleeps, wakes_on_request, done = bench.sleeps.pop()
+        assert (sleeps, wakes_on_request) == (True, True)
+        done(problem)
+        assert bench.receive() == (
+            admin_server.Problem(nonce, problem) if problem else admin_server.SleepChanged(nonce)
+        )
 
 
 def test_a_stage_that_is_not_ready_can_t_be_restarted(bench: Bench) -> None:

@@ -305,8 +305,8 @@ class NativeProgram(Program):
         address, width = self._given
         return floats_at(address, self._inputs.num_tokens, width)
 
-    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        self._copy(self._blocks, sources, targets)
+    def copy_blocks(self, sources: IntArray, targets: IntArray, other: SwapArray | None = None) -> None:
+        self._copy(self._blocks if other is None else self._attention.blocks(other), sources, targets)
 
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
         assert self._delta is not None

@@ -84,8 +84,7 @@ class TorchProgram(Program):
         self._layer_locations = kv.layout.layer_locations
         self._lora = None if lora is None else TorchLora(lora, config, inputs)
         self._swapped = None if swap is None else ops.kv_swap(torch.from_numpy(swap), self._memory)
-        self._sampler = Sampler(ops, sampling_inputs)
-        self._scores = scores
+        self._sampler, self._scores = Sampler(ops, sampling_inputs), scores
         self._head: Tensor | None = None
         self._finish: list[tuple[Callable[[Tensor, Any], None], Any]] = []
         """What happens to logits after the last matmul."""
@@ -362,8 +361,9 @@ class TorchProgram(Program):
             time.sleep(POLL_S)
         self._fence()
 
-    def copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
-        self._ops.copy_blocks(self._memory, self._swapped, sources.tolist(), targets.tolist())
+    def copy_blocks(self, sources: IntArray, targets: IntArray, other: SwapArray | None = None) -> None:
+        swap = self._swapped if other is None else self._ops.kv_swap(torch.from_numpy(other), self._memory)
+        self._ops.copy_blocks(self._memory, swap, sources.tolist(), targets.tolist())
 
     def copy_states(self, swapped: SwapArray, sources: IntArray, targets: IntArray) -> None:
         assert self._delta is not None

@@ -19,7 +19,7 @@ PAGES = sorted((Path(__file__).parents[4] / "docs" / "http").glob("*.md"))
 
 def test_the_application_has_all_routes() -> None:
     none: Any = None
-    app = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway).app()
+    app = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), Settings().gateway).app()
     found = {
         (route.method, route.resource.canonical)
         for route in app.router.routes()

@@ -190,4 +190,4 @@ def test_rows_start_and_end_while_steps_are_in_flight(slight_dir: Path, monkeypa
     assert (finishes.count(Finish.STOP), finishes.count(Finish.LENGTH), finishes.count(Finish.ABORT)) == (2, 3, 1)
     load = bench.scheduler.load()
     assert load.num_preemptions > 0 and load.num_blocks_swapped_in > 0
-    assert not runner.launched_steps and not runner._pool._pooled and not runner.failed
+    assert not runner.launched_steps and not runner.pool._pooled and not runner.failed

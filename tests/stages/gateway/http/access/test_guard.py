@@ -121,7 +121,7 @@ def test_a_valid_key_gives_the_usual_response(gate: Gate, method: str, path: str
 def test_every_registered_route_requires_a_key(gate: Gate) -> None:
     """Including routes that are added later."""
     none: Any = None
-    api = Api(Readiness(), none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
+    api = Api(Readiness(), none, none, none, none, none, none, RequestLimits("x", 1), Settings().gateway)
     resources = api.app().router.resources()
     paths = {resource.canonical.replace("{model}", "x") for resource in resources} - set(OPEN_PATHS)
     paths -= set(files.paths())  # tests/stages/gateway/page has the tests of these
