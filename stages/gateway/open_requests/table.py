@@ -32,6 +32,7 @@ from pipeline.stages.gateway.admission.open_bytes import (
     size_of,
     submitted_bytes,
 )
+from pipeline.stages.gateway.admission.shares import check_share
 from pipeline.stages.gateway.admission.usage import RequestUsage, usage_of
 from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
 from pipeline.stages.gateway.metrics import GatewayMetrics
@@ -175,8 +176,7 @@ class RequestTable:
     def _open(self, parsed: ParsedRequest, received: Received | None) -> Request:
         replay = self._stage.replay_context
         self.num_opened += 1
-        if parsed.size is None:
-            parsed = measured(parsed)
+        parsed = measured(parsed) if parsed.size is None else parsed
         sized, fixed = size_of(parsed), fixed_bytes(parsed.options)
         estimates = [self.admission.estimate(one, is_computed=not parsed.is_prompt_only) for one in sized.num_tokens]
         now_s = time.monotonic()
@@ -227,6 +227,7 @@ class RequestTable:
                 raise overloaded("the queue to its stages is full")
             parsed = bounded(parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens)
             admission.admit(len(parsed.prompts) * parsed.num_sequences, num_tokens, now_s, num_bytes)
+            check_share(admission, self.accounts.keys, parsed, num_tokens, self._table.values())
             usage = usage_of(self.accounts, parsed, num_tokens)
         except ApiError as error:
             self._stage.replay_context.event("refused", self.num_opened, error.message.encode())
