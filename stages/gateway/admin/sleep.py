@@ -73,7 +73,7 @@ class SleepControl:
             raise ApiError(HTTPStatus.CONFLICT, reply.problem, code="conflict")
 
     async def _ask(self, message: m.SetSleep | m.AskSleep, timeout_s: float) -> m.SleepSet:
-        if not self._is_enabled:
+        if isinstance(message, m.SetSleep) and not self._is_enabled:
             problem = "this server can't be put to sleep: it needs gateway.enable_sleep_mode = true"
             raise ApiError(HTTPStatus.FORBIDDEN, problem, code="forbidden")
         if len(self._pending) >= MAX_PENDING:

@@ -246,8 +246,9 @@ def test_what_it_does_not_take_is_refused_by_name(small: Server, path: str, word
 
 def test_a_server_must_be_allowed_to_sleep(tiny_model: Path) -> None:
     with Server(*sets(tiny_model, "0"), "execute.kv_cache_bytes=1MiB") as server:
-        for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
-            status, body = call(server, method, path)
+        assert not is_sleeping(server)
+        for path in ("/sleep", "/wake_up"):
+            status, body = call(server, "POST", path)
             assert status == 403
             assert "gateway.enable_sleep_mode" in json.loads(body)["error"]["message"]
 
