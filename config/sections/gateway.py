@@ -192,8 +192,8 @@ class GatewaySettings(Frozen, frozen=True):
     enable_sleep_mode: Annotated[
         bool,
         Meta(
-            description="Let clients put the server to sleep and wake it: POST /sleep and /wake_up. With API keys, any of "
-            "them may."
+            description="Let clients put the server to sleep and wake it: POST /sleep and /wake_up. With API keys, any "
+            "of them may."
         ),
     ] = False
     admin_host: Annotated[str, Meta(min_length=1, description="Address of the admin listener.")] = "127.0.0.1"
