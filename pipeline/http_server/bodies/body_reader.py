@@ -144,8 +144,9 @@ class BodyReader:
 
     def _arrived(self, http_request: web.Request) -> bytes | None:
         """A small body that has arrived as a whole, as nearly all have with their heads: nothing is waited for."""
-        if KEPT_BODY in http_request:
-            return http_request[KEPT_BODY]
+        if (kept := http_request.get(KEPT_BODY)) is not None:
+            del http_request[KEPT_BODY]  # nothing counts it
+            return bytes(kept)
         content = http_request.content
         if not content.is_eof() or content.total_bytes > min(LARGE_BYTES, self._max_body):
             return None

@@ -113,9 +113,11 @@ class ModelsApp:
             raise self._table.unnamed()
         model = self._table.find(name, as_ollama=folds_names)
         idle_s = keep_s(chosen.keep_alive) if folds_names else keep_s(chosen.ttl)
-        if folds_names and idle_s == 0 and not chosen.has_input and not model.serves:
-            return _json(ollama.unloaded(route.path, name, time.time()))
         streams = route.handler in STREAMS and chosen.stream is True and not chosen.background
+        only_unloads = folds_names and idle_s == 0 and not chosen.has_input
+        del chosen  # its fields keep the body
+        if only_unloads and not model.serves:
+            return _json(ollama.unloaded(route.path, name, time.time()))
         try:
             return await self._serve(route, http_request, model, streams=streams)
         except ApiError as error:
