@@ -108,7 +108,7 @@ class ModelsApp:
         """A request whose body has the model."""
         folds_names = family_of(route.path).folds_names
         chosen = await self._read(http_request)
-        name = chosen.model or chosen.name
+        name = chosen.model or (chosen.name if folds_names else None)
         if not isinstance(name, str):
             raise self._table.unnamed()
         model = self._table.find(name, as_ollama=folds_names)

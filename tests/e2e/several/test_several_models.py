@@ -61,7 +61,8 @@ def test_unknown_models_are_404_and_the_error_names_those_that_there_are(server:
     assert status == 404 and body["error"]["code"] == "model_not_found"
     assert "'chat', 'other', 'vectors'" in body["error"]["message"]
     assert error_of(server, "/api/generate", {"model": "nope", "prompt": "x"})[0] == 404
-    status, body = error_of(server, "/v1/completions", {"prompt": "x"})
+    assert ask(server, "/api/show", {"name": "chat"})["capabilities"], "Ollama's older field"
+    status, body = error_of(server, "/v1/completions", {"prompt": "x", "name": "chat"})
     assert status == 400 and body["error"]["param"] == "model"
 
 
