@@ -147,6 +147,11 @@ class SupervisorLoop:
         self.poller.register(self._signals.fileno(), zmq.POLLIN)
         self.poller.register(self._admin_server.fileno(), zmq.POLLIN)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the executor is away, or about to leave or to come back."""
+        return self._sleeper.phase != "awake"
+
     def check_health(self, timeout_s: float) -> None:
         """Ask every stage for an answer; `first_health` is set when all have answered, or after the timeout."""
         self._health_checks.start(SUPERVISOR, 0, timeout_s, self.table.children.values())

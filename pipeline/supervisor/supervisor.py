@@ -302,6 +302,11 @@ class Supervisor:
                 all_ok = False
         return all_ok
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the server sleeps. Other threads may ask."""
+        return self._loop.is_asleep
+
     def raise_inline(self) -> None:
         """Raise the error of a stage that runs as a thread of this process, for a debugger."""
         for child in self._loop.table.children.values():

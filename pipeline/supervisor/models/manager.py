@@ -368,13 +368,14 @@ class ModelManager:
         found = []
         for one in self._models.values():
             decision = self._decisions.get(one.name, Decision()) if one.name in positions else Decision()
+            sleeps = one.state == "loaded" and one.thread is not None and one.thread.is_asleep
             expires_s = round(unix_s - now_s + one.idle_since_s + one.keep_s) if one.name in idle else 0.0
             found.append(
                 ModelStatus(
                     name=one.name,
                     aliases=one.settings.aliases,
                     adapters=tuple(one.settings.lora.adapters),
-                    state=one.state,
+                    state="sleeping" if sleeps else one.state,
                     problem=one.problem,
                     since_s=one.since_s,
                     num_bytes=one.num_bytes,

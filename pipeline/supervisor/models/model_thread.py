@@ -99,12 +99,19 @@ class ModelThread:
         )
         self._run_mode = msgspec.structs.replace(run_mode, model=run)
         self.thread_name = f"{THREAD}{of_model(SUPERVISOR, name)}"
+        self._supervisor: Supervisor | None = None
         self._thread = threading.Thread(target=self._run, name=self.thread_name)
         self._thread.start()
 
     def stop(self) -> None:
         """Unload the model when its streams have ended, or at the end of the drain; a second time, at once."""
         self._signals.ask()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the model sleeps (docs/sleep.md)."""
+        supervisor = self._supervisor
+        return supervisor is not None and supervisor.is_asleep
 
     def join(self) -> None:
         self._thread.join()
@@ -116,9 +123,11 @@ class ModelThread:
         listeners = [socket.socket(fileno=os.dup(one.fileno())) for one in self._listeners]
         try:
             supervisor = Supervisor(self._settings, listeners, self._log, self._run_mode, fork_server=self._fork_server)
+            self._supervisor = supervisor
             try:
                 code = supervisor.run(begun)
             finally:
+                self._supervisor = None
                 supervisor.close()
         except (UserError, ConfigError, OSError) as error:
             self._log.error(str(error))

@@ -193,7 +193,7 @@ class ModelsApp:
     async def _unload(self, http_request: web.Request) -> web.StreamResponse:
         """POST /models/unload: begin to unload a model."""
         model = await self._named(http_request)
-        if model.state not in ("loaded", "loading"):
+        if model.state not in ("loaded", "loading", "sleeping"):
             message = f"the model '{model.name}' is not loaded: it is {model.state}"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, "model", "model_not_loaded")
         self._table.unload(model)

@@ -62,7 +62,7 @@ class HostedModel:
     @property
     def state(self) -> ModelState:
         """As clients see it: the supervisor's report may lag behind a stage that serves."""
-        return "loaded" if self.serves else self.status.state
+        return "loaded" if self.serves and self.status.state != "sleeping" else self.status.state
 
     @property
     def names(self) -> list[str]:

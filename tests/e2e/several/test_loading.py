@@ -57,6 +57,11 @@ def events_of(server: Server, path: str, body: dict[str, Any]) -> list[str]:
         return [line for line in response.read().decode().splitlines() if line]
 
 
+def post(server: Server, path: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}{path}", method="POST"), timeout=60):
+        """It answers when it is done."""
+
+
 def embed(server: Server, **fields: Any) -> Any:
     return ask(server, "/v1/embeddings", {"model": "vectors", "input": "Hello"} | fields)
 
@@ -234,6 +239,20 @@ def test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not(keye
     assert ask(keyed, "/v1/completions", body, KEY)["model"] == "other"
     assert state("other") == "loaded"
     until(lambda: state("other") == "unloaded")
+
+
+def test_a_model_sleeps_alone(folders: Path) -> None:
+    top = "load_at_start = false\n[gateway]\nenable_sleep_mode = true"
+    with Server(config=config(folders, "asleep", top=top)) as server:
+        text = completion(server, "other")["choices"][0]["text"]
+        ask(server, "/models/load", {"model": "chat"})
+        assert completion(server, "chat")["choices"][0]["text"] == text
+        post(server, "/sleep?model=other")
+        until(lambda: states(server)["other"] == "sleeping")
+        assert completion(server, "chat")["choices"][0]["text"] == text
+        post(server, "/wake_up?model=other")
+        until(lambda: states(server)["other"] == "loaded")
+        assert completion(server, "other")["choices"][0]["text"] == text
 
 
 def test_a_signal_lets_open_streams_end_and_refuses_others(folders: Path) -> None:
