@@ -18,6 +18,7 @@ VLLM_OPTIONS = {
     "--dtype=float": ("execute.dtype", "float32"),
     "--disable-hybrid-kv-cache-manager": ("execute.hybrid_kv_cache_manager", False),
     "--enable-prefix-caching": ("schedule.prefix_caching", True),
+    "--enable-sleep-mode": ("gateway.enable_sleep_mode", True),
     "--enable-per-request-metrics": ("gateway.per_request_metrics", True),
     '--hf-overrides={"rope_theta": 1e6}': ("hf_overrides", '{"rope_theta": 1e6}'),
     "--chat-template=chatml.jinja": ("chat_template", "chatml.jinja"),
