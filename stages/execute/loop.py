@@ -122,6 +122,8 @@ class Loop:
             case m.SaveKV():
                 steps.collect(waits=True)
                 stage.supervisor.send(runner.save_kv(message, stage.arrays.take))
+            case m.ExpectGrammars():
+                runner.expect_grammars()
             case m.Start():
                 runner.start()
             case m.Stop():

@@ -154,9 +154,11 @@ class Runner(ABC):
         """How long this rank has waited for other stages of the pipeline; 0 if there are none."""
         return 0.0
 
-    def start(self) -> None:
-        """All stages are ready: start the process that computes masks, so that the first row that needs one does not
-        wait for it. Before, it would have taken a core from their start."""
+    def start(self) -> None:  # noqa: B027 - that of a CPU does something
+        """All stages are ready."""
+
+    def expect_grammars(self) -> None:
+        """Start the process that computes masks, so that the first row that needs one does not wait for it."""
         if self.facts.generates:
             self.masks.start()
 

@@ -22,6 +22,14 @@ class Outcomes:
         self._retry_queue = retry_queue
         self._metrics = metrics
         self._packer = msgspec.msgpack.Encoder()
+        self.expects_grammars = False
+        """Whether schedule's process knows that grammars come."""
+
+    def expect_grammars(self) -> None:
+        """A grammar is going to be checked: the executor can start the process for its masks meanwhile."""
+        if not self.expects_grammars:
+            self.expects_grammars = True
+            self._retry_queue.send(self._stage.outbox("schedule"), m.ExpectGrammars())
 
     def admit(self, processor: PromptProcessor, submit: Submit, began_s: float, prepared: PreparedPrompt) -> None:
         """Send the ids to the gateway, and to schedule unless max_tokens is 0; both read the same slab. Raises

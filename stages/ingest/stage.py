@@ -223,6 +223,7 @@ class IngestStage:
             for key in [key for key, (submit, _) in self._encoding.items() if submit.gateway == lost]:
                 self._encoding.pop(key)[1].cancel()
                 self._waiting.done(key)
+        self._outcomes.expects_grammars &= stage != "schedule"
         self._retry_queue.drop(self._stage.outbox(stage, int(replica)))
         self._stage.reconnected(message)
 
@@ -279,6 +280,7 @@ class IngestStage:
         assert self._preparer is not None
         began_s = self._stage.replay_context.monotonic()
         if (grammar := submit.options.grammar) is not None:
+            self._outcomes.expect_grammars()
             self._encoding[key] = submit, self._tasks.create_task(self._begin_checked(key, submit, grammar))
             return
         try:

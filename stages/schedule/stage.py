@@ -140,6 +140,7 @@ class ScheduleStage:
         stage.control_requests.traffic = self._traffic
         self._reports = DetokenizeReports(stage, self._scheduler)
         self._stopped = False
+        self._expects_grammars = False
         self._is_handing_over = False
         """A successor takes over when no step is in flight."""
         self._has_ended_work = False
@@ -185,17 +186,13 @@ class ScheduleStage:
 
     def _wait_s(self, report_is_due: bool) -> float:
         """How long to wait for messages."""
-        if report_is_due:
-            return RETRY_S
-        return 0.0 if self._has_released else IDLE_WAIT_S
+        return RETRY_S if report_is_due else 0.0 if self._has_released else IDLE_WAIT_S
 
     def _handle(self, message: m.ScheduleInbox) -> None:
         scheduler = self._scheduler
         match message:
             case m.StepResult() | m.AdaptersLoaded():
                 self._answered(message)
-            case m.Admit() if self._is_of_dead_gateway(message):
-                self._stage.arrays.done_all(message)
             case m.Admit(request_id, attempt):
                 with self._stage.breadcrumb.at(request_id, attempt):
                     self._admit(message)
@@ -219,6 +216,8 @@ class ScheduleStage:
                 scheduler.fail(errors)
             case m.HandOver() | m.FallAsleep() | m.WakeUp():
                 self._pause(message)
+            case m.ExpectGrammars():
+                self._expects_grammars = self._execute.send(message)
             case m.Ping(nonce):
                 self._stage.supervisor.send(m.Pong(nonce, self._load()))
             case m.Stop():
@@ -268,6 +267,8 @@ class ScheduleStage:
                 loss = ExecutorLoss(message.incarnation, keeps_swap=keeps_swap, crash_counts=message.crash_counts)
                 self._scheduler.executor_lost(loss)
                 self._were_due.clear()
+                if self._expects_grammars:
+                    self._execute.send(m.ExpectGrammars())
             case "detokenize":
                 self._reports.restarted(int(replica), message)
             case "gateway":
@@ -275,10 +276,6 @@ class ScheduleStage:
                 self._incarnations[message.peer.name] = message.incarnation + message.is_removed
                 self._scheduler.gateway_lost(int(replica))
         self._stage.reconnected(message)
-
-    def _is_of_dead_gateway(self, message: m.Admit) -> bool:
-        """Whether the gateway of a request had died before this process started: it will never be closed."""
-        return message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1)
 
     def _use_adapters(self) -> None:
         """Tell the executor which LoRA adapters it needs, before steps name them."""
@@ -321,6 +318,9 @@ class ScheduleStage:
     # ------------------------------------------------------------------- the scheduler's methods, timed and traced
 
     def _admit(self, message: m.Admit) -> None:
+        if message.gateway_incarnation < self._incarnations.get(f"gateway.{message.gateway}", 1):
+            self._stage.arrays.done_all(message)  # its gateway had died before this process started: no one closes it
+            return
         begin_s = time.monotonic()
         openings = self._scheduler.admit(message)
         for opening in openings:

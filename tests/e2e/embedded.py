@@ -35,7 +35,7 @@ def load_of(llm: LLM) -> dict[str, Any]:
 
 
 def family_of(pid: int, num_descendants: int) -> list[psutil.Process]:
-    """A process and its descendants, once it has so many: the process that computes masks starts behind Ready."""
+    """A process and its descendants, once it has so many. Of a server without grammars: the fork server and stages."""
     parent = psutil.Process(pid)
     until(lambda: len(parent.children(recursive=True)) >= num_descendants, f"{num_descendants} descendants")
     family = [parent, *parent.children(recursive=True)]

@@ -228,6 +228,12 @@ class Stop(Message, frozen=True, tag="stop"):
 Control = Start | Ping | Stop
 
 
+class ExpectGrammars(Message, frozen=True, tag="expect_grammars"):
+    """From ingest, which checks the first grammar; forwarded by schedule to the executor: requests with grammars are
+    going to come, so it starts the process that computes their masks. Without this message, the first one would wait
+    for it; so it may be lost, or come again."""
+
+
 class Adapters(Message, frozen=True, tag="adapters"):
     """From the supervisor: all LoRA adapters that clients may use from now on."""
 

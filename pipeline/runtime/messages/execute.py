@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import Raw
 
-from pipeline.runtime.messages.common import Adapters, Message, Ping, Release, Start, Stop
+from pipeline.runtime.messages.common import Adapters, ExpectGrammars, Message, Ping, Release, Start, Stop
 from pipeline.runtime.messages.restarts import PeerRestarted
 from pipeline.shm.arrays import Array
 
@@ -110,4 +110,4 @@ class SaveKV(Message, frozen=True, tag="save_kv"):
     """int32: slots of recurrent states"""
 
 
-ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop | UseAdapters | SaveKV
+ExecuteInbox = Step | Release | Adapters | PeerRestarted | Start | Ping | Stop | UseAdapters | SaveKV | ExpectGrammars

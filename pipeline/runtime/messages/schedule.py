@@ -2,7 +2,7 @@
 
 from msgspec import Raw
 
-from pipeline.runtime.messages.common import Abort, Message, Ping, Release, Start, Stop
+from pipeline.runtime.messages.common import Abort, ExpectGrammars, Message, Ping, Release, Start, Stop
 from pipeline.runtime.messages.restarts import FailRequests, PeerRestarted, Rescaled
 from pipeline.shm.arrays import Array
 
@@ -138,4 +138,5 @@ ScheduleInbox = (
     | AdaptersLoaded
     | FallAsleep
     | WakeUp
+    | ExpectGrammars
 )

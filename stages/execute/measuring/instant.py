@@ -62,7 +62,7 @@ def run(launch: m.Launch) -> None:
                         stage.reconnected(message)
                     case m.Ping(nonce):
                         stage.supervisor.send(m.Pong(nonce, m.PlainLoad(0)))
-                    case m.Adapters():
+                    case m.Adapters() | m.ExpectGrammars():
                         pass
                     case m.UseAdapters(incarnation, number, adapter_ids):
                         sent = stage.outbox("schedule").send(m.AdaptersLoaded(incarnation, number, adapter_ids))

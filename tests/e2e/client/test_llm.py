@@ -301,8 +301,7 @@ def test_a_server_that_dies_ends_generate_with_an_error(tiny_model: Path, victim
     with LLM(**tiny(tiny_model), supervisor={"max_restarts": 0}) as one:
         assert one.server is not None
         family = family_of(one.server.pid, 6)
-        stages = [family[0], *family[0].children()]  # not the process that computes masks: it begins as execute.0
-        (process,) = [each for each in stages if each.cmdline()[0] == f"pipeline: {victim}.0"]
+        (process,) = [each for each in family if each.cmdline()[0] == f"pipeline: {victim}.0"]
 
         def prompts() -> Iterator[str]:
             yield from ["Once upon a time"] * 100

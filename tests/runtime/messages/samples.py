@@ -371,6 +371,7 @@ SAMPLES: dict[str, msgspec.Struct] = {
     ),
     "use_adapters": m.UseAdapters(1, 7, ["ab", "cd"]),
     "adapters_loaded": m.AdaptersLoaded(1, 7, ["ab"]),
+    "expect_grammars": m.ExpectGrammars(),
     "adapters": m.Adapters([m.Adapter("sql", "ab", "/a")]),
     "adapter_set": m.AdapterSet(7, is_taken=True),
     "set_adapter": m.SetAdapter(7, m.Adapter("sql", "ab", "/a"), is_new=True),

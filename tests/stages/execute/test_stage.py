@@ -62,6 +62,18 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
     )
 
 
+def test_the_process_for_masks_starts_when_grammars_are_expected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers without grammars don't have it."""
+    started: list[bool] = []
+    monkeypatch.setattr("pipeline.stages.execute.grammar_masks.masks.Masks.start", lambda _: started.append(True))
+    begin(rig)
+    rig.load()
+    assert not started
+    rig.send(m.ExpectGrammars(), SCHEDULE)
+    rig.load()
+    assert started == [True]
+
+
 def test_each_step_is_answered_with_its_result(rig: Rig, tiny_dir: Path) -> None:
     expected = Driver(tiny_dir, settings()).generate([PROMPT], 4)[0]
     begin(rig)

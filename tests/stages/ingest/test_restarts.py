@@ -233,6 +233,29 @@ def test_a_request_that_comes_again_with_its_compiled_grammar_has_the_same_optio
     assert chat_rig.receive("gateway", m.Accepted).compiled_grammar == accepted.compiled_grammar
 
 
+def test_each_process_of_schedule_knows_that_grammars_come_before_the_first_is_checked(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checking = asyncio.Event()
+
+    async def check(*_: object) -> str:
+        await checking.wait()
+        return "a"
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    options = msgspec.structs.replace(submit_of(0, 1).options, grammar=m.Grammar("regex", "a+", "guided_regex"))
+    with_grammar = [msgspec.structs.replace(submit_of(0, number), options=options) for number in (1, 2, 3)]
+    rig.send(with_grammar[0], "gateway.0")
+    assert rig.receive("schedule", m.ExpectGrammars) == m.ExpectGrammars()
+    rig.send(with_grammar[1], "gateway.0")
+    rig.until(lambda load: load.num_open == 2)
+    with pytest.raises(TimeoutError):
+        rig.receive("schedule", m.ExpectGrammars, timeout_s=0)
+    rig.restart("schedule.0")
+    rig.send(with_grammar[2], "gateway.0")
+    assert rig.receive("schedule", m.ExpectGrammars) == m.ExpectGrammars()
+
+
 def test_requests_without_a_grammar_are_accepted_without_one(rig: Rig) -> None:
     rig.send(submit_of(0, 1), "gateway.0")
     assert rig.receive("gateway", m.Accepted).compiled_grammar is None

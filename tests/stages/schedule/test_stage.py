@@ -303,3 +303,12 @@ class TestRanks:
             again = rig.receive("execute.1", m.Step)
             assert [len(rig.bytes_of(add.ids)) // 4 for add in again.adds] == [21]  # the suspect runs first
             around.until_finished(2)
+
+
+def test_each_process_of_the_executor_knows_that_grammars_come() -> None:
+    with Rig("schedule") as rig:
+        rig.start(FACTS)
+        rig.send(m.ExpectGrammars(), "ingest.0")
+        assert rig.receive("execute", m.ExpectGrammars) == m.ExpectGrammars()
+        rig.restart("execute.0")
+        assert rig.receive("execute", m.ExpectGrammars) == m.ExpectGrammars()
