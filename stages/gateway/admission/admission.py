@@ -98,10 +98,13 @@ class Admission:
                 by_size=True,
             )
         if self.num_sequences and body_bytes >= self._num_free_bytes:
-            raise self._lacks_bytes(body_bytes, now_s)
+            raise self._lacks_bytes(body_bytes, now_s, self._num_free_bytes)
 
-    def admit(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
-        """Raises ApiError, 503, if a request of this size can't be admitted now."""
+    def admit(
+        self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0, num_output_bytes: int = 0
+    ) -> None:
+        """Raises ApiError, 503, if a request of this size can't be admitted now. `num_output_bytes` are those of
+        output that comes all at once."""
         num_left = max(0, self.max_sequences - self.num_sequences)
         if num_sequences > num_left:
             raise overloaded(
@@ -118,10 +121,12 @@ class Admission:
                 by_size=True,
             )
         if self.num_sequences and num_bytes > self._num_free_bytes:
-            raise self._lacks_bytes(num_bytes, now_s)
+            raise self._lacks_bytes(num_bytes, now_s, self._num_free_bytes)
+        if self.num_sequences and num_bytes + num_output_bytes > (num_left := self.max_bytes - self.num_bytes):
+            raise self._lacks_bytes(num_bytes + num_output_bytes, now_s, num_left)
 
-    def _lacks_bytes(self, num_bytes: int, now_s: float) -> ApiError:
-        num_left = max(0, self._num_free_bytes)
+    def _lacks_bytes(self, num_bytes: int, now_s: float, num_free: int) -> ApiError:
+        num_left = max(0, num_free)
         return overloaded(
             f"{num_left} of {self.max_bytes} bytes are free for new requests, and this one keeps {num_bytes} at least "
             "(gateway.max_open_bytes)",
@@ -134,13 +139,15 @@ class Admission:
         """For new requests."""
         return min(self.max_bytes - self.num_bytes, self.max_bytes // BASE_PART - self.num_base_bytes)
 
-    def take(self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0) -> None:
+    def take(
+        self, num_sequences: int, num_tokens: int, now_s: float, num_bytes: int = 0, num_output_bytes: int = 0
+    ) -> None:
         """A prompt request was opened."""
         if not self.num_sequences:
             self._busy_since_s = now_s
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
-        self.change_bytes(num_bytes, num_bytes)
+        self.change_bytes(num_bytes + num_output_bytes, num_bytes)
 
     def change_bytes(self, num_more: int, num_base_more: int = 0) -> None:
         """An open request keeps more bytes, or fewer, `num_base_more` of them without its output."""

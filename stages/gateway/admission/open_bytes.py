@@ -298,6 +298,17 @@ def most_bytes(parsed: ParsedRequest, hidden_size: int | None, max_model_len: in
     return size, num * output_cost(parsed, hidden_size).most_id_bytes
 
 
+def pooled_bytes(parsed: ParsedRequest, hidden_size: int | None, max_model_len: int | None) -> list[int]:
+    """What the result of each prompt of a measured request will take; 0 if it is not pooled. It comes all at once, so
+    it is counted before."""
+    if not parsed.options.pooling:
+        return [0] * len(parsed.prompts)
+    id_bytes = output_cost(parsed, hidden_size).most_id_bytes
+    if parsed.options.pooling != m.Pooling.ALL:
+        return [int(id_bytes)] * len(parsed.prompts)
+    return [int(id_bytes * _most_tokens(parsed, index, max_model_len)) for index in range(len(parsed.prompts))]
+
+
 def _most_tokens(parsed: ParsedRequest, index: int, max_model_len: int | None) -> int:
     """The most tokens that a prompt can have. A token has at least a byte of a text."""
     sized = size_of(parsed)

@@ -23,15 +23,8 @@ from pipeline.runtime import topology
 from pipeline.runtime.log.event_log import EventLog
 from pipeline.runtime.log.limited_log import LimitedLog
 from pipeline.runtime.stage import Stage
+from pipeline.stages.gateway.admission import open_bytes
 from pipeline.stages.gateway.admission.admission import Admission
-from pipeline.stages.gateway.admission.open_bytes import (
-    bounded,
-    fixed_bytes,
-    measured,
-    output_cost,
-    size_of,
-    submitted_bytes,
-)
 from pipeline.stages.gateway.admission.shares import check_share
 from pipeline.stages.gateway.admission.usage import RequestUsage, usage_of
 from pipeline.stages.gateway.errors import ApiError, overloaded, timeout_error
@@ -176,31 +169,35 @@ class RequestTable:
     def _open(self, parsed: ParsedRequest, received: Received | None) -> Request:
         replay = self._stage.replay_context
         self.num_opened += 1
-        parsed = measured(parsed) if parsed.size is None else parsed
-        sized, fixed = size_of(parsed), fixed_bytes(parsed.options)
+        parsed = open_bytes.measured(parsed) if parsed.size is None else parsed
+        sized, fixed = open_bytes.size_of(parsed), open_bytes.fixed_bytes(parsed.options)
         estimates = [self.admission.estimate(one, is_computed=not parsed.is_prompt_only) for one in sized.num_tokens]
         now_s = time.monotonic()
-        reply_bytes, sizes = sized.reply_bytes, submitted_bytes(parsed, fixed)
+        reply_bytes, sizes = sized.reply_bytes, open_bytes.submitted_bytes(parsed, fixed)
+        outputs = open_bytes.pooled_bytes(parsed, self.hidden_size, self.admission.max_prompt_tokens)
         usage: RequestUsage | None = None
         if not replay.is_replaying:  # a recording has only what was admitted
-            parsed, usage = self._admitted(parsed, sum(estimates), now_s, reply_bytes + sum(sizes))
+            parsed, usage = self._admitted(parsed, sum(estimates), now_s, reply_bytes + sum(sizes), sum(outputs))
         if replay.is_recording:
             replay.event("open", self.num_opened, msgspec.json.encode(received))
-        cost = output_cost(parsed, self.hidden_size)
+        cost = open_bytes.output_cost(parsed, self.hidden_size)
         request = Request(parsed, self._stage, self.num_opened, self.formats, cost, fixed)
         request.usage = usage
         self._abort_ids.add(request)
         self.admission.keep(request, reply_bytes, reply_bytes)
         submits = new_submits(self._stage, parsed)
         ingests = self.sender.submit(submits)
-        for submit, ingest, estimate, size in zip(submits, ingests, estimates, sizes, strict=True):
+        for submit, ingest, estimate, size, output in zip(submits, ingests, estimates, sizes, outputs, strict=True):
             if ingest is None:
                 continue
-            prompt_request = PromptRequest(submit, request, new_sequences(parsed), estimate, size, size, ingest)
+            prompt_request = PromptRequest(
+                submit, request, new_sequences(parsed), estimate, size + output, size, ingest
+            )
+            prompt_request.sequences[0].num_bytes = output
             request.prompt_requests.append(prompt_request)
             request.sequences += prompt_request.sequences
             request.num_open += 1
-            self.admission.take(parsed.num_sequences, estimate, now_s, size)
+            self.admission.take(parsed.num_sequences, estimate, now_s, size, output)
             self._table[prompt_request.id] = prompt_request
             self._idle.clear()
             if prompt_request.generates:
@@ -216,7 +213,7 @@ class RequestTable:
         return request
 
     def _admitted(
-        self, parsed: ParsedRequest, num_tokens: int, now_s: float, num_bytes: int
+        self, parsed: ParsedRequest, num_tokens: int, now_s: float, num_bytes: int, num_output_bytes: int
     ) -> tuple[ParsedRequest, RequestUsage | None]:
         """The request, with its bounds, and what counts it for its key. Raises ApiError: 503 if too much is open, 400
         if it would never fit, 429 if its key has used its limit. What is open depends on more than a recording has, so
@@ -225,8 +222,11 @@ class RequestTable:
         try:
             if self.sender.is_full:
                 raise overloaded("the queue to its stages is full")
-            parsed = bounded(parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens)
-            admission.admit(len(parsed.prompts) * parsed.num_sequences, num_tokens, now_s, num_bytes)
+            parsed = open_bytes.bounded(
+                parsed, admission.max_request_bytes, self.hidden_size, admission.max_prompt_tokens
+            )
+            num_sequences = len(parsed.prompts) * parsed.num_sequences
+            admission.admit(num_sequences, num_tokens, now_s, num_bytes, num_output_bytes)
             check_share(admission, self.accounts.keys, parsed, num_tokens, self._table.values())
             usage = usage_of(self.accounts, parsed, num_tokens)
         except ApiError as error:

@@ -150,8 +150,9 @@ def test_the_worst_requests_stay_within_the_limit(server: Server, kind: str) -> 
         grown_mib = {name: size // MIB for name, size in sampler.most.items()}
         print(f"{kind}: grown {grown_mib} MiB, open {most_open / MIB:.1f} MiB, {Counter(statuses)}")
         assert most_open <= MOST_OPEN_MIB * MIB
-        # Bodies that arrive too slowly are given up: one client can't send 1,024 of them at once.
-        assert {200} < set(statuses) | {503} <= {200, 503, 0, 408}
+        # Bodies that arrive too slowly are given up: one client can't send 1,024 of them at once. Until their time is
+        # over, those that read nothing may hold all room.
+        assert set(statuses) <= {200, 503, 0, 408}
         assert sum(grown_mib.values()) < MOST_OPEN_MIB + WORK_MIB, grown_mib
     with httpx.Client(base_url=server.url, timeout=60) as client:
         end = time.monotonic() + 60
