@@ -72,7 +72,7 @@ SCORES: dict[str, Request] = {
         "/rerank",
         {
             "query": "hello",
-            "documents": ["\x01" * 3000] * DOCUMENTS,
+            "documents": ["\x01" * 2000] * DOCUMENTS,
             "return_documents": True,
             "truncate_prompt_tokens": -1,
         },
