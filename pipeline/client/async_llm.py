@@ -23,6 +23,7 @@ from pipeline.client.client import RECONNECT_S, ServerInfo
 from pipeline.client.connection.gateways import Gateways
 from pipeline.client.connection.open_embedding import OpenEmbedding
 from pipeline.client.connection.open_request import OpenRequest, RequestParts
+from pipeline.client.embedded import sleep
 from pipeline.client.embedded.server import EmbeddedServer, embedded_address, settings_of, with_ranks, with_vllm_names
 from pipeline.client.inputs.beam_search_params import BeamSearchParams
 from pipeline.client.inputs.checks import checked_reconnect_timeout
@@ -151,6 +152,30 @@ class AsyncLLM(AsyncPoolingMethods):
     def is_forked_copy(self) -> bool:
         """Whether this is a copy in a forked process, which can't be used."""
         return self._gateways.is_forked_copy
+
+    async def sleep(self, level: int = 1, mode: str = "keep", *, wake_on_request: bool = False) -> None:
+        """Put the embedded server to sleep: its executor ends and frees its memory. Open requests wait, and go on after
+        `wake_up`. With `wake_on_request`, the next request wakes it. `level` and `mode` have no other values.
+
+        Raises UserError with the reason if it does not sleep, and if attached to a running server.
+        """
+        await self._ready_to_sleep()
+        await asyncio.to_thread(sleep.sleep, self._server, level, mode, wake_on_request=wake_on_request)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Wake the embedded server. Returns when open requests go on. `tags` must be None. Raises UserError with the
+        reason if it can't start its executor: it sleeps on then."""
+        await self._ready_to_sleep()
+        await asyncio.to_thread(sleep.wake_up, self._server, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether the embedded server's executor is away. Raises UserError if attached to a running server."""
+        await self._ready_to_sleep()
+        return await asyncio.to_thread(sleep.is_sleeping, self._server)
+
+    async def _ready_to_sleep(self) -> None:
+        if self._server is not None:
+            await self.ready()
 
     async def close(self) -> None:
         """Abort open requests and stop the embedded server. May be called again."""

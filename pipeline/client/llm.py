@@ -132,6 +132,21 @@ class LLM(PoolingMethods, BeamSearchMethods):
         applies it."""
         return self.info.default_params
 
+    def sleep(self, level: int = 1, mode: str = "keep", *, wake_on_request: bool = False) -> None:
+        """As `AsyncLLM.sleep`. May be called by another thread while `generate` runs, which then waits."""
+        self._check_usable()
+        self._thread.run(self._llm.sleep(level, mode, wake_on_request=wake_on_request))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `AsyncLLM.wake_up`."""
+        self._check_usable()
+        self._thread.run(self._llm.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        """As `AsyncLLM.is_sleeping`."""
+        self._check_usable()
+        return self._thread.run(self._llm.is_sleeping())
+
     def close(self) -> None:
         """Abort open requests and stop the embedded server. May be called again."""
         self._close()

@@ -123,7 +123,7 @@ class Admin:
         end = time.monotonic() + timeout_s
         if not self._connect(end) or not self._send(self._encoder.encode(question)):
             raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
-        while self._socket.poll(max(0, round((end - time.monotonic()) * 1000))):
+        while self._wait(end):
             try:
                 reply = self._decoder.decode(self._socket.recv())
             except msgspec.DecodeError as error:
@@ -138,6 +138,21 @@ class Admin:
             assert isinstance(reply, kind)
             return reply
         raise UserError(f"server {self.server} did not answer within {timeout_s:g} s")
+
+    def _wait(self, end: float) -> bool:
+        """Wait for a reply until `end`, by time.monotonic(). Returns whether there is one. Raises UserError if the
+        connection ends first: no reply can come any more."""
+        poller = zmq.Poller()
+        for one in (self._socket, self._monitor.socket):
+            poller.register(one, zmq.POLLIN)
+        while poller.poll(max(0, round((end - time.monotonic()) * 1000))):
+            events = [event for event, _ in self._monitor.take()]
+            if self._socket.poll(0):
+                return True
+            if zmq.EVENT_DISCONNECTED in events:
+                self._is_connected = False
+                raise UserError(f"server {self.server} has ended without an answer")
+        return False
 
     def _connect(self, end: float) -> bool:
         """Wait for a connection to a server of this user. Returns whether there is one. Raises UserError if another

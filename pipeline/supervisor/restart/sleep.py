@@ -56,6 +56,8 @@ class Sleeper:
         self._saved: dict[str, m.KVSaved] = {}
         """By rank."""
         self._wakes_on_request = False
+        self._early: list[tuple[Done, bool]] = []
+        """The arguments of `sleep`, which wait until the server has started."""
         self._sleep_waiters: list[Done] = []
         self._wake_waiters: list[Done] = []
         self.counts = SleepCounts()
@@ -91,8 +93,10 @@ class Sleeper:
 
     def sleep(self, done: Done, *, wakes_on_request: bool) -> None:
         """Go to sleep. `done` is called when the executor has ended. A sleeping server stays as it is, except for
-        `wakes_on_request`."""
-        if self.phase == "waking" or self._wake_waiters:
+        `wakes_on_request`. One that starts goes to sleep when it has started."""
+        if not self._state.is_serving:
+            self._early.append((done, wakes_on_request))
+        elif self.phase == "waking" or self._wake_waiters:
             done("the server is waking up: try again when it is awake")
         elif self.phase == "awake" and (problem := self._why_not()):
             done(problem)
@@ -111,7 +115,7 @@ class Sleeper:
         """Why the server can't sleep now; empty if it can."""
         settings, restarts = self._resources.settings, self._restarts
         if not self._state.takes_changes:
-            return "the server is starting or shutting down"
+            return "the server is shutting down"
         if self._run_mode.is_debugged:
             return "a server whose stages are debugged can't sleep"
         if settings.execute.device != "cpu":
@@ -195,7 +199,10 @@ class Sleeper:
         self._restarts.wake(self._ranks)
 
     def turn(self) -> None:
-        """Notice that the executor is ready."""
+        """Notice that the server has started, or that the executor is ready."""
+        while self._early:
+            done, wakes_on_request = self._early.pop(0)
+            self.sleep(done, wakes_on_request=wakes_on_request)
         if self.phase != "waking" or any(self._table.children[name].state != "ready" for name in self._ranks):
             return
         self._clear()
