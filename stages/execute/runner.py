@@ -46,8 +46,9 @@ class Runner(ABC):
     weight_formats: str
     """Formats of the matrices, such as `q8_0+q4_1`."""
     kernels: str
-    """As in `Backend`; so is `code`."""
+    """As in `Backend`; so are `code` and `activations`."""
     code: str
+    activations: str
     answers: bool
     """Whether it samples, and sends the results: of several ranks, one does."""
     rank_name = ""
@@ -60,6 +61,7 @@ class Runner(ABC):
     def __init__(self, settings: Settings, model_dir: Path) -> None:
         """The back end sets `answers` before it makes the rows."""
         self._settings, self._model_dir = settings, model_dir
+        self.activations = settings.execute.activations
         self.adapters: AdapterSlots | None = None
         """None if LoRA adapters are off."""
         self.speculator: Speculator | None = None

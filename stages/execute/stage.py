@@ -82,7 +82,7 @@ def _facts_of(runner: "Runner", weights: str, launch: m.Launch) -> m.ExecuteFact
     execute, before = launch.settings.execute, launch.facts
     backend = m.Backend(
         *(runner.kernels, runner.code, execute.dtype, "+".join(sorted(weights.split("+")))),
-        *(execute.activations, runner.facts.kv_dtype),
+        *(runner.activations, runner.facts.kv_dtype),
     )
     facts = msgspec.structs.replace(runner.facts, weight_formats=weights, backend=backend)
     if before is None:

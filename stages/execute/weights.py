@@ -165,6 +165,15 @@ class Weights:
                 found[self._float_format] = None
         return list(found)
 
+    def format_bytes(self) -> dict[str, int]:
+        """Bytes of the quantized matrices of each format, loaded or not."""
+        found: dict[str, int] = {}
+        for name, file in self._files.items():
+            if file.entries[name].dtype == BLOCK_DTYPE:
+                format = file.metadata.get(format_key(name), "")
+                found[format] = found.get(format, 0) + self._num_bytes(name)
+        return found
+
     def layer_bytes(self, num_layers: int) -> list[int]:
         """Bytes of each layer's tensors: those with its number in their names."""
         sizes = [0] * num_layers

@@ -89,6 +89,8 @@ def make_program(
 
         torch.set_num_threads(num_threads)
         return TorchProgram(settings, config, inputs, sampling_inputs, scores, kv, swap, lora)
+    activations = settings.execute.activations
+    assert activations != "auto", "the runner has chosen"
     return NativeProgram(
         library.loaded,
         library.isa,
@@ -99,7 +101,7 @@ def make_program(
         scores,
         kv,
         swap,
-        settings.execute.activations,
+        activations,
         KVType.INT8 if settings.execute.kv_dtype == "int8" else KVType.BF16,
         panels,
         lora,

@@ -30,6 +30,7 @@ from pipeline.stages.execute.cpu.backend import (
 )
 from pipeline.stages.execute.cpu.kept_library import NOTHING_KEPT, KeptLibrary
 from pipeline.stages.execute.cpu.native.panel_file import PanelLocation
+from pipeline.stages.execute.cpu.precision import with_activations
 from pipeline.stages.execute.cpu.program import MasksLate, Program
 from pipeline.stages.execute.cpu.ranks.group import Outcome
 from pipeline.stages.execute.cpu.ranks.pp_stage import PPStage
@@ -82,6 +83,8 @@ class CpuRunner(Runner):
         num_ranks = context.num_ranks
         self._ranks = ranks = None if num_ranks == 1 else join(library, settings, config, context)
         weights = Weights(model_dir, config, FLOAT_FORMATS[settings.execute.dtype], keeps_floats=library is not None)
+        settings = with_activations(settings, weights, library)
+        self.activations = settings.execute.activations
         keeps = library and settings.execute.keep_packed_weights
         panels = PanelLocation.of(model_dir, weights.files, context) if keeps else None
         max_num_tokens = max_num_prefill_tokens(settings, config, library, weights.are_quantized)

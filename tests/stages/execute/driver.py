@@ -28,6 +28,7 @@ def settings(
     threads: int = 1,
     keep_packed_weights: bool = True,
     kv_dtype: Any = "auto",
+    activations: Any = "auto",
     hybrid_kv_cache_manager: bool = False,
 ) -> Settings:
     """Without `hybrid_kv_cache_manager`, a row has one block table: this file's steps have no others."""
@@ -37,6 +38,7 @@ def settings(
             dtype=dtype,
             kernels=kernels,
             kv_dtype=kv_dtype,
+            activations=activations,
             hybrid_kv_cache_manager=hybrid_kv_cache_manager,
             kv_cache_bytes=kv_mib * 1024**2,
             num_threads=threads,

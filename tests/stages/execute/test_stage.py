@@ -58,7 +58,7 @@ def test_ready_contains_the_executors_facts(rig: Rig) -> None:
         kv_groups=[KVGroup(num_layers=3)],
         eos_ids=[2],
         block_bytes=12288,
-        backend=m.Backend("torch", code_of_torch(), "float32", "f32", "int12", "float32"),
+        backend=m.Backend("torch", code_of_torch(), "float32", "f32", "auto", "float32"),
     )
 
 

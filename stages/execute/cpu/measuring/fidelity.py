@@ -89,17 +89,18 @@ def measure(
     with ExitStack() as stack:
         reference = stack.enter_context(closing(load(settings, folder, "float32", "torch", make=streamed_program)))
         measured = [stack.enter_context(closing(load(settings, folder, "bfloat16", kernels)))]
-        programs = [_program(measured[0], "int12")]
+        programs = [_program(measured[0])]
         if isinstance(measured[0].program, NativeProgram) and set(FEW_BITS) & set(_formats(measured[0])):
-            measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, "int8"))))
-            programs.append(_program(measured[1], "int8"))
+            other = "int12" if measured[0].activations == "int8" else "int8"
+            measured.append(stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, other))))
+            programs.append(_program(measured[1]))
         against_bf16: MeasuredProgram | None = None
         if (kv_dtype := settings.execute.kv_dtype) != "auto":
             measured.append(
                 stack.enter_context(closing(load(settings, folder, "bfloat16", kernels, kv_dtype=kv_dtype)))
             )
-            programs.append(_program(measured[-1], "int12", f"{kv_dtype} KV cache"))
-            against_bf16 = _program(measured[-1], "int12", f"{kv_dtype} against bf16 KV cache")
+            programs.append(_program(measured[-1], f"{kv_dtype} KV cache"))
+            against_bf16 = _program(measured[-1], f"{kv_dtype} against bf16 KV cache")
         for i, chunk in enumerate(chunks):
             expected = logits_of(reference, chunk)
             if not np.isfinite(expected).all():
@@ -120,7 +121,7 @@ def load(
     folder: Path,
     dtype: str,
     kernels: str,
-    activations: str = "int12",
+    activations: str = "auto",
     kv_dtype: str = "auto",
     make: Callable[..., Program] = make_program,
 ) -> CpuRunner:
@@ -174,18 +175,17 @@ def _formats(runner: CpuRunner) -> list[str]:
     return runner.weight_formats.split("+")
 
 
-def _program(runner: CpuRunner, activations: str, kv_cache: str = "") -> MeasuredProgram:
-    """`activations` is what the runner takes for weights of 4 to 6 bits."""
-    used = [_activations(runner, format, activations) for format in _formats(runner)]
+def _program(runner: CpuRunner, kv_cache: str = "") -> MeasuredProgram:
+    used = [_activations(runner, format) for format in _formats(runner)]
     form = used[0] if len(set(used)) == 1 else "+".join(used)
     return MeasuredProgram(runner.weight_formats, form, kv_cache=kv_cache)
 
 
-def _activations(runner: CpuRunner, format: str, for_few_bits: str) -> str:
+def _activations(runner: CpuRunner, format: str) -> str:
     if not isinstance(runner.program, NativeProgram):
         return "bf16"
     if format == "bf16":
         return "bf16" if runner.program.isa in WITH_BF16 else "f32"
-    if format in K_QUANTS and for_few_bits == "int12" and runner.program.isa in WITH_BLOCKS:
+    if format in K_QUANTS and runner.activations == "int12" and runner.program.isa in WITH_BLOCKS:
         return "int16"
-    return for_few_bits if format in FEW_BITS else "int16"
+    return runner.activations if format in FEW_BITS else "int16"

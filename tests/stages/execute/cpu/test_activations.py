@@ -1,4 +1,5 @@
-"""The precision of activations for 4-bit weights: int12 gives the results of the weights, int8 gives them roughly."""
+"""The precision of activations before weights of 4 to 6 bits: int12 gives the results of the weights, int8 gives them
+roughly, and auto takes one of them for each format."""
 
 from pathlib import Path
 
@@ -6,9 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.kernels.cpu.isa import Isa
 from pipeline.kernels.stored_matrix import Format
+from pipeline.stages.execute.cpu.precision import choose_activations
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
+from tests.stages.execute.cpu.native_models import SUPER_BLOCK_SHAPE
 from tests.stages.execute.driver import Driver, settings
 from tests.stages.execute.native_driver import ISAS, emulation, random_ids, write
 
@@ -37,3 +41,31 @@ def test_int12_is_nearer_to_the_weights_than_int8(tmp_path: Path, isa: str, form
     exact = logits(tmp_path, "torch", "int12")
     errors = {each: np.abs(logits(tmp_path, isa, each) - exact).max() for each in ("int12", "int8")}
     assert 0 < errors["int12"] < 0.5 * errors["int8"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("formats", [("q4_k", "q4_k", "q4_k", "q6_k"), ("q6_k", "q6_k", "q6_k", "q5_k"), ("q8_0",)])
+def test_auto_has_8_bits_if_most_weights_have_at_most_five(
+    tmp_path: Path, isa: str, formats: tuple[Format, ...]
+) -> None:
+    """Bit for bit the numbers of what it chooses. AMX multiplies 12 bits as fast."""
+    write(tmp_path, checkpoints.config_of(**SUPER_BLOCK_SHAPE), formats)
+    chosen = "int8" if formats[0] == "q4_k" and "amx" not in isa else "int12"
+    assert np.array_equal(logits(tmp_path, isa, "auto"), logits(tmp_path, isa, chosen))
+
+
+@pytest.mark.parametrize(
+    ("setting", "isa", "sizes", "chosen"),
+    [
+        ("auto", "avx2", {"q4_1": 2, "q6_k": 1, "q8_0": 9}, "int8"),
+        ("auto", "neon", {"q4_k": 2, "q5_0": 2, "q6_k": 3}, "int8"),
+        ("auto", "amx", {"q4_1": 2}, "int12"),
+        ("auto", "avx512", {"q6_k": 2, "q4_k": 1}, "int12"),
+        ("auto", "avx512", {"q8_0": 2}, "int12"),
+        ("auto", "avx512", {}, "int12"),
+        ("int12", "avx2", {"q4_1": 2}, "int12"),
+        ("int8", "amx", {"q6_k": 2}, "int8"),
+    ],
+)
+def test_the_weights_choose_the_precision(setting: str, isa: Isa, sizes: dict[str, int], chosen: str) -> None:
+    assert choose_activations(setting, sizes, isa) == chosen

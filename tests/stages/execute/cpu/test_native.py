@@ -209,8 +209,13 @@ def driver(native: Native) -> Native:
     return native
 
 
-def test_quantized_models_are_close_to_their_dequantized_weights(driver: Native, grouped_reference: Reference) -> None:
-    """8-bit activations in every group cost a few hundredths over three layers."""
+@pytest.mark.parametrize(("activations", "bound"), [("int12", 0.025), ("auto", 0.07)])
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantized_models_are_close_to_their_dequantized_weights(
+    grouped_dir: Path, grouped_reference: Reference, isa: str, activations: str, bound: float
+) -> None:
+    """8-bit activations in every group cost a few hundredths over three layers, 12 bits and bfloat16 a tenth of it."""
+    driver = Native(grouped_dir, isa, activations=activations)
     ids = random_ids(60, 11)
     driver.step([(0, 0, 60, False)], adds=[row_add(0, ids, driver.take_blocks(60))])
     rows = range(1, 13)
@@ -218,7 +223,8 @@ def test_quantized_models_are_close_to_their_dequantized_weights(driver: Native,
     driver.step([(row, 5 * row - 1, 1, True) for row in rows], adds=adds)
     expected = np.array([grouped_reference.logits(tuple(ids[: 5 * row])) for row in rows])
     error = driver.logits() - expected
-    assert np.sqrt((error**2).mean()) < 0.05 * expected.std()
+    driver.runner.close()
+    assert np.sqrt((error**2).mean()) < bound * expected.std()
 
 
 def test_logits_have_the_same_bits_alone_batched_chunked_and_with_a_cached_prefix(driver: Native) -> None:

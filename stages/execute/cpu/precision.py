@@ -1,0 +1,38 @@
+"""Decides the precision of activations before quantized weights: what `execute.activations = "auto"` means."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from pipeline.config.settings import Settings
+from pipeline.kernels.cpu.isa import Isa
+from pipeline.kernels.cpu.native import Activations
+from pipeline.stages.execute.cpu.backend import Library
+from pipeline.stages.execute.weights import Weights
+
+AT_MOST_FIVE_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k")
+SIX_BITS = ("q6_k",)
+
+
+def with_activations(settings: Settings, weights: Weights, library: Library | None) -> Settings:
+    """The settings with the precision that "auto" stands for. The torch program has float activations."""
+    if library is None:
+        return settings
+    chosen = choose_activations(settings.execute.activations, weights.format_bytes(), library.isa)
+    execute = msgspec.structs.replace(settings.execute, activations=chosen)
+    return msgspec.structs.replace(settings, execute=execute)
+
+
+def choose_activations(setting: str, format_bytes: Mapping[str, int], isa: Isa) -> Activations:
+    """The precision of activations before weights of 4 to 6 bits. `format_bytes` are the bytes of the model's matrices
+    of each format.
+
+    Weights of at most five bits lose ten times as much by their own rounding as by 8 bits of activations, with a scale
+    for each 32 (docs/cpu.md): "auto" is int8 if most weights of few bits are such. A file of Q6_K is
+    chosen for the results of float weights, and gets int12. So does AMX, which multiplies 12 bits as fast as 8.
+    """
+    if setting == "int8" or setting == "int12":
+        return setting
+    narrow = sum(format_bytes.get(format, 0) for format in AT_MOST_FIVE_BITS)
+    wide = sum(format_bytes.get(format, 0) for format in SIX_BITS)
+    return "int8" if narrow > wide and isa != "amx" else "int12"
