@@ -200,7 +200,7 @@ INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] 
         if (matrix.form == ActivationForm::BLOCKS)
             fetches += block_line_fetches(matrix, count, panels);
         else if (is_wide)
-            fetches += groups * panels * quotient_up(count, most_wide_rows(unpacked_format(matrix.format), matrix.form));
+            fetches += groups * wide_calls(panels) * quotient_up(count, most_wide_rows(unpacked_format(matrix.format), matrix.form));
         else
             fetches += groups * quotient_up(panels, panels_at_once(count));
     }
@@ -211,7 +211,7 @@ INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] 
 // Bytes that a matmul unpacks to at once.
 INLINE size_t unpacked_bytes(const Matrix& matrix) {
     if (matrix.form == ActivationForm::BLOCKS) return unpacked_block_bytes(BLOCK_PANELS * VECTORS);
-    return matrix.format == Format::FP8 ? FP8_PANELS * FP8_WIDE_BYTES : wide_bytes(matrix);
+    return matrix.format == Format::FP8 ? FP8_PANELS * FP8_WIDE_BYTES : wide_bytes();
 }
 
 // `multiply` of gemm.h for count <= part_rows. `rows` and `out` have padded_rows(count) rows, `wide` has `unpacked_bytes`.

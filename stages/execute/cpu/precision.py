@@ -1,6 +1,7 @@
 """Decides the precision of activations before quantized weights: what `execute.activations = "auto"` means."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -23,7 +24,9 @@ def with_activations(settings: Settings, weights: Weights, library: Library | No
     return msgspec.structs.replace(settings, execute=execute)
 
 
-def choose_activations(setting: str, format_bytes: Mapping[str, int], isa: Isa) -> Activations:
+def choose_activations(
+    setting: Literal["auto", "int12", "int8"], format_bytes: Mapping[str, int], isa: Isa
+) -> Activations:
     """The precision of activations before weights of 4 to 6 bits. `format_bytes` are the bytes of the model's matrices
     of each format.
 
@@ -31,7 +34,7 @@ def choose_activations(setting: str, format_bytes: Mapping[str, int], isa: Isa) 
     for each 32 (docs/cpu.md): "auto" is int8 if most weights of few bits are such. A file of Q6_K is
     chosen for the results of float weights, and gets int12. So does AMX, which multiplies 12 bits as fast as 8.
     """
-    if setting == "int8" or setting == "int12":
+    if setting != "auto":
         return setting
     narrow = sum(format_bytes.get(format, 0) for format in AT_MOST_FIVE_BITS)
     wide = sum(format_bytes.get(format, 0) for format in SIX_BITS)

@@ -30,6 +30,10 @@ class RandomWeights(Weights):
         self._quantization = quantization
         self._random = np.random.Generator(np.random.SFC64(seed))
 
+    def format_bytes(self) -> dict[str, int]:
+        """Of its matrices, as they would be; the sizes don't matter."""
+        return {} if self._quantization == "none" else {self._quantization: 1}
+
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """A new random matrix, [rows, columns]."""
         scale = columns**-0.5

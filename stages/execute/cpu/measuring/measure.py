@@ -29,6 +29,7 @@ from pipeline.shm.available import available_bytes
 from pipeline.stages.execute.adapters.slots import LoraPlan
 from pipeline.stages.execute.cpu.backend import choose_library, make_program
 from pipeline.stages.execute.cpu.native.program import NativeProgram
+from pipeline.stages.execute.cpu.precision import with_activations
 from pipeline.stages.execute.cpu.program import Program
 from pipeline.stages.execute.kv import KVPlan, kv_block_bytes, kv_dtype
 from pipeline.stages.execute.measuring.cases import check_positions, cpu_name, floor_of, num_blocks_of
@@ -83,10 +84,12 @@ def measure(settings: Settings, config: ModelConfig, weights: Weights, plan: Pro
         programs = []
         for each in chosen:
             log.info("loading %s for execute.kernels=%s", config.name, each.execute.kernels)
+            library = choose_library(each, config)
+            each = with_activations(each, weights, library)
             program = stack.enter_context(
                 closing(
                     make_program(
-                        *(choose_library(each, config), each, config, inputs, sampling_inputs, scores, kv, num_threads),
+                        *(library, each, config, inputs, sampling_inputs, scores, kv, num_threads),
                         lora=LoraPlan.of(each),
                     )
                 )

@@ -2,6 +2,7 @@
 roughly, and auto takes one of them for each format."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -67,5 +68,7 @@ def test_auto_has_8_bits_if_most_weights_have_at_most_five(
         ("int8", "amx", {"q6_k": 2}, "int8"),
     ],
 )
-def test_the_weights_choose_the_precision(setting: str, isa: Isa, sizes: dict[str, int], chosen: str) -> None:
+def test_the_weights_choose_the_precision(
+    setting: Literal["auto", "int12", "int8"], isa: Isa, sizes: dict[str, int], chosen: str
+) -> None:
     assert choose_activations(setting, sizes, isa) == chosen
