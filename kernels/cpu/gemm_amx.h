@@ -200,7 +200,7 @@ INLINE int line_fetches([[maybe_unused]] const Matrix& matrix, [[maybe_unused]] 
         if (matrix.form == ActivationForm::BLOCKS)
             fetches += block_line_fetches(matrix, count, panels);
         else if (is_wide)
-            fetches += groups * wide_calls(panels) * quotient_up(count, most_wide_rows(unpacked_format(matrix.format), matrix.form));
+            fetches += wide_line_fetches(matrix, count, panels);
         else
             fetches += groups * quotient_up(panels, panels_at_once(count));
     }

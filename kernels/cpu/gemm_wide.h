@@ -14,11 +14,16 @@ constexpr int WIDE_GROUPS = 8;      // of a stretch
 // Vectors of outputs per call, which share the loads of activations: of one panel, or of two that have one each.
 constexpr int WIDE_VECTORS = 2, WIDE_PANELS = VECTORS < WIDE_VECTORS ? 2 : 1;
 
+// Where a panel is one vector, fewer rows than these are faster with one panel at a time and more rows per call. So
+// many are worth unpacking 4-bit codes to memory, which gemm.h otherwise does in registers for several rows.
+constexpr int MANY_WIDE_ROWS = 25;
+
 // Rows per call: as many as fit with their accumulators and sums in registers.
-constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form) {
+constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form, [[maybe_unused]] int vectors) {
 #if defined(EMULATE)  // more take minutes to compile
     return form == ActivationForm::BYTES ? 3 : 2;
 #elif defined(ISA_AVX512)
+    if (vectors == 1) return form == ActivationForm::BYTES || code_bits(format) == 4 ? 8 : 6;
     return form == ActivationForm::BYTES ? 6 : 4;
 #else
     // Sums of 16 bits are added up several times in a group of larger codes, which takes a third accumulator.
@@ -27,21 +32,17 @@ constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form
 #endif
 }
 
-// The fewest rows that are worth unpacking 4-bit codes to memory. Where gemm.h unpacks them for several rows in registers,
-// these are more.
-constexpr int LEAST_WIDE_ROWS = IN_TWO_PASSES ? 7 : 2;
+// Panels that are unpacked together for so many rows.
+INLINE int wide_panels(int num_rows) { return num_rows < MANY_WIDE_ROWS ? 1 : WIDE_PANELS; }
 
 // Whether a matmul of so many rows unpacks its panels first.
 INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
     if (!matrix.integer() || matrix.format == Format::Q8_0) return false;
-    return num_rows >= (code_bits(matrix.format) > 4 ? 2 : LEAST_WIDE_ROWS);
+    return num_rows >= (IN_TWO_PASSES && code_bits(matrix.format) == 4 ? MANY_WIDE_ROWS : 2);
 }
 
 // Bytes of a group of so many vectors of outputs, unpacked.
 constexpr size_t wide_group_bytes(int vectors) { return size_t(8 + 3) * vectors * 4 * LANES; }
-
-// Calls for so many panels.
-constexpr int wide_calls(int panels) { return (panels * VECTORS + WIDE_VECTORS - 1) / WIDE_VECTORS; }
 
 // Bytes that a matmul unpacks to at once.
 constexpr size_t wide_bytes() { return WIDE_GROUPS * wide_group_bytes(WIDE_PANELS * VECTORS); }
@@ -110,7 +111,7 @@ constexpr Format unpacked_format(Format format) {
 template <Format F, ActivationForm A, int N>
 static void multiply_wide_stretch(const Rows& rows, int first_row, int count, const uint8_t* wide, int groups, int begin,
                                   int end, float* out, int out_stride, Lines* lines) {
-    constexpr int MOST = most_wide_rows(F, A);
+    constexpr int MOST = most_wide_rows(F, A, N);
     const int parts = (count + MOST - 1) / MOST, most = (count + parts - 1) / parts;
     for (int row = 0; row < count; row += most) {
         float* to = out + row * out_stride;
@@ -120,7 +121,7 @@ static void multiply_wide_stretch(const Rows& rows, int first_row, int count, co
         if constexpr (R <= MOST)                                                                                         \
             multiply_wide_rows<F, A, R, N>(rows, first_row + row, wide, groups, begin, end, to, out_stride, lines);      \
         break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
         }
     }
@@ -132,9 +133,9 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
     constexpr Format U = unpacked_format(F);
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;
-    const int groups = matrix.depth / GROUP;
-    for (int p = 0; p < panels; p += WIDE_PANELS) {
-        const int num = std::min(WIDE_PANELS, panels - p);
+    const int groups = matrix.depth / GROUP, at_once = wide_panels(count);
+    for (int p = 0; p < panels; p += at_once) {
+        const int num = std::min(at_once, panels - p);
         const int vectors = std::min(num * VECTORS, WIDE_VECTORS), calls = num * VECTORS / vectors;
         for (int begin = 0; begin < groups; begin += WIDE_GROUPS) {
             const int end = std::min(begin + WIDE_GROUPS, groups);
@@ -153,6 +154,17 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
                          out + p * PANEL + call * vectors * LANES, out_stride, matrix.lines);
         }
     }
+}
+
+// How often `multiply_wide` fetches lines for so many rows and panels.
+INLINE int wide_line_fetches(const Matrix& matrix, int count, int panels) {
+    int fetches = 0;
+    for (int p = 0; p < panels; p += wide_panels(count)) {
+        const int outputs = std::min(wide_panels(count), panels - p) * VECTORS, vectors = std::min(outputs, WIDE_VECTORS);
+        const int most = most_wide_rows(unpacked_format(matrix.format), matrix.form, vectors);
+        fetches += matrix.depth / GROUP * (outputs / vectors) * ((count + most - 1) / most);
+    }
+    return fetches;
 }
 
 // out [count, panels * 16], as `multiply`. `wide` has room for an unpacked stretch of WIDE_PANELS panels.

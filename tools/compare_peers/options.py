@@ -30,7 +30,7 @@ LOADS = {
 PRESETS: dict[str, dict[str, Any]] = {
     "1.5b": {
         "model": str(FOLDER / MODELS["qwen-1.5b"].file),
-        "servers": ["pipeline", "pipeline-int8", peers.LLAMA_CPP],
+        "servers": ["pipeline", "pipeline-int12", peers.LLAMA_CPP],
         "loads": [DECODE, PREFILL],
         "concurrency": (1, 8),
         "temperature": (0.0,),
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--preset",
         choices=PRESETS,
         help="1.5b: Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf, which `python -m tools.models.fetch_test_models "
-        "qwen-1.5b` fetches, the servers pipeline,pipeline-int8,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
+        "qwen-1.5b` fetches, the servers pipeline,pipeline-int12,llama.cpp, the loads decode,prefill, 1 and 8 streams, "
         "temperature 0 and 3 rounds, unless options say otherwise",
     )
     made.add_argument(

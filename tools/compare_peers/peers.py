@@ -40,6 +40,7 @@ class Peer(msgspec.Struct, frozen=True):
 NAMES = {
     "pipeline": "Pipeline with the file's own weights",
     "pipeline-int8": 'the same with execute.activations = "int8"',
+    "pipeline-int12": 'the same with execute.activations = "int12"',
     "pipeline-throughput": "the same with --config throughput, which also sets int8",
     "pipeline-bf16": "Pipeline with quantization = none",
     LLAMA_CPP: "llama.cpp's server with the same .gguf file",
@@ -67,6 +68,7 @@ def peers_of(names: Sequence[str], model: str, weights: str, paths: ModelPaths, 
     known = [
         ours("pipeline", weights, LLAMA_CPP),
         ours("pipeline-int8", f"{weights}, int8", LLAMA_CPP, "--set", "execute.activations=int8"),
+        ours("pipeline-int12", f"{weights}, int12", LLAMA_CPP, "--set", "execute.activations=int12"),
         ours("pipeline-throughput", f"{weights}, throughput", LLAMA_CPP, "--config", "throughput"),
         ours("pipeline-bf16", "bf16", VLLM, "--set", "quantization=none"),
         Peer(

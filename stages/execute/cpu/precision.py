@@ -13,6 +13,8 @@ from pipeline.stages.execute.weights import Weights
 
 AT_MOST_FIVE_BITS = ("q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k")
 SIX_BITS = ("q6_k",)
+LEAST_BYTES = 200_000_000
+"""Of weights of few bits: about 350 million of them."""
 
 
 def with_activations(settings: Settings, weights: Weights, library: Library | None) -> Settings:
@@ -31,11 +33,12 @@ def choose_activations(
     of each format.
 
     Weights of at most five bits lose ten times as much by their own rounding as by 8 bits of activations, with a scale
-    for each 32 (docs/cpu.md): "auto" is int8 if most weights of few bits are such. A file of Q6_K is
-    chosen for the results of float weights, and gets int12. So does AMX, which multiplies 12 bits as fast as 8.
+    for each 32 (docs/cpu.md): "auto" is int8 if most weights of few bits are such. A file of Q6_K is chosen for the
+    results of float weights, and gets int12. So do small models, which lose four times as much as those of 1.5
+    billion weights and are fast anyway, and AMX, which multiplies 12 bits as fast as 8.
     """
     if setting != "auto":
         return setting
     narrow = sum(format_bytes.get(format, 0) for format in AT_MOST_FIVE_BITS)
     wide = sum(format_bytes.get(format, 0) for format in SIX_BITS)
-    return "int8" if narrow > wide and isa != "amx" else "int12"
+    return "int8" if narrow > wide and narrow + wide >= LEAST_BYTES and isa != "amx" else "int12"

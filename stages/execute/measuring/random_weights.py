@@ -27,12 +27,17 @@ class RandomWeights(Weights):
         """`config` lists no files. Tensors that `prepare` doesn't quantize are floats of `dtype`."""
         assert not config.weight_files
         super().__init__(Path(config.name), config, "f32" if dtype == torch.float32 else "bf16")
-        self._quantization = quantization
+        self._config, self._quantization = config, quantization
         self._random = np.random.Generator(np.random.SFC64(seed))
 
     def format_bytes(self) -> dict[str, int]:
-        """Of its matrices, as they would be; the sizes don't matter."""
-        return {} if self._quantization == "none" else {self._quantization: 1}
+        """About what its matrices will take: they don't exist before they are asked for."""
+        if self._quantization != "q8_0" and self._quantization != "q4_1":
+            return {}
+        config = self._config
+        inner = max(config.inner_sizes, default=0) * (1 if config.experts is None else config.experts.num)
+        weights = config.num_layers * config.hidden_size * (2 * config.hidden_size + 3 * inner)
+        return {self._quantization: weights // GROUP * BLOCK_BYTES[self._quantization]}
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """A new random matrix, [rows, columns]."""

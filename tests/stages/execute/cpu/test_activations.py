@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.kernels.cpu.isa import Isa
 from pipeline.kernels.stored_matrix import Format
-from pipeline.stages.execute.cpu.precision import choose_activations
+from pipeline.stages.execute.cpu import precision
 from pipeline.stages.execute.cpu.runner import CpuRunner
 from tests.stages.execute import checkpoints
 from tests.stages.execute.cpu.native_models import SUPER_BLOCK_SHAPE
@@ -47,28 +47,32 @@ def test_int12_is_nearer_to_the_weights_than_int8(tmp_path: Path, isa: str, form
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("formats", [("q4_k", "q4_k", "q4_k", "q6_k"), ("q6_k", "q6_k", "q6_k", "q5_k"), ("q8_0",)])
 def test_auto_has_8_bits_if_most_weights_have_at_most_five(
-    tmp_path: Path, isa: str, formats: tuple[Format, ...]
+    tmp_path: Path, isa: str, formats: tuple[Format, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit the numbers of what it chooses. AMX multiplies 12 bits as fast."""
+    monkeypatch.setattr(precision, "LEAST_BYTES", 1)
     write(tmp_path, checkpoints.config_of(**SUPER_BLOCK_SHAPE), formats)
     chosen = "int8" if formats[0] == "q4_k" and "amx" not in isa else "int12"
     assert np.array_equal(logits(tmp_path, isa, "auto"), logits(tmp_path, isa, chosen))
 
 
 @pytest.mark.parametrize(
-    ("setting", "isa", "sizes", "chosen"),
+    ("setting", "isa", "megabytes", "chosen"),
     [
-        ("auto", "avx2", {"q4_1": 2, "q6_k": 1, "q8_0": 9}, "int8"),
-        ("auto", "neon", {"q4_k": 2, "q5_0": 2, "q6_k": 3}, "int8"),
-        ("auto", "amx", {"q4_1": 2}, "int12"),
-        ("auto", "avx512", {"q6_k": 2, "q4_k": 1}, "int12"),
-        ("auto", "avx512", {"q8_0": 2}, "int12"),
+        ("auto", "avx2", {"q4_1": 220, "q6_k": 10, "q8_0": 900}, "int8"),
+        ("auto", "neon", {"q4_k": 200, "q5_0": 200, "q6_k": 300}, "int8"),
+        ("auto", "avx512", {"q4_k": 120, "q6_k": 80}, "int8"),
+        ("auto", "avx512", {"q4_1": 90, "q8_0": 900}, "int12"),
+        ("auto", "amx", {"q4_1": 400}, "int12"),
+        ("auto", "avx512", {"q6_k": 400, "q4_k": 300}, "int12"),
+        ("auto", "avx512", {"q8_0": 900}, "int12"),
         ("auto", "avx512", {}, "int12"),
-        ("int12", "avx2", {"q4_1": 2}, "int12"),
-        ("int8", "amx", {"q6_k": 2}, "int8"),
+        ("int12", "avx2", {"q4_1": 900}, "int12"),
+        ("int8", "amx", {"q6_k": 20}, "int8"),
     ],
 )
 def test_the_weights_choose_the_precision(
-    setting: Literal["auto", "int12", "int8"], isa: Isa, sizes: dict[str, int], chosen: str
+    setting: Literal["auto", "int12", "int8"], isa: Isa, megabytes: dict[str, int], chosen: str
 ) -> None:
-    assert choose_activations(setting, sizes, isa) == chosen
+    sizes = {format: 1_000_000 * size for format, size in megabytes.items()}
+    assert precision.choose_activations(setting, sizes, isa) == chosen
