@@ -76,6 +76,8 @@ class Draining:
         """Wait until the deadline for open streams to finish, fail the rest, then report that nothing is open."""
         self._stage.log.info("draining", extra={"fields": {"open": self._requests.num_open, "deadline_s": deadline_s}})
         error = SHUTTING_DOWN
+        if self._requests.num_requests and deadline_s and not self._readiness.is_leaving:
+            self._stage.supervisor.send(m.WakeRequested())
         if self._readiness.is_leaving:
             error = LEAVING
             linger_s = min(LINGER_S, deadline_s)

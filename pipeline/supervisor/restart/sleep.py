@@ -137,8 +137,13 @@ class Sleeper:
             self._begin_wake()
 
     def _requested(self) -> None:
-        """A request has come."""
-        if self._wakes_on_request and self.phase in ("saving", "asleep") and not self._wake_waiters:
+        """A request has come, or some are open while the server ends."""
+        if self.phase not in ("saving", "asleep") or self._wake_waiters:
+            return
+        if self._state.is_ending:
+            self._log.info("the server wakes to finish its open requests")
+            self.wake(lambda _: None)
+        elif self._wakes_on_request:
             self._log.info("a request wakes the server")
             self.wake(lambda _: None)
 
@@ -231,12 +236,18 @@ class Sleeper:
 
     def died(self, child: Child, reason: str | None) -> bool:
         """A process has died; `reason` is what it has said itself. Returns whether nothing else is to be done: an
-        executor can't start, so the server sleeps on."""
+        executor can't start, so the server sleeps on. Raises Stopping if the server ends: open requests fail then."""
         if child.stage != "execute":
             return False
         self._saved.clear()
         if self.phase != "waking" or reason is None:
             return False
+        if self._state.is_ending:
+            self._log.error(f"open requests can't be finished: {child.name} can't start: {reason}")
+            self._state.reasons = {child.name: reason}
+            self._table.mark_dead(child)
+            _call(self._wake_waiters, reason)
+            raise Stopping(EXIT_STAGE_DIED)
         self._log.error(f"the server sleeps on: {child.name} can't start: {reason}")
         self._leave()
         _call(self._wake_waiters, reason)

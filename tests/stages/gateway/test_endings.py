@@ -63,6 +63,7 @@ class TestHealth:
                 "blocks_offloaded": 16,
                 "blocks_restored": 17,
                 "forks": 18,
+                "recomputed_prompt_tokens": 0,
                 "steps": 10,
             },
             "open_requests": 0,
@@ -124,6 +125,7 @@ class TestDraining:
         gate.accept(submit)
         gate.delta(submit, "Hel")
         gate.rig.send(m.Drain(30.0))
+        gate.rig.receive("supervisor", m.WakeRequested)  # if the server sleeps
         gate.rig.load()
         refused = gate.post(CHAT).result()
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
@@ -197,6 +199,7 @@ class TestDeadStage:
             for _ in range(100):
                 gate.delta(submits[1], "x" * 100_000)
             gate.rig.send(m.Drain(PATIENCE_S * 10))
+            gate.rig.receive("supervisor", m.WakeRequested)
             gate.rig.load()
             gate.rig.send(m.StageDied("execute.0", "killed by signal 9"))
             assert ends_with_an_error(read_until(stream, END), "stage execute.0 died: killed by signal 9")

@@ -1,0 +1,85 @@
+"""A sleeping server ends, or can't wake: its open streams end well, or with the reason."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from http.client import HTTPResponse
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recovery.test_sleep import sleep, streamed
+from tests.e2e.recovery.test_swap import complete, sets
+from tests.e2e.server import Server
+
+RULES = ("execute.kv_cache_bytes=1MiB", "gateway.enable_sleep_mode=true", "supervisor.drain_timeout_s=600")
+PROMPT = [5, 6, 7]
+
+
+def server_of(tiny_model: Path, *rules: str) -> Server:
+    return Server(*sets(tiny_model, "0"), *RULES, *rules)
+
+
+def events_of(lines: list[bytes]) -> list[dict[str, object]]:
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def text_of(lines: list[bytes]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events_of(lines))  # type: ignore[index]
+
+
+def asleep_with_a_stream(server: Server) -> tuple[HTTPResponse, list[bytes]]:
+    """A stream that has begun, and its lines so far; the server sleeps."""
+    response = streamed(server)
+    lines = [response.readline()]
+    sleep(server)
+    return response, lines
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "pipeline stop"])
+def test_a_server_that_ends_wakes_and_finishes_its_streams(tiny_model: Path, way: str) -> None:
+    with server_of(tiny_model) as server:
+        expected = complete(server, PROMPT, 200)["choices"][0]["text"]
+        response, lines = asleep_with_a_stream(server)
+        with response:
+            if way == "SIGTERM":
+                server.process.send_signal(signal.SIGTERM)
+            else:
+                stopping = [sys.executable, "-m", "pipeline", "stop", "--pid", str(server.process.pid)]
+                subprocess.run(stopping, check=True, capture_output=True)
+            lines += list(response)
+        assert text_of(lines) == expected
+        assert lines[-2] == b"data: [DONE]\n"
+        assert server.process.wait(30) == 0
+        assert "the server wakes to finish its open requests" in server.log()
+
+
+def test_a_server_without_streams_ends_without_waking(tiny_model: Path) -> None:
+    with server_of(tiny_model) as server:
+        sleep(server)
+        assert server.stop() == 0
+        assert "wakes" not in server.log()
+        assert "is back" not in server.log()
+
+
+@pytest.fixture
+def own_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the model, whose file a test may take away."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "models" / "tiny"))
+
+
+def test_streams_of_a_server_that_ends_and_cannot_wake_fail_at_once_with_the_reason(own_model: Path) -> None:
+    with server_of(own_model) as server:
+        response, lines = asleep_with_a_stream(server)
+        (own_model / "model.safetensors").unlink()
+        with response:
+            server.process.send_signal(signal.SIGTERM)
+            lines += list(response)
+        error = events_of(lines)[-1]["error"]
+        assert isinstance(error, dict)
+        assert error["code"] == "stage_died"
+        assert "execute.0 died" in error["message"] and "model.safetensors" in error["message"]
+        assert server.process.wait(30) == 3
+        assert "open requests can't be finished: execute.0 can't start" in server.log()
