@@ -389,6 +389,7 @@ class SupervisorLoop:
         self._heartbeats.hang_timeout_s = 0.0 if self._run_mode.is_debugged else supervisor.hang_timeout_s
 
     def _answer_health(self, asker: str, health: m.Health) -> None:
+        health = msgspec.structs.replace(health, reason=self._sleeper.problem)
         if asker == SUPERVISOR:
             self.state.first_health = health
         else:

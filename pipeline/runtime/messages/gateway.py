@@ -118,6 +118,8 @@ class Health(Message, frozen=True, tag="health"):
     """Sequences that failed because their logits were NaN, since the executor's start."""
     last_nan_s: float = 0.0
     """When the last one did: Unix time in seconds."""
+    reason: str = ""
+    """Why a server that was asked to wake up sleeps on."""
 
 
 class Drain(Message, frozen=True, tag="drain"):

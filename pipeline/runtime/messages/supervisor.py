@@ -124,8 +124,8 @@ class KVSaved(Message, frozen=True, tag="kv_saved"):
 
 
 class WakeRequested(Message, frozen=True, tag="wake_requested"):
-    """From schedule, which sleeps: a request has come, and may wake the server. From a gateway that drains: requests are
-    open, so a server that ends must wake."""
+    """From schedule, which sleeps: a request has come, and may wake the server. From a gateway that drains: requests
+    are open, so a server that ends must wake."""
 
 
 class SetSleep(Message, frozen=True, tag="set_sleep"):

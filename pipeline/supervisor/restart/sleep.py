@@ -49,6 +49,8 @@ class Sleeper:
         self._restarts, self._forget, self._log = restarts, forget, log
         self.phase = "awake"
         """Or saving, asleep, waking."""
+        self.problem = ""
+        """Why the last wake has failed; empty if the server is awake, or if no wake has failed since it fell asleep."""
         self._number = 0
         """Of the last `FallAsleep`."""
         self._began_s = 0.0
@@ -191,6 +193,7 @@ class Sleeper:
         """The executor ends."""
         for name in self._ranks:
             self._forget(name)
+            self._state.reasons.pop(name, None)  # of a rank that could not start either
         self._resources.has_saved_kv = True
         if problem := self._restarts.put_to_sleep(self._ranks):
             self._state.reasons = {topology.EXECUTE: problem}
@@ -218,7 +221,7 @@ class Sleeper:
         _call(self._wake_waiters, "")
 
     def _awake(self) -> None:
-        self.phase = "awake"
+        self.phase, self.problem = "awake", ""
         self._table.outboxes[topology.SCHEDULE].send(m.WakeUp())
 
     def _clear(self) -> None:
@@ -248,8 +251,10 @@ class Sleeper:
             self._table.mark_dead(child)
             _call(self._wake_waiters, reason)
             raise Stopping(EXIT_STAGE_DIED)
-        self._log.error(f"the server sleeps on: {child.name} can't start: {reason}")
+        self.problem = f"{child.name} can't start: {reason}"
+        self._log.error(f"the server sleeps on: {self.problem}")
         self._leave()
+        self._tell_schedule()  # the next request may wake the server again
         _call(self._wake_waiters, reason)
         return True
 

@@ -79,7 +79,7 @@ def body_of(
         return HealthBody(status, reason, open_requests=num_open, batch_invariant=batch_invariant, backend=backend)
     body = HealthBody(
         health.status if status == "ok" else status,
-        reason,
+        reason or health.reason or None,
         [
             {"name": stage.name, "pid": stage.pid, "state": stage.state, "answer_ms": stage.answer_ms}
             for stage in health.stages

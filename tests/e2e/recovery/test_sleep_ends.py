@@ -1,6 +1,7 @@
 """A sleeping server ends, or can't wake: its open streams end well, or with the reason."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.recovery.test_sleep import sleep, streamed
+from tests.e2e.recovery.test_recovery import kill, pids
+from tests.e2e.recovery.test_sleep import call, recomputed, sleep, streamed, wake_up
 from tests.e2e.recovery.test_swap import complete, sets
 from tests.e2e.server import Server
 
@@ -83,3 +85,47 @@ def test_streams_of_a_server_that_ends_and_cannot_wake_fail_at_once_with_the_rea
         assert "execute.0 died" in error["message"] and "model.safetensors" in error["message"]
         assert server.process.wait(30) == 3
         assert "open requests can't be finished: execute.0 can't start" in server.log()
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_server_that_cannot_wake_sleeps_on_says_why_and_wakes_when_it_can(own_model: Path, ranks: str) -> None:
+    weights, away = own_model / "model.safetensors", own_model / "away"
+    with server_of(own_model, f"execute.tensor_parallel={ranks}") as server:
+        expected = complete(server, PROMPT, 200)["choices"][0]["text"]
+        num_recomputed = recomputed(server)
+        response, lines = asleep_with_a_stream(server)
+        assert server.health()["reason"] is None
+        weights.rename(away)
+        with response:
+            for _ in range(5):  # more often than an executor may fail to start
+                status, body = call(server, "POST", "/wake_up")
+                assert status == 409
+                assert "model.safetensors" in json.loads(body)["error"]["message"]
+                health = server.health()
+                assert (health["status"], health["running"]) == ("sleeping", 1)
+                assert re.fullmatch(r"execute\.\d can't start: .*model\.safetensors.*", health["reason"])
+            assert re.search(r"the server sleeps on: execute\.\d can't start: .*model\.safetensors", server.log())
+            away.rename(weights)
+            wake_up(server)
+            health = server.health()
+            assert (health["status"], health["reason"]) == ("ok", None)
+            lines += list(response)
+        assert text_of(lines) == expected
+        assert recomputed(server) == num_recomputed
+        last = f"execute.{int(ranks) - 1}"
+        kill(pids(server)[last])
+        assert "SIGKILL" in server.wait_for_line(f"{last} died", 30), "the reason of a failed wake is forgotten"
+        assert complete(server, PROMPT, 200)["choices"][0]["text"] == expected
+
+
+def test_a_request_that_cannot_wake_the_server_waits_and_the_next_one_tries_again(own_model: Path) -> None:
+    weights, away = own_model / "model.safetensors", own_model / "away"
+    with server_of(own_model) as server:
+        expected = complete(server, PROMPT, 200)["choices"][0]["text"]
+        sleep(server, "?wake_on_request=true")
+        weights.rename(away)
+        with streamed(server) as first:
+            server.until(lambda health: bool(health["reason"]))
+            away.rename(weights)
+            assert complete(server, PROMPT, 200)["choices"][0]["text"] == expected
+            assert text_of(list(first)) == expected
