@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from pipeline.config.settings import LimitSettings as Caps
+from pipeline.http_server.access.guard import OPEN_METHODS, OPEN_PATHS
 from pipeline.http_server.apis.openai import ApiFamily
 from pipeline.http_server.apis.table import FAMILIES, OPENAI
 from pipeline.stages.gateway.apidocs.schemas import Schema, Schemas
@@ -112,11 +113,16 @@ def _operation(route: Route, model: str, schemas: Schemas, has_keys: bool) -> di
         if (example := example_of(route, model)) is not None:
             content["example"] = example
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
-    if route.is_admin:
+    if not _needs_key(route):
         operation["security"] = []
     if not operation["parameters"]:
         del operation["parameters"]
     return operation
+
+
+def _needs_key(route: Route) -> bool:
+    """Whether it takes an API key, where the server has keys."""
+    return route.method not in OPEN_METHODS or route.path not in OPEN_PATHS
 
 
 def example_of(route: Route, model: str) -> dict[str, Any] | None:
@@ -195,7 +201,7 @@ def _failures(route: Route, has_keys: bool) -> dict[str, Any]:
         statuses.append(404)
     if route.handler in MAY_CONFLICT:
         statuses.append(409)
-    if not has_keys or route.is_admin:
+    if not has_keys or not _needs_key(route):
         statuses.remove(401)
     family = route.family
     return {str(status): {"$ref": f"#/components/responses/{_name_of(status, family)}"} for status in sorted(statuses)}
