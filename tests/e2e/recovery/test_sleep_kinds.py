@@ -22,8 +22,8 @@ from tests.stages.execute.drafts.test_eagle import write_head
 
 RULES = ("execute.kv_cache_bytes=4MiB", "gateway.enable_sleep_mode=true")
 PROMPT = "one two three one two three one two"
-MOMENTS = (1, 30, 70)
-"""Events of all streams before a sleep."""
+NUM_NAPS, NUM_TOKENS = 3, 20
+"""Sleeps, and output tokens of all requests between two of them."""
 WIDTH = 3
 
 Kinds = dict[str, tuple[str, dict[str, Any]]]
@@ -60,15 +60,23 @@ def undisturbed(server: Server, kinds: Kinds) -> dict[str, Any]:
     return asyncio.run(run(server.url, kinds, Ledger()))
 
 
+def until_tokens(server: Server, num_tokens: int) -> None:
+    """Wait until so many have come since the server's start, or nothing runs."""
+    server.until(lambda health: not health["running"] or health["counters"]["output_tokens"] >= num_tokens)
+
+
 def napping(server: Server, num_running: list[int]) -> Callable[[], None]:
-    """A sleep, which adds the number of sequences that run meanwhile."""
+    """Several sleeps. Each adds the number of sequences that run meanwhile."""
 
-    def nap() -> None:
-        sleep(server)
-        num_running.append(server.health()["running"])
-        wake_up(server)
+    def naps() -> None:
+        for _ in range(NUM_NAPS):
+            sleep(server)
+            health = server.health()
+            num_running.append(health["running"])
+            wake_up(server)
+            until_tokens(server, health["counters"]["output_tokens"] + NUM_TOKENS)
 
-    return nap
+    return naps
 
 
 def test_adapters_and_beams_sleep(server: Server) -> None:
@@ -83,7 +91,7 @@ def test_adapters_and_beams_sleep(server: Server) -> None:
     expected = undisturbed(server, kinds)
     assert len({json.dumps(expected[name]) for name in kinds}) == len(kinds), "each has another text"
     num_recomputed, num_running = recomputed(server), list[int]()
-    received = run_and(server, dict.fromkeys(MOMENTS, napping(server, num_running)), kinds)
+    received = run_and(server, {1: napping(server, num_running)}, kinds)
     assert_same(received, expected)
     assert max(num_running) == 4 + 3 * WIDTH, "all of them sleep"
     assert recomputed(server) == num_recomputed
@@ -116,7 +124,7 @@ def test_adapters_come_and_go_while_the_server_sleeps(server: Server, folders: d
     nap(load)()
     expected = undisturbed(server, kinds)
     assert expected["late"] != undisturbed(server, {"late": kind()})["late"]
-    assert_same(run_and(server, {20: nap(unload)}, kinds), expected)
+    assert_same(run_and(server, {1: nap(unload)}, kinds), expected)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
@@ -135,7 +143,7 @@ def test_draft_models_sleep(tiny_model: Path, tmp_path: Path, method: str) -> No
     speculative = (f"speculative.method={method}", f"speculative.draft={draft}", "speculative.adaptive=false")
     with Server(*sets(tiny_model, "0"), *RULES, *speculative) as server:
         num_running = list[int]()
-        received = run_and(server, dict.fromkeys((1, 30, 60), napping(server, num_running)), kinds)
+        received = run_and(server, {1: napping(server, num_running)}, kinds)
         assert_same(received, expected)
         assert max(num_running) == 5
         assert recomputed(server) == 0
