@@ -57,6 +57,7 @@ SHARED = (
     "log_level",
     "memory_bytes",
     "ray",
+    "swap_quantum_s",
     "transport",
 )
 """Keys, and sections, of the whole server: a model's table can't have them."""

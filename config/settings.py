@@ -174,6 +174,15 @@ class Settings(Frozen, frozen=True):
             "space and processes. 0 is what the machine has free at the start.",
         ),
     ] = 0
+    swap_quantum_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="With several models that don't fit together: how long a busy one is awake before it is put to "
+            "sleep for another one that is wanted. Its streams go on when its turn comes. 0: models don't take turns.",
+        ),
+    ] = 10.0
     pinned: Annotated[
         bool, Meta(description="With several models: this one stays loaded once it is, also if another one needs room.")
     ] = False

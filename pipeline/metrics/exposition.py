@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
 from pipeline.metrics.own_metrics import key_metrics, kind_metrics, server_metrics, stage_metrics
@@ -30,9 +30,10 @@ def _text(families: Iterable[Metric]) -> bytes:
     return "".join(lines).encode(errors="replace")  # half a character of a model's name is no reason to fail
 
 
-def text_of_models(of_models: Sequence[ServerStats], states: Mapping[str, str]) -> bytes:
+def text_of_models(of_models: Sequence[ServerStats], states: Mapping[str, str], turns: Mapping[str, int]) -> bytes:
     """The body of GET /metrics of several models: each sample has the label model_name. `states` are those of all
-    models. What API keys have used is of the server: it is in the stats of each."""
+    models, and `turns` how often each was put to sleep for another one. What API keys have used is of the server: it
+    is in the stats of each."""
     families: dict[str, Metric] = {}
     for index, stats in enumerate(of_models):
         for family in families_of(stats, with_keys=index == 0):
@@ -46,7 +47,11 @@ def text_of_models(of_models: Sequence[ServerStats], states: Mapping[str, str]) 
     state = GaugeMetricFamily("pipeline_model_state", "1 for the current state.", labels=["model_name", "state"])
     for name, value in states.items():
         state.add_metric([name, value], 1)
-    return _text([state, *families.values()])
+    words = "Times the model was put to sleep because another one was wanted."
+    slept = CounterMetricFamily("pipeline_model_turns", words, labels=["model_name"])
+    for name, number in turns.items():
+        slept.add_metric([name], number)
+    return _text([state, slept, *families.values()])
 
 
 def families_of(stats: ServerStats, *, with_keys: bool = True) -> Iterator[Metric]:

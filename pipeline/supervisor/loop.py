@@ -231,6 +231,8 @@ class SupervisorLoop:
                 self._processes.turn(self.state.prepared.model_dir, self.state.facts)
                 self._scaling.turn()
                 self._sleeper.turn()
+                if self._run_mode.model is not None:
+                    self._run_mode.model.take_turn(self._sleeper)
             self._admin_server.turn()
             self.crash_reports.turn(self.table.children.values())
             self._questions.end_late()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,6 +14,9 @@ from pipeline.supervisor.processes.inline import InlineChild
 from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 from pipeline.supervisor.signals import StopSignals
+
+if TYPE_CHECKING:
+    from pipeline.supervisor.restart.sleep import Sleeper
 
 
 class ModelRun:
@@ -27,15 +31,19 @@ class ModelRun:
         start_gateway: Callable[[m.Launch, bool], Child],
         admit: Callable[[m.Prepared], bool],
         on_serving: Callable[[], None],
+        take_turn: "Callable[[Sleeper], None]",
     ) -> None:
         """`start_gateway` starts its gateway stage in the process that all models share. `admit` says whether the
-        prepared model fits into memory_bytes. `on_serving` is called when it serves."""
+        prepared model fits into memory_bytes. `on_serving` is called when it serves.
+        `take_turn` is called in each turn of its loop while it serves: it puts the model to sleep
+        for another one, or wakes it."""
         self.name = name
         self.keys = keys
         self.signals = signals
         self.start_gateway = start_gateway
         self.admit = admit
         self.on_serving = on_serving
+        self.take_turn = take_turn
 
 
 class RunMode(msgspec.Struct, frozen=True):

@@ -74,6 +74,11 @@ class AskedToStop:
         if not self._is_closed:
             os.write(self._write, bytes([signal.SIGTERM]))
 
+    def wake(self) -> None:
+        """Have the loop turn once."""
+        if not self._is_closed:
+            os.write(self._write, b"\0")
+
     def fileno(self) -> int:
         return self._read
 

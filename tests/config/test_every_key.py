@@ -54,6 +54,9 @@ EFFECTS = {
     "keys": "tests/stages/gateway/http/access/test_key_limits.py::test_zeromq_has_the_same_limits_and_models",
     "aliases": f"{SEVERAL}::test_every_api_chooses_by_model",
     "memory_bytes": f"{LOADING}::test_models_that_fit_are_loaded_at_the_start_in_order_and_the_log_says_why_not",
+    "swap_quantum_s": (
+        "tests/e2e/several/test_turns.py::test_models_that_do_not_fit_together_take_turns_and_no_stream_notices"
+    ),
     "pinned": f"{LOADING}::test_a_request_loads_its_model_and_the_idle_one_leaves_for_it",
     "load_at_start": f"{LOADING}::test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not",
     "idle_unload_s": f"{LOADING}::test_models_are_loaded_when_they_are_wanted_and_leave_when_they_are_not",

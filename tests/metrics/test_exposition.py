@@ -381,13 +381,13 @@ def test_requests_of_poolers_count_by_task_at_all_gateways() -> None:
 
 def test_several_models_have_each_family_once_and_their_names() -> None:
     one, other = (msgspec.structs.replace(server(), model=name) for name in ("chat", "vectors"))
-    text = exposition.text_of_models(
-        [one, other], {"chat": "loaded", "vectors": "loaded", "coder": "unloaded"}
-    ).decode()
+    states = {"chat": "loaded", "vectors": "loaded", "coder": "unloaded"}
+    text = exposition.text_of_models([one, other], states, {"chat": 3, "vectors": 0, "coder": 0}).decode()
     families = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(samples) == len({line.rpartition(" ")[0] for line in samples}), "each series is there once"
     assert 'pipeline_model_state{model_name="coder",state="unloaded"} 1' in samples
+    assert 'pipeline_model_turns_total{model_name="chat"} 3' in "".join(samples).replace(".0", "")
     for name in ("chat", "vectors"):
         assert any(f'model_name="{name}"' in line and line.startswith("pipeline_uptime") for line in samples)

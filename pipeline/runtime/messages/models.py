@@ -36,9 +36,13 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What it needs of memory_bytes; 0 if it is not known yet."""
     is_pinned: bool = False
     position: int = 0
-    """Of those that wait to be loaded: 1 is the next one. 0: it does not wait."""
+    """Of those that wait to be loaded or woken: 1 is the next one. 0: it does not wait."""
     waits_for: tuple[str, ...] = ()
-    """The models that must leave first."""
+    """The models that must leave, or sleep, first."""
+    waits_since_s: float = 0.0
+    """Since when it waits, in Unix time."""
+    num_turns: int = 0
+    """How often it was put to sleep for another one."""
     expires_s: float = 0.0
     """When it is unloaded if no request comes, in Unix time; 0 if it stays, or is busy."""
 

@@ -1,7 +1,7 @@
 """The manager of several models: which are loaded, which wait, and the gateway's process that they share.
 
-    what clients want ──► wanted, in order ──► placement.decide ──► a thread loads it ──► serving
-                                                      └──► others are unloaded first
+    what clients want ──► waiting.py, in order ──► placement.decide ──► a thread loads or wakes it ──► serving
+                                                          └──► others are unloaded, or put to sleep, first
 
 Each model has a supervisor of its own in a thread (model_thread.py), which restarts the model's stages. The manager's
 loop has the signals, the gateway's process and the states of the models, which it sends to the gateway whenever one
@@ -33,8 +33,8 @@ from pipeline.runtime.messages.models import (
 from pipeline.shm.available import available_bytes
 from pipeline.supervisor.models.gateway_host import GatewayHost
 from pipeline.supervisor.models.last_errors import LastErrors
-from pipeline.supervisor.models.model_thread import ModelThread, Served, needed_bytes
-from pipeline.supervisor.models.placement import Decision, Occupant, decide
+from pipeline.supervisor.models.model_thread import ModelThread, Served
+from pipeline.supervisor.models.waiting import WaitingModels
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.restart.recovery import RestartBudget
 from pipeline.supervisor.run_mode import RunMode
@@ -72,10 +72,15 @@ class ModelManager:
         self._models = {
             name: Served(name, one, num_bytes=0, keep_s=one.idle_unload_s) for name, one in server.models.items()
         }
-        self._wanted: dict[str, float] = {}
-        """Models that wait to be loaded, in order, and since when."""
-        self._decisions: dict[str, Decision] = {}
-        """What was decided last about those that wait."""
+        self._waiting = WaitingModels(
+            self._models,
+            self.memory_bytes,
+            server.shared.swap_quantum_s,
+            self._load,
+            self._unload,
+            self._does_not_fit,
+            log,
+        )
         self._at_start = [name for name, one in server.models.items() if one.load_at_start]
         """Those that are not begun yet, one after the other: the order decides which fit."""
         self._starting = ""
@@ -126,7 +131,8 @@ class ModelManager:
         """Wait for something, and handle all that came."""
         self._load_wanted()
         self._tell()
-        timeout_s = max(0.0, min([POLL_S, *(due_s - time.monotonic() for due_s in self._due())]))
+        soonest_s = min([*self._due(), self._waiting.due_s])
+        timeout_s = max(0.0, min(POLL_S, soonest_s - time.monotonic()))
         fds = [self._wake_fd, self._signals.fileno(), *self._host.filenos()]
         select.select(fds, [], [], timeout_s)
         for message in self._host.receive():
@@ -137,7 +143,7 @@ class ModelManager:
         """Unload all models, then end the gateway."""
         self._is_ending = True
         self._at_start.clear()
-        self._wanted.clear()
+        self._waiting.clear()
         self._info("draining", timeout_s=self._settings.supervisor.drain_timeout_s)
         for one in self._models.values():
             self._unload(one)
@@ -191,16 +197,19 @@ class ModelManager:
                     model.is_wanted = True
                     self._want(model)
             case UnloadModel():
-                self._wanted.pop(model.name, None)
+                self._waiting.drop(model.name)
                 self._unload(model)
             case KeepModel(_, idle_s):
                 model.keep_s = 0.0 if idle_s < 0 else max(idle_s, 1e-9)
             case ModelActivity(_, is_busy):
                 model.is_busy, model.idle_since_s = is_busy, time.monotonic()
+                if is_busy and model.is_asleep:
+                    self._want(model)
 
     def _want(self, model: Served) -> None:
-        if not self._is_ending and model.state not in ("loading", "loaded") and model.name not in self._at_start:
-            self._wanted.setdefault(model.name, time.monotonic())
+        has_stages = model.state in ("loading", "loaded") and not model.is_asleep
+        if not self._is_ending and not has_stages and model.name not in self._at_start:
+            self._waiting.want(model)
 
     def _unload(self, model: Served) -> None:
         if model.thread is not None and model.state in ("loading", "loaded"):
@@ -231,39 +240,11 @@ class ModelManager:
         if not self._starting and self._at_start:
             self._starting = self._at_start.pop(0)
             self._load(self._models[self._starting])
-        for name in list(self._wanted):
-            model = self._models[name]
-            if model.state == "unloading":
-                continue
-            self._decisions[name] = decision = self._decide(model, self._needed(model))
-            for other in decision.leave:
-                self._unload(self._models[other])
-            if decision.waits_for:
-                break  # the first one that waits is the first one that loads
-            del self._wanted[name]
-            if decision.loads:
-                self._load(model)
-            else:
-                self._log.error("does not fit", extra={"fields": {"model": name, "why": decision.problem}})
-                self._set(model, "failed", f"it does not fit: {decision.problem}")
+        self._waiting.turn()
 
-    def _needed(self, model: Served) -> int:
-        return model.num_bytes or needed_bytes(model.settings, None)
-
-    def _decide(self, model: Served, num_bytes: int) -> Decision:
-        occupants = [
-            Occupant(
-                name=one.name,
-                num_bytes=self._needed(one),
-                is_pinned=one.settings.pinned,
-                is_busy=one.is_busy or one.state == "loading",
-                is_leaving=one.state == "unloading",
-                idle_since_s=one.idle_since_s,
-            )
-            for one in self._models.values()
-            if one.has_memory and one is not model
-        ]
-        return decide(num_bytes, occupants, self.memory_bytes)
+    def _does_not_fit(self, model: Served, problem: str) -> None:
+        self._log.error("does not fit", extra={"fields": {"model": model.name, "why": problem}})
+        self._set(model, "failed", f"it does not fit: {problem}")
 
     def _load(self, model: Served) -> None:
         self._set(model, "loading")
@@ -288,7 +269,7 @@ class ModelManager:
         with self._admitting:
             model = self._models[name]
             model.num_bytes = num_bytes
-            fits = self._decide(model, num_bytes).loads
+            fits = self._waiting.decide(model, num_bytes).loads
         self._post(name, "admitted" if fits else "no room", num_bytes)
         return fits
 
@@ -309,17 +290,19 @@ class ModelManager:
             model = self._models[name]
             match what:
                 case "serving":
-                    model.idle_since_s = time.monotonic()
+                    model.idle_since_s = model.awake_since_s = time.monotonic()
                     if model.state == "loading":
                         self._set(model, "loaded")
                 case "admitted" | "no room":
                     self._admitted(model, number, fits=what == "admitted")
-                case _:
+                case "ended":
                     self._ended(model, number)
+                case _:
+                    self._waiting.happened(model, what, number)
 
     def _admitted(self, model: Served, num_bytes: int, *, fits: bool) -> None:
         self._begun(model)
-        used = sum(self._needed(one) for one in self._models.values() if one.has_memory and one is not model)
+        used = sum(self._waiting.needed(one) for one in self._models.values() if one.has_memory and one is not model)
         fields = {"model": model.name, "needs": size_words(num_bytes), "free": size_words(self.memory_bytes - used)}
         self._log.info("fits" if fits else "does not fit now", extra={"fields": fields})
 
@@ -332,7 +315,7 @@ class ModelManager:
         assert model.thread is not None
         model.thread.join()
         model.thread = None
-        model.is_busy = False
+        model.is_busy, model.turn = False, "awake"
         self._begun(model)
         was_asked = model.state == "unloading"
         if code == EXIT_NO_ROOM:
@@ -362,12 +345,10 @@ class ModelManager:
 
     def _tell(self) -> None:
         """Tell the gateway the states, if they have changed."""
-        positions = {name: 1 + index for index, name in enumerate(self._wanted)}
         now_s, unix_s = time.monotonic(), time.time()
         idle = {one.name for one in self._idle()}
         found = []
         for one in self._models.values():
-            decision = self._decisions.get(one.name, Decision()) if one.name in positions else Decision()
             sleeps = one.state == "loaded" and one.thread is not None and one.thread.is_asleep
             expires_s = round(unix_s - now_s + one.idle_since_s + one.keep_s) if one.name in idle else 0.0
             found.append(
@@ -380,8 +361,10 @@ class ModelManager:
                     since_s=one.since_s,
                     num_bytes=one.num_bytes,
                     is_pinned=one.settings.pinned,
-                    position=positions.get(one.name, 0),
-                    waits_for=decision.waits_for,
+                    position=self._waiting.position(one.name),
+                    waits_for=self._waiting.waits_for(one.name),
+                    waits_since_s=self._waiting.since_s(one.name),
+                    num_turns=one.num_turns,
                     expires_s=expires_s,
                 )
             )

@@ -2,12 +2,13 @@
 
 import logging
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -32,10 +33,14 @@ from pipeline.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from pipeline.supervisor.processes.process import Child
+    from pipeline.supervisor.restart.sleep import Sleeper
 
 PROCESSES_BYTES = 320 * 1024**2
 """What the processes of a model take besides its weights, KV cache and swap space: about this much with a tiny
 model."""
+
+
+Turn = Literal["awake", "falling asleep", "asleep", "waking"]
 
 
 class Served(msgspec.Struct, eq=False):
@@ -58,15 +63,43 @@ class Served(msgspec.Struct, eq=False):
     is_wanted: bool = False
     """By a client, since it was loaded last."""
     thread: "ModelThread | None" = None
+    turn: Turn = "awake"
+    """Whether it sleeps for another model, or is about to."""
+    awake_since_s: float = 0.0
+    """Since it was loaded or woken, by time.monotonic()."""
+    saved_bytes: int = 0
+    """What it has saved while it sleeps."""
+    num_turns: int = 0
+    """How often it was put to sleep for another one."""
 
     @property
     def has_memory(self) -> bool:
         return self.state not in ("unloaded", "failed")
 
+    @property
+    def is_asleep(self) -> bool:
+        """It sleeps for another model, and may wake."""
+        return self.turn == "asleep" and self.state == "loaded"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it can be put to sleep for another one."""
+        execute, is_on_request = self.settings.execute, self.thread is not None and self.thread.is_asleep
+        can_sleep = execute.device == "cpu" and execute.launcher == "process" and not self.settings.pinned
+        return can_sleep and not (self.turn == "awake" and is_on_request)
+
+    @property
+    def stays_bytes(self) -> int:
+        """What it needs while it sleeps, at most if it does not yet: its processes, its swap space, and its saved KV
+        cache if that is in memory."""
+        execute = self.settings.execute
+        saved = self.saved_bytes if self.turn == "asleep" else kv_bytes_in_ram(self.settings) * execute.num_ranks
+        return PROCESSES_BYTES + execute.swap_bytes + (0 if execute.swap_dir else saved)
+
 
 class ModelThread:
     """Loads a model, serves it and unloads it. `done` is called in the thread: with "admit" and the bytes that the
-    prepared model needs, with "serving", and at last with "ended" and the exit code."""
+    prepared model needs, with "serving", as `set_turn` says, and at last with "ended" and the exit code."""
 
     def __init__(
         self,
@@ -96,8 +129,11 @@ class ModelThread:
             lambda launch, waits: self._start_gateway(launch, waits=waits),
             self._fits,
             lambda: done(name, "serving", 0),
+            self._take_turn,
         )
         self._run_mode = msgspec.structs.replace(run_mode, model=run)
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Whether it is to sleep for another model, or to wake."""
         self.thread_name = f"{THREAD}{of_model(SUPERVISOR, name)}"
         self._supervisor: Supervisor | None = None
         self._thread = threading.Thread(target=self._run, name=self.thread_name)
@@ -112,6 +148,24 @@ class ModelThread:
         """Whether the model sleeps (docs/sleep.md)."""
         supervisor = self._supervisor
         return supervisor is not None and supervisor.is_asleep
+
+    def set_turn(self, sleeps: bool) -> None:
+        """Sleep for another model, or wake up. `done` is called with "asleep" and what was saved, or "awake"; with
+        "not asleep" or "not awake" if it can't."""
+        self._asked.put(sleeps)
+        self._signals.wake()
+
+    def _take_turn(self, sleeper: "Sleeper") -> None:
+        """Called in the supervisor's loop."""
+        while not self._asked.empty():
+            sleeps = self._asked.get()
+
+            def done(problem: str, what: str = "asleep" if sleeps else "awake") -> None:
+                if problem:
+                    self._log.warning(f"does not take turns now: {problem}")
+                self._done(self._name, f"not {what}" if problem else what, sleeper.saved_bytes)
+
+            sleeper.set_turn(sleeps, done)
 
     def join(self) -> None:
         self._thread.join()

@@ -61,6 +61,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 NEW_SERVER = {
     "model": "another model",
     "memory_bytes": "it is used at the start only",
+    "swap_quantum_s": "it is used at the start only",
     "pinned": "it is used at the start only",
     "load_at_start": "it is used at the start only",
     "idle_unload_s": "it is used at the start only",

@@ -60,9 +60,16 @@ class Sleeper:
         self._wakes_on_request = False
         self._early: list[tuple[Done, bool]] = []
         """The arguments of `sleep`, which wait until the server has started."""
+        self._is_for_others = False
+        """It sleeps until `set_turn` wakes it: another model has its memory."""
         self._sleep_waiters: list[Done] = []
         self._wake_waiters: list[Done] = []
         self.counts = SleepCounts()
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the executor has saved; 0 if it is awake."""
+        return sum(one.num_bytes for one in self._saved.values()) if self.phase != "awake" else 0
 
     @property
     def _ranks(self) -> list[str]:
@@ -86,9 +93,22 @@ class Sleeper:
             case m.WakeRequested():
                 self._requested()
 
+    def set_turn(self, sleeps: bool, done: Done) -> None:
+        """Of several models: go to sleep for another one, or wake up. Until then, nothing else wakes it."""
+        if not sleeps:
+            self._is_for_others = False
+            self.wake(done)
+        elif self.phase != "awake":
+            done("it was put to sleep")
+        else:
+            self.sleep(done, wakes_on_request=False)
+            self._is_for_others = self.phase != "awake"
+
     def change(self, sleeps: bool, wakes_on_request: bool, done: Done) -> None:
         """Go to sleep, or wake up."""
-        if sleeps:
+        if self._is_for_others:
+            done("" if sleeps else "the model sleeps while others have their turn: it wakes at its own")
+        elif sleeps:
             self.sleep(done, wakes_on_request=wakes_on_request)
         else:
             self.wake(done)
@@ -140,7 +160,7 @@ class Sleeper:
 
     def _requested(self) -> None:
         """A request has come, or some are open while the server ends."""
-        if self.phase not in ("saving", "asleep") or self._wake_waiters:
+        if self.phase not in ("saving", "asleep") or self._wake_waiters or self._is_for_others:
             return
         if self._state.is_ending:
             self._log.info("the server wakes to finish its open requests")
@@ -163,6 +183,7 @@ class Sleeper:
             self._log.error(f"the server does not sleep: {message.problem}")
             self._clear()
             self._awake()
+            self._is_for_others = False
             _call(self._sleep_waiters, message.problem)
             _call(self._wake_waiters, "")
             return

@@ -38,6 +38,7 @@ def status_of(model: HostedModel) -> dict[str, Any]:
         found["problem"] = status.problem
     if status.position:
         found |= {"position": status.position, "waits_for": list(status.waits_for)}
+        found |= {"waits_since": round(status.waits_since_s, 3)}
     if status.num_bytes:
         found["memory_bytes"] = status.num_bytes
     if status.is_pinned:

@@ -108,7 +108,8 @@ class ModelsApi:
         answers = await asyncio.gather(*(one.stats.fetch() for one in serving))
         found: list[ServerStats] = [one for one in answers if one is not None]
         states = {one.name: one.state for one in self._table.all()}
-        body = await self._writing_metrics.run(functools.partial(exposition.text_of_models, found, states))
+        turns = {one.name: one.status.num_turns for one in self._table.all()}
+        body = await self._writing_metrics.run(functools.partial(exposition.text_of_models, found, states, turns))
         return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def load(self, http_request: web.Request) -> web.StreamResponse:

@@ -22,7 +22,7 @@ def test_idle_models_leave_the_one_that_was_used_longest_ago_first_and_no_more_t
 
 def test_a_busy_model_is_waited_for_and_not_ended() -> None:
     found = [occupant("busy", is_busy=True), occupant("idle", idle_since_s=5)]
-    assert decide(20, found, 20) == Decision(leave=("idle",), waits_for=("idle", "busy"))
+    assert decide(20, found, 20) == Decision(("idle",), ("idle", "busy"), is_open_ended=True)
 
 
 def test_a_pinned_model_never_leaves_and_the_problem_names_it() -> None:

@@ -1,0 +1,138 @@
+"""The models that wait to be loaded, or sleep and wait for their turn; placement.py decides about each.
+
+wanted, oldest first ──► decide ──► load, or wake ──quantum──► put to sleep ──open requests──► wanted
+                           └──► others are unloaded, or put to sleep
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from pipeline.supervisor.models.model_thread import Served, needed_bytes
+from pipeline.supervisor.models.placement import Decision, Occupant, decide
+
+
+class WaitingModels:
+    """Owns what is wanted. All methods but `decide` are of the manager's loop."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        memory_bytes: int,
+        quantum_s: float,
+        load: Callable[[Served], None],
+        unload: Callable[[Served], None],
+        fail: Callable[[Served, str], None],
+        log: logging.Logger,
+    ) -> None:
+        """`fail` is called with a model that can't fit, and why."""
+        self._models, self._memory_bytes, self._quantum_s = models, memory_bytes, quantum_s
+        self._load, self._unload, self._fail, self._log = load, unload, fail, log
+        self._wanted: dict[str, float] = {}
+        """Since when, by time.time()."""
+        self._decisions: dict[str, Decision] = {}
+        """What was decided last about those that wait."""
+        self.due_s = math.inf
+        """When the next turn begins, by time.monotonic()."""
+
+    def want(self, model: Served) -> None:
+        self._wanted.setdefault(model.name, time.time())
+
+    def drop(self, name: str) -> None:
+        self._wanted.pop(name, None)
+
+    def clear(self) -> None:
+        self._wanted.clear()
+
+    def position(self, name: str) -> int:
+        """1 is the next one; 0 if it does not wait."""
+        return 1 + list(self._wanted).index(name) if name in self._wanted else 0
+
+    def since_s(self, name: str) -> float:
+        """Since when it waits, in Unix time; 0 if it does not."""
+        return self._wanted.get(name, 0.0)
+
+    def waits_for(self, name: str) -> tuple[str, ...]:
+        return self._decisions.get(name, Decision()).waits_for if name in self._wanted else ()
+
+    def needed(self, model: Served) -> int:
+        """What it needs while it is awake."""
+        return model.num_bytes or needed_bytes(model.settings, None)
+
+    def turn(self) -> None:
+        """Load and wake what fits, and make room for the others."""
+        self.due_s, only_sleepers = math.inf, False
+        for name in list(self._wanted):
+            model = self._models[name]
+            if model.is_asleep and not model.is_busy:
+                del self._wanted[name]  # its requests have ended
+                continue
+            if model.state == "unloading" or (only_sleepers and not model.is_asleep):
+                continue
+            self._decisions[name] = decision = self.decide(model, self.needed(model))
+            for other in decision.leave:
+                self._unload(self._models[other])
+            for other in decision.sleep:
+                self._put_to_sleep(self._models[other])
+            if decision.waits_for and not decision.is_open_ended:
+                self.due_s = decision.due_s if not decision.sleep else math.inf
+                return  # the first one that waits is the first one that loads
+            if decision.waits_for or (decision.problem and model.is_asleep):
+                only_sleepers = True  # others end only if those that sleep have their turns
+                continue
+            del self._wanted[name]
+            if decision.problem:
+                self._fail(model, decision.problem)
+            elif model.is_asleep:
+                self._wake(model)
+            else:
+                self._load(model)
+
+    def decide(self, model: Served, num_bytes: int) -> Decision:
+        """What is done about a model that needs so many bytes while it is awake. Other threads may ask."""
+        occupants = [
+            Occupant(
+                name=one.name,
+                num_bytes=self.needed(one),
+                stays_bytes=one.stays_bytes if one.takes_turns and self._quantum_s else None,
+                is_pinned=one.settings.pinned,
+                is_busy=one.is_busy or one.state == "loading" or one.turn == "waking",
+                is_leaving=one.state == "unloading",
+                is_asleep=one.turn == "asleep",
+                is_falling_asleep=one.turn == "falling asleep",
+                idle_since_s=one.idle_since_s,
+                awake_since_s=math.inf if one.state == "loading" or one.turn != "awake" else one.awake_since_s,
+            )
+            for one in self._models.values()
+            if one.has_memory and one is not model
+        ]
+        stays_bytes = model.stays_bytes if model.takes_turns else None
+        now_s, quantum_s = time.monotonic(), self._quantum_s
+        return decide(
+            num_bytes, occupants, self._memory_bytes, stays_bytes=stays_bytes, now_s=now_s, quantum_s=quantum_s
+        )
+
+    # --------------------------------------------------------------------------------------------------------- turns
+
+    def _put_to_sleep(self, model: Served) -> None:
+        assert model.thread is not None
+        model.turn = "falling asleep"
+        model.thread.set_turn(sleeps=True)
+
+    def _wake(self, model: Served) -> None:
+        assert model.thread is not None
+        model.turn = "waking"
+        model.thread.set_turn(sleeps=False)
+
+    def happened(self, model: Served, what: str, num_bytes: int) -> None:
+        """A model has fallen asleep or woken, or could not."""
+        if what in ("asleep", "not awake"):
+            if what == "asleep":
+                model.saved_bytes = num_bytes
+                model.num_turns += 1
+            model.turn = "asleep"
+            if model.is_busy:
+                self.want(model)
+        else:
+            model.turn, model.awake_since_s = "awake", time.monotonic()
