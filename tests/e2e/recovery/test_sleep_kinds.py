@@ -14,7 +14,7 @@ from pipeline.runtime.model.model_config import ModelConfig
 from pipeline.stages.prepare.stage import prepare
 from tests.e2e.recovery.test_recovery import assert_same
 from tests.e2e.recovery.test_sleep import recomputed, run_and, sleep, wake_up
-from tests.e2e.recovery.test_swap import sets
+from tests.e2e.recovery.test_swap import NUM_TRIES, sets
 from tests.e2e.recovery_streams import Ledger, run
 from tests.e2e.server import Server
 from tests.lora.random_adapters import write_adapter
@@ -79,6 +79,18 @@ def napping(server: Server, num_running: list[int]) -> Callable[[], None]:
     return naps
 
 
+def assert_same_after_sleeps(server: Server, kinds: Kinds, expected: dict[str, Any], num_sequences: int) -> None:
+    """Sleep under these requests, until all of their sequences were open at one of the sleeps: under load, some may
+    have ended before others begin."""
+    num_recomputed, num_running = recomputed(server), [0]
+    for _ in range(NUM_TRIES):
+        assert_same(run_and(server, {1: napping(server, num_running)}, kinds), expected)
+        assert recomputed(server) == num_recomputed
+        if max(num_running) == num_sequences:
+            return
+    raise AssertionError(f"at most {max(num_running)} of {num_sequences} sequences were open at a sleep")
+
+
 def test_adapters_and_beams_sleep(server: Server) -> None:
     kinds = {
         "plain": kind(),
@@ -90,11 +102,7 @@ def test_adapters_and_beams_sleep(server: Server) -> None:
     }
     expected = undisturbed(server, kinds)
     assert len({json.dumps(expected[name]) for name in kinds}) == len(kinds), "each has another text"
-    num_recomputed, num_running = recomputed(server), list[int]()
-    received = run_and(server, {1: napping(server, num_running)}, kinds)
-    assert_same(received, expected)
-    assert max(num_running) == 4 + 3 * WIDTH, "all of them sleep"
-    assert recomputed(server) == num_recomputed
+    assert_same_after_sleeps(server, kinds, expected, 4 + 3 * WIDTH)
 
 
 def test_adapters_come_and_go_while_the_server_sleeps(server: Server, folders: dict[str, Path]) -> None:
@@ -142,8 +150,4 @@ def test_draft_models_sleep(tiny_model: Path, tmp_path: Path, method: str) -> No
         draft = write_head(tmp_path / "head", **{name: config[name] for name in ("hidden_size", "vocab_size")})
     speculative = (f"speculative.method={method}", f"speculative.draft={draft}", "speculative.adaptive=false")
     with Server(*sets(tiny_model, "0"), *RULES, *speculative) as server:
-        num_running = list[int]()
-        received = run_and(server, {1: napping(server, num_running)}, kinds)
-        assert_same(received, expected)
-        assert max(num_running) == 5
-        assert recomputed(server) == 0
+        assert_same_after_sleeps(server, kinds, expected, 5)
