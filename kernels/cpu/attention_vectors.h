@@ -24,6 +24,7 @@ struct Bf16Panels {
         const Stretch& after = at_next.next;
         const uint8_t* const* ahead = block + P <= after.num_blocks ? after.keys + block : nullptr;
         vf acc[R][P][V];
+        IN_REGISTERS
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < V; v++) acc[r][p][v] = vf{};
@@ -40,6 +41,7 @@ struct Bf16Panels {
             multiply_bf16<R, P>(rows, from, PANEL / 2, acc, ahead ? next : nullptr);
         }
         float* out = part.scores + block * BLOCK;
+        IN_REGISTERS
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < V; v++) store(out + r * STRETCH + p * PANEL + v * LANES, acc[r][p][v]);
@@ -53,6 +55,7 @@ struct Bf16Panels {
         vf acc[R][P][VECTORS];
         float* out = part.out + panel * PANEL;
         const act* weights = part.weights;
+        IN_REGISTERS
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) acc[r][p][v] = part.so_far(r, out + r * dim + p * PANEL + v * LANES);
@@ -70,6 +73,7 @@ struct Bf16Panels {
             const int pairs = std::min(BLOCK / 2, (part.keys - b * BLOCK + 1) / 2);
             multiply_bf16<R, P>(rows, from, pairs, acc, has_next ? next : nullptr);
         }
+        IN_REGISTERS
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) store(out + r * dim + p * PANEL + v * LANES, acc[r][p][v]);
@@ -122,6 +126,7 @@ struct Int8Panels {
             for (int p = 0; p < P; p++) from[p] = stretch.keys[block + p] + d * PANEL;
             multiply<R, P>(rows, from, acc, ahead);
         }
+        IN_REGISTERS
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) {
                 const vf scales = load_scales(stretch.scales[block + p] + v * LANES);
@@ -146,6 +151,7 @@ struct Int8Panels {
             multiply<R, P>(rows, from, acc, ahead);
         }
         float* out = part.out + panel * PANEL;
+        IN_REGISTERS
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++)
                 for (int v = 0; v < VECTORS; v++) {

@@ -411,6 +411,7 @@ __attribute__((noinline)) static void multiply_panels(const Rows& rows, int firs
             default: multiply_as.template operator()<Format::Q6_K>();
         }
     }
+    IN_REGISTERS
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
             for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + p * PANEL + v * LANES, acc[r][p][v]);

@@ -9,7 +9,7 @@
 #include "gemm.h"
 
 constexpr int WIDE_PART_ROWS = 64;  // rows that share what is unpacked
-constexpr int WIDE_GROUPS = 8;      // of a stretch
+constexpr int WIDE_GROUPS = 16;     // of the stretches of all panels that are unpacked together
 
 // Vectors of outputs per call, which share the loads of activations: of one panel, or of two that have one each.
 constexpr int WIDE_VECTORS = 2, WIDE_PANELS = VECTORS < WIDE_VECTORS ? 2 : 1;
@@ -32,8 +32,11 @@ constexpr int most_wide_rows([[maybe_unused]] Format format, ActivationForm form
 #endif
 }
 
-// Panels that are unpacked together for so many rows.
-INLINE int wide_panels(int num_rows) { return num_rows < MANY_WIDE_ROWS ? 1 : WIDE_PANELS; }
+// Panels that are unpacked together for so many rows. 6-bit codes take a third sum, so that two panels leave registers for
+// too few rows.
+INLINE int wide_panels(Format format, int num_rows) {
+    return num_rows < MANY_WIDE_ROWS || code_bits(format) == 6 ? 1 : WIDE_PANELS;
+}
 
 // Whether a matmul of so many rows unpacks its panels first.
 INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
@@ -44,8 +47,8 @@ INLINE bool takes_wide(const Matrix& matrix, int num_rows) {
 // Bytes of a group of so many vectors of outputs, unpacked.
 constexpr size_t wide_group_bytes(int vectors) { return size_t(8 + 3) * vectors * 4 * LANES; }
 
-// Bytes that a matmul unpacks to at once.
-constexpr size_t wide_bytes() { return WIDE_GROUPS * wide_group_bytes(WIDE_PANELS * VECTORS); }
+// Bytes of all unpacked stretches.
+constexpr size_t wide_bytes() { return WIDE_GROUPS * wide_group_bytes(VECTORS); }
 
 // Unpacks some groups of vector `v` of a panel: vector `at` of the `vectors` of `to`.
 template <Format F>
@@ -68,20 +71,34 @@ INLINE void unpack_stretch(const uint8_t* panel, int begin, int end, int v, int 
     }
 }
 
-// out [R, N * LANES] += R rows times an unpacked stretch; = if it is the first one. `ahead` is null or a panel's bytes of
-// these groups to prefetch; `lines` may be null.
+// The panels that this thread probably reads next, or none.
+struct NextPanels {
+    const uint8_t* panels;
+    int count, group_bytes;
+    size_t panel_bytes;
+
+    // Fetches a group of each.
+    void fetch(int group) const {
+        for (int p = 0; panels && p < count; p++) prefetch<L2>(panels + p * panel_bytes + group * group_bytes, group_bytes);
+    }
+};
+
+// out [R, N * LANES] += R rows times an unpacked stretch; = if it is the first one. `lines` may be null.
 template <Format F, ActivationForm A, int R, int N>
 __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int first_row, const uint8_t* wide, int groups,
-                                                         int begin, int end, float* out, int out_stride, Lines* lines) {
+                                                         int begin, int end, float* out, int out_stride,
+                                                         const NextPanels& ahead, Lines* lines) {
     constexpr int CODES = A == ActivationForm::SPLIT ? SPLIT_GROUP_BYTES : GROUP, ROW = N * 4 * LANES;
     const float* scales = rows.scales(first_row, groups * CODES);
     const size_t stride = rows.stride / 4;
     const int8_t* codes[R];
     for (int r = 0; r < R; r++) codes[r] = rows.codes(first_row + r) + begin * CODES;
     vf acc[R][N];
+    IN_REGISTERS
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) acc[r][n] = begin ? load<vf>(out + r * out_stride + n * LANES) : vf{};
     for (int g = begin; g < end; g++, wide += wide_group_bytes(N)) {
+        ahead.fetch(g);
         if (lines) lines->fetch();
         const uint8_t* small = wide + 8 * ROW;
         vi factors[N][2], dots[R][N];
@@ -98,6 +115,7 @@ __attribute__((noinline)) static void multiply_wide_rows(const Rows& rows, int f
         }
         for (int r = 0; r < R; r++) codes[r] += CODES;
     }
+    IN_REGISTERS
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) store(out + r * out_stride + n * LANES, acc[r][n]);
 }
@@ -110,16 +128,18 @@ constexpr Format unpacked_format(Format format) {
 // As many rows as there are times an unpacked stretch.
 template <Format F, ActivationForm A, int N>
 static void multiply_wide_stretch(const Rows& rows, int first_row, int count, const uint8_t* wide, int groups, int begin,
-                                  int end, float* out, int out_stride, Lines* lines) {
+                                  int end, float* out, int out_stride, const NextPanels& ahead, Lines* lines) {
     constexpr int MOST = most_wide_rows(F, A, N);
     const int parts = (count + MOST - 1) / MOST, most = (count + parts - 1) / parts;
     for (int row = 0; row < count; row += most) {
         float* to = out + row * out_stride;
+        const NextPanels fetched = row ? NextPanels{} : ahead;
         switch (std::min(most, count - row)) {
 #define CASE(R)                                                                                                          \
     case R:                                                                                                              \
         if constexpr (R <= MOST)                                                                                         \
-            multiply_wide_rows<F, A, R, N>(rows, first_row + row, wide, groups, begin, end, to, out_stride, lines);      \
+            multiply_wide_rows<F, A, R, N>(rows, first_row + row, wide, groups, begin, end, to, out_stride, fetched,     \
+                                           lines);                                                                       \
         break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #undef CASE
@@ -133,25 +153,22 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
     constexpr Format U = unpacked_format(F);
     const size_t bytes = matrix.panel_bytes();
     const uint8_t* panel = matrix.panels + first_panel * bytes;
-    const int groups = matrix.depth / GROUP, at_once = wide_panels(count);
+    const int groups = matrix.depth / GROUP, at_once = wide_panels(F, count), stretch = WIDE_GROUPS / at_once;
     for (int p = 0; p < panels; p += at_once) {
         const int num = std::min(at_once, panels - p);
         const int vectors = std::min(num * VECTORS, WIDE_VECTORS), calls = num * VECTORS / vectors;
-        for (int begin = 0; begin < groups; begin += WIDE_GROUPS) {
-            const int end = std::min(begin + WIDE_GROUPS, groups);
+        const NextPanels next{ahead ? ahead + p * bytes : nullptr, num, int(bytes / groups), bytes};
+        for (int begin = 0; begin < groups; begin += stretch) {
+            const int end = std::min(begin + stretch, groups);
             const size_t call_bytes = (end - begin) * wide_group_bytes(vectors);
             for (int i = 0; i < num * VECTORS; i++) {
                 const size_t place = (p + i / VECTORS) * bytes;
-                if (ahead && i % VECTORS == 0) {
-                    const size_t from = begin * bytes / groups, to = end * bytes / groups;
-                    prefetch<L2>(ahead + place + from, int(to - from));
-                }
                 unpack_stretch<F>(panel + place, begin, end, i % VECTORS, vectors, i % vectors, wide + i / vectors * call_bytes);
             }
             const auto multiply = vectors == WIDE_VECTORS ? multiply_wide_stretch<U, A, WIDE_VECTORS> : multiply_wide_stretch<U, A, 1>;
             for (int call = 0; call < calls; call++)
                 multiply(rows, first_row, count, wide + call * call_bytes, groups, begin, end,
-                         out + p * PANEL + call * vectors * LANES, out_stride, matrix.lines);
+                         out + p * PANEL + call * vectors * LANES, out_stride, call ? NextPanels{} : next, matrix.lines);
         }
     }
 }
@@ -159,15 +176,16 @@ static void multiply_wide_as(const Rows& rows, int first_row, int count, const M
 // How often `multiply_wide` fetches lines for so many rows and panels.
 INLINE int wide_line_fetches(const Matrix& matrix, int count, int panels) {
     int fetches = 0;
-    for (int p = 0; p < panels; p += wide_panels(count)) {
-        const int outputs = std::min(wide_panels(count), panels - p) * VECTORS, vectors = std::min(outputs, WIDE_VECTORS);
+    const int at_once = wide_panels(matrix.format, count);
+    for (int p = 0; p < panels; p += at_once) {
+        const int outputs = std::min(at_once, panels - p) * VECTORS, vectors = std::min(outputs, WIDE_VECTORS);
         const int most = most_wide_rows(unpacked_format(matrix.format), matrix.form, vectors);
         fetches += matrix.depth / GROUP * (outputs / vectors) * ((count + most - 1) / most);
     }
     return fetches;
 }
 
-// out [count, panels * 16], as `multiply`. `wide` has room for an unpacked stretch of WIDE_PANELS panels.
+// out [count, panels * 16], as `multiply`. `wide` has room for `wide_bytes`.
 static void multiply_wide(const Rows& rows, int first_row, int count, const Matrix& matrix, int first_panel, int panels,
                           float* out, int out_stride, const uint8_t* ahead, uint8_t* wide) {
     const auto multiply_as = [&]<Format F>() {

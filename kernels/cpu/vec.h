@@ -32,6 +32,11 @@ constexpr int LANES = 4;
 
 #define INLINE static inline __attribute__((always_inline))
 
+// Before a function's outermost loops over an array of vectors that registers should hold: GCC takes registers for an
+// array only if all its indices are constants early, and unrolls inner loops by itself then, but not the outermost. With
+// one such loop, each product of bf16 weights stored all sums, and took 1.6 times as long (GCC 12, AVX-512).
+#define IN_REGISTERS _Pragma("GCC unroll 16")
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
