@@ -31,13 +31,13 @@ export class Connection {
 
   /** Returns the server's `welcome`. Rejects with ConnectionLost where none answers in time, and with RequestError where
    * the server can't take this client. Close the connection in any case. */
-  async open(timeoutMs, apiKey) {
+  async open(timeoutMs, apiKey, model) {
     const welcome = new Promise((resolve, reject) => (this.#welcome = { resolve, reject }));
     this.#socket.events.on("disconnect", () => this.#lose(`the server at ${this.#address} closed the connection`));
     this.#socket.connect(this.#address);
     this.#receive();
     const hello = { kind: "hello", min_version: VERSION, max_version: VERSION, client: "pipeline-node/2.0.0" };
-    this.send({ ...hello, api_key: apiKey });
+    this.send({ ...hello, api_key: apiKey, model });
     const late = new ConnectionLost(`no server answered at ${this.#address} within ${timeoutMs} ms`);
     const timer = setTimeout(() => this.#welcome.reject(late), timeoutMs);
     try {

@@ -35,6 +35,7 @@ const FULL_CODES = ["overloaded", "starting"];
 export class Client {
   #address;
   #apiKey;
+  #model;
   #reconnectTimeoutMs;
   #connection = null;
   #streams = new Map();
@@ -44,9 +45,10 @@ export class Client {
   #lost = null;
   #reconnectEndMs = 0;
 
-  constructor(address, apiKey, reconnectTimeoutMs) {
+  constructor(address, apiKey, model, reconnectTimeoutMs) {
     this.#address = address;
     this.#apiKey = apiKey;
+    this.#model = model;
     this.#reconnectTimeoutMs = reconnectTimeoutMs;
     /** What the server says about itself: `welcome` of the last connection. */
     this.info = null;
@@ -54,11 +56,12 @@ export class Client {
 
   /**
    * Connect to the server whose gateway is at `address`. Rejects with ConnectionLost where none answers in time, and with
-   * RequestError where the server can't take this client. After a lost connection, open requests wait
-   * `reconnectTimeoutMs` for the next one; with 0 they fail at once.
+   * RequestError where the server can't take this client. Of a server of several models, the connection is for `model`,
+   * by default the first. After a lost connection, open requests wait `reconnectTimeoutMs` for the next one; with 0 they
+   * fail at once.
    */
-  static async connect(address, { timeoutMs = 5000, apiKey = null, reconnectTimeoutMs = 60_000 } = {}) {
-    const client = new Client(address, apiKey, reconnectTimeoutMs);
+  static async connect(address, { timeoutMs = 5000, apiKey = null, model = null, reconnectTimeoutMs = 60_000 } = {}) {
+    const client = new Client(address, apiKey, model, reconnectTimeoutMs);
     await client.#connect(timeoutMs);
     return client;
   }
@@ -120,7 +123,7 @@ export class Client {
       (...lost) => this.#lose(...lost),
     );
     try {
-      this.#connected(connection, await connection.open(timeoutMs, this.#apiKey));
+      this.#connected(connection, await connection.open(timeoutMs, this.#apiKey, this.#model));
     } catch (error) {
       await connection.close();
       throw error;

@@ -42,7 +42,13 @@ const PARTS = {
   ],
 };
 const MESSAGES = {
-  hello: [["min_version", plain], ["max_version", plain], ["client", plain, ""], ["api_key", plain, null]],
+  hello: [
+    ["min_version", plain],
+    ["max_version", plain],
+    ["client", plain, ""],
+    ["api_key", plain, null],
+    ["model", plain, null],
+  ],
   generate: [
     ["request_id", u64],
     ["request", request],
