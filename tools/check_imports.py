@@ -47,7 +47,6 @@ FLOORS = (
 
 EXCEPTIONS = {
     "pipeline/client/embedded/entry.py": ("cli", "supervisor"),
-    "pipeline/client/embedded/sleep.py": ("supervisor",),
     "pipeline/supervisor/processes/children.py": ("hosts",),
     "pipeline/supervisor/loop.py": ("hosts",),
     "pipeline/supervisor/supervisor.py": ("hosts",),

@@ -37,6 +37,7 @@ class Deaths:
             "scaling": SimpleNamespace(died=lambda name, reason: False),
             "questions": SimpleNamespace(lost=lambda name: None),
             "heartbeats": None,
+            "sleeper": SimpleNamespace(died=lambda child, said: False),
             "crash_reports": SimpleNamespace(died=lambda child, reason: {}),
         }
         parts: dict[str, Any] = {"state": self.state, "table": table, "inbox": self, "drain_inbox": self._drain}

@@ -9,11 +9,23 @@ import os
 import select
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from pipeline.cli.complain import complain
 
+if TYPE_CHECKING:
+    from pipeline.supervisor.admin.admin_client import Admin as Admin
+
 EXIT_USAGE = 2
 EXIT_ORPHANED = 4
+
+
+def admin_of(pid: int) -> "Admin | None":
+    """A connection to the admin socket of the embedded server with this pid; None if it has none any more. It is here
+    because this file knows the supervisor."""
+    from pipeline.supervisor.admin.admin_client import Admin, find_servers
+
+    return next((Admin(name) for name in find_servers() if name.partition("-")[0] == str(pid)), None)
 
 
 def main(launch_fd: int) -> int:

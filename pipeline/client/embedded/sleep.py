@@ -11,7 +11,7 @@ from pipeline.client.embedded.server import EmbeddedServer
 from pipeline.errors import ServerFailed, UserError
 
 if TYPE_CHECKING:
-    from pipeline.supervisor.admin.admin_client import Admin
+    from pipeline.client.embedded.entry import Admin
 
 TIMEOUT_S = 600.0
 """How long the executor may take to leave or to come back."""
@@ -51,12 +51,11 @@ def is_sleeping(server: EmbeddedServer | None) -> bool:
 
 def _admin(server: EmbeddedServer | None) -> "Admin":
     """A connection to the admin socket. Raises UserError."""
-    from pipeline.supervisor.admin.admin_client import Admin, find_servers
+    from pipeline.client.embedded.entry import admin_of
 
     if server is None:
         how = "POST /sleep and POST /wake_up, or `pipeline sleep` and `pipeline wake` on its machine"
         raise UserError(f"only a server that this object has started can sleep by this call; for a running one: {how}")
-    for name in find_servers():
-        if name.partition("-")[0] == str(server.pid):
-            return Admin(name)
+    if admin := admin_of(server.pid):
+        return admin
     raise ServerFailed(f"the server has ended: {server.reason()}" if not server.is_alive else "the server is closed")

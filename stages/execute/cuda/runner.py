@@ -109,9 +109,9 @@ class CudaRunner(Runner):
         num_groups = len(layout.groups)
         require_row_memory(max_num_seqs, kv.max_model_len, max_num_stops, num_groups)
         self._make_rows(config, kv, num_swap_blocks)
-        # Split-K and cuBLAS sum in other orders for other numbers of rows.
+        # Split-K and cuBLAS sum in other orders for other numbers of rows. Nothing sleeps, so no blocks are saved.
         self.facts = msgspec.structs.replace(
-            self.facts, max_num_top=settings.limits.max_logprobs, is_batch_invariant=False
+            self.facts, max_num_top=settings.limits.max_logprobs, is_batch_invariant=False, block_bytes=0
         )
         self._device_rows = DeviceRows(device, self.rows, max_num_stops)
         self._staging = Staging(device, max_num_seqs, max_num_tokens, max_num_samples)

@@ -3,10 +3,10 @@
 client ──► gateway ──SetSleep, AskSleep──► supervisor ──SleepSet──► gateway ──► client
 """
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from multidict import MultiMapping
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.stage import Stage
@@ -37,7 +37,7 @@ class SleepControl:
         self._is_enabled = stage.settings.gateway.enable_sleep_mode
         self._pending: PendingReplies[m.SleepSet] = PendingReplies(TIMEOUT_S)
 
-    async def sleep(self, query: MultiMapping[str]) -> None:
+    async def sleep(self, query: Mapping[str, str]) -> None:
         """Put the server to sleep. Returns when the executor has ended. Raises ApiError: 400 for a query that it does
         not take, 409 if the server can't sleep now."""
         level, mode = query.get("level", LEVEL), query.get("mode", MODE)
@@ -53,10 +53,10 @@ class SleepControl:
             raise invalid("wake_on_request", problem, "invalid_value")
         await self._set(sleeps=True, wakes_on_request=FLAGS[flag])
 
-    async def wake_up(self, query: MultiMapping[str]) -> None:
+    async def wake_up(self, query: Mapping[str, str]) -> None:
         """Wake the server. Returns when steps go on. Raises ApiError as `sleep`."""
-        if tags := query.getall("tags", []):
-            problem = f"'tags' must be left out, because all is loaded at once, got {shown(tags[0])!r}"
+        if (tags := query.get("tags")) is not None:
+            problem = f"'tags' must be left out, because all is loaded at once, got {shown(tags)!r}"
             raise invalid("tags", problem, "invalid_value")
         await self._set(sleeps=False)
 

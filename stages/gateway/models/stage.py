@@ -44,6 +44,7 @@ from pipeline.runtime.messages.models import (
 )
 from pipeline.runtime.process import heap
 from pipeline.runtime.process.descriptors import renumbered
+from pipeline.runtime.queues.work_pool import WorkPool
 from pipeline.runtime.security.tls import server_context
 from pipeline.runtime.stage import Stage
 from pipeline.runtime.transport.inbox import MessageDecoder
@@ -58,6 +59,10 @@ from pipeline.stages.gateway.zmq.server import ZmqServer
 
 FLUSH_S = 1.0
 """How often logs of refusals are written."""
+
+
+MAX_CLOSING = 8
+"""Stages that end at the same time; others wait for one of them, which sends its last messages."""
 
 
 def run(launch: m.Launch) -> None:
@@ -85,6 +90,7 @@ class ModelGateways:
         self._app = ModelsApp(self._table, launch.settings, self._accounts)
         self._stages: dict[int, asyncio.Task[None]] = {}
         """By the supervisor's number."""
+        self._blocking = WorkPool("closing stages", max_threads=MAX_CLOSING)
         self._is_stopped = asyncio.Event()
         self._http: list[HttpListener] = []
         self._http_port = 0
@@ -213,7 +219,7 @@ class ModelGateways:
             reason = str(error) or type(error).__name__
             if not isinstance(error, UserError):
                 self._log.exception("failed")
-            await asyncio.to_thread(report_failure, launch, reason)
+            await self._blocking.run(report_failure, launch, reason)
         finally:
             del self._stages[message.number]
             box = launch.black_box.fds if launch.black_box is not None else []
@@ -231,7 +237,7 @@ class ModelGateways:
             finally:
                 self._table.remove(launch.model, gateway)
         finally:
-            await asyncio.to_thread(stage.close)  # it waits for messages to be sent
+            await self._blocking.run(stage.close)  # it waits for messages to be sent
             del stage
             asyncio.get_running_loop().call_later(FLUSH_S, _collect)
 

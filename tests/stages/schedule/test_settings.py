@@ -113,9 +113,13 @@ def test_every_limit_comes_from_the_settings() -> None:
         max_num_drafts=20,
         eos_ids=[2, 7],
         max_num_top=21,
+        block_bytes=12_288,
+        slot_bytes=4_096,
         generates=False,
     )
-    found = msgspec.structs.asdict(SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2))
+    found = msgspec.structs.asdict(
+        SchedulerConfig.of(settings, facts, SpeculativeSettings(adaptive=False), 3, 2, 1_000_000)
+    )
     assert found.pop("states") == StateConfig()
     assert not found.pop("is_encoder")  # it changes others: test_encoders.py
     assert found == {
@@ -145,6 +149,9 @@ def test_every_limit_comes_from_the_settings() -> None:
         "adaptive_speculation": False,
         "eos_ids": (2, 7),
         "max_num_top": 21,
+        "block_bytes": 12_288,
+        "slot_bytes": 4_096,
+        "sleep_cache_bytes": 1_000_000,
     }
     defaults = msgspec.structs.asdict(SchedulerConfig.of(ScheduleSettings(), FACTS))
     assert [name for name, value in found.items() if value == defaults[name]] == [], "all of them differ"
