@@ -166,8 +166,8 @@ class ExecuteSettings(Frozen, frozen=True):
             'the weights (before K-quants it has 16 bits, except on a CPU with AMX). "int8" is up to twice as fast '
             "with several requests and in prompts, except on a CPU with AMX, and changes about 3 % of the most likely "
             'tokens of a small model, 1.5 % with 1.5B weights. "auto" is int8 if most weights have at most 5 bits, '
-            "whose own rounding changes many more, and take 200 MB or more; and int12 for small models, for a file of "
-            "Q6_K and on a CPU with AMX."
+            "which are rounded more coarsely than that, and take 200 MB or more; and int12 for small models, for a "
+            "file of Q6_K and on a CPU with AMX."
         ),
     ] = "auto"
     keep_packed_weights: Annotated[

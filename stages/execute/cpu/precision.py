@@ -32,10 +32,10 @@ def choose_activations(
     """The precision of activations before weights of 4 to 6 bits. `format_bytes` are the bytes of the model's matrices
     of each format.
 
-    Weights of at most five bits lose ten times as much by their own rounding as by 8 bits of activations, with a scale
-    for each 32 (docs/cpu.md): "auto" is int8 if most weights of few bits are such. A file of Q6_K is chosen for the
-    results of float weights, and gets int12. So do small models, which lose four times as much as those of 1.5
-    billion weights and are fast anyway, and AMX, which multiplies 12 bits as fast as 8.
+    Weights of at most five bits are rounded more coarsely than activations of 8 bits, which have a scale for each 32:
+    "auto" is int8 if most weights of few bits are such. A file of Q6_K is chosen for the results of float weights, and
+    gets int12. So do small models, which lose four times as much as one of 1.5 billion weights (docs/cpu.md) and
+    are fast anyway, and AMX, which multiplies 12 bits as fast as 8.
     """
     if setting != "auto":
         return setting
