@@ -33,7 +33,7 @@ from pipeline.runtime.transport.inbox import Inbox
 from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.supervisor.crashes.black_boxes import BlackBoxes
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.version import VERSION
 
 POLL_S = 1.0
@@ -64,7 +64,7 @@ class HostAgent:
         self._library_fds: dict[str, int] = {}
         self._ranks = (0, -1)
         """The memory that ranks share: its group, and its descriptor."""
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._model: BinaryIO | None = None
         """Marks the model's folder as used."""
         self._boxes: BlackBoxes | None = None
@@ -159,7 +159,7 @@ class HostAgent:
             library_fd=self._library_fd(launch.name) if launch.stage == "execute" else -1,
             black_box=self._black_boxes(launch.settings).create(launch.name, launch.incarnation),
         )
-        child = Child(launch, order.num_threads or len(os.sched_getaffinity(0)))
+        child = ChildProcess(launch, order.num_threads or len(os.sched_getaffinity(0)))
         self._children[child.name] = child
         self._send(m.ChildStarted(child.name, child.incarnation, child.pid))
 

@@ -26,7 +26,8 @@ from pipeline.runtime.topology import RAY, SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys, is_loopback
 from pipeline.runtime.transport.inbox import Inbox
 from pipeline.runtime.transport.outbox import Outbox
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.child import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.shared.resources import INCARNATION, SharedResources
 
 PING_S = 1.0
@@ -85,7 +86,7 @@ class Hosts:
         self._log = log
         self._reason_of = reason_of
         self.num_hosts = topology.num_hosts(resources.settings)
-        self._driver: Child | None = None
+        self._driver: ChildProcess | None = None
         self._incarnation = 0
         """Of the process that finds hosts, and of its agents."""
         self._hosts: dict[int, Host] = {}
@@ -149,7 +150,7 @@ class Hosts:
             )
         stage, _, replica = RAY.partition(".")
         launch = self._resources.launch(stage, topology.RAY_DRIVER, [local], int(replica), self._incarnation)
-        self._driver = Child(msgspec.structs.replace(launch, host_orders=orders), 1)
+        self._driver = ChildProcess(msgspec.structs.replace(launch, host_orders=orders), 1)
         self._log.debug("finding hosts", extra={"fields": {"pid": self._driver.pid, "hosts": self.num_hosts}})
 
     def _found(self, found: m.HostFound) -> None:

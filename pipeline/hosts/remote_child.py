@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline.runtime import messages as m
 from pipeline.runtime.process.process_usage import NOTHING, ProcessUsage
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.child import Child
 
 KILLED = -9
 
@@ -28,22 +28,12 @@ class Host(Protocol):
 
 
 class RemoteChild(Child):
-    """Has the interface of `Child`."""
+    """A stage's process on another host. `pidfd` is an eventfd."""
 
     def __init__(self, launch: m.Launch, host: Host, receive: Callable[[float], None], *, waits: bool = False) -> None:
         """Start it. If it `waits`, it starts at `begin`. `receive` handles messages of agents for at most so many
         seconds."""
-        self.name = launch.name
-        self.stage = launch.stage
-        self.incarnation = launch.incarnation
-        self.state = "starting"
-        self.num_restarts = 0
-        self.started_s = time.monotonic()
-        self.node = host.node
-        self.is_lost = False
-        self.pid = 0
-        """On its host; 0 until it has started."""
-        self._was_killed = False
+        super().__init__(launch, node=host.node)
         self._launch = launch
         self._host = host
         self._receive = receive
@@ -87,10 +77,6 @@ class RemoteChild(Child):
     # ----------------------------------------------------------------------------------------------------------------
 
     @property
-    def is_alive(self) -> bool:
-        return self._exit_code is None
-
-    @property
     def exit_code(self) -> int | None:
         return self._exit_code
 
@@ -119,9 +105,3 @@ class RemoteChild(Child):
         """The agent reports the end."""
         self._was_killed = True
         self._host.send(m.EndChild(self.name, self.incarnation, abort=True))
-
-    def close(self) -> None:
-        self.kill()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1

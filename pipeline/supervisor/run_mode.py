@@ -9,9 +9,10 @@ import msgspec
 from pipeline.config.source import SettingsSource
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 from pipeline.supervisor.signals import StopSignals
 
@@ -79,7 +80,7 @@ class RunMode(msgspec.Struct, frozen=True):
             return self.model.start_gateway(launch, waits)
         if self.inline:
             return InlineChild(launch, waits=waits)
-        return Child(launch, num_threads, waits=waits, fork_server=fork_server)
+        return ChildProcess(launch, num_threads, waits=waits, fork_server=fork_server)
 
     def launch(self, launch: m.Launch) -> m.Launch:
         """A stage's launch message with these options."""

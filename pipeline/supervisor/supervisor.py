@@ -33,9 +33,9 @@ from pipeline.runtime.security.key_book import KeyBook
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor import gpu
 from pipeline.supervisor.loop import SupervisorLoop
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.restart.recovery import MAX_FAILED_STARTS
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.listeners import url_of, zmq_address

@@ -94,8 +94,8 @@ def test_an_exception_that_nothing_needs_is_found(tmp_path: Path) -> None:
                 ("metrics", "from pipeline.runtime import topology", "pipeline.runtime.topology", "runtime"),
                 (
                     "replay",
-                    "from pipeline.supervisor.processes.process import Child",
-                    "pipeline.supervisor.processes.process.Child",
+                    "from pipeline.supervisor.processes.child import Child",
+                    "pipeline.supervisor.processes.child.Child",
                     "supervisor",
                 ),
                 ("replay", "import pipeline.lora.convert", "pipeline.lora.convert", "lora"),

@@ -18,7 +18,7 @@ from pipeline.runtime import topology
 from pipeline.runtime.model import generation_config
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import Inbox, address_of
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 
 LAST_WORDS_S = 0.5
 
@@ -113,7 +113,7 @@ def _run_child(launch: m.Launch, supervisor: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     inbox: Inbox[m.SupervisorInbox] = Inbox(context, supervisor, m.SupervisorInbox)
     try:
-        child = Child(launch, launch.settings.execute.num_threads or len(os.sched_getaffinity(0)))
+        child = ChildProcess(launch, launch.settings.execute.num_threads or len(os.sched_getaffinity(0)))
         try:
             while child.is_alive:  # no deadline: a recording may take days, and the user can interrupt
                 child.wait(1.0)

@@ -10,8 +10,8 @@ from pipeline.runtime.process.process_usage import NOTHING, usage_of
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.inbox import MessageDecoder
 from pipeline.supervisor.admin.admin_server import Answers, Questions
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.server_state import ServerState
 from pipeline.supervisor.shared.resources import SharedResources
 from pipeline.version import VERSION

@@ -33,7 +33,7 @@ from pipeline.runtime.files.private_files import create_private
 from pipeline.runtime.process import black_box
 from pipeline.runtime.process.process_usage import rss_bytes
 from pipeline.supervisor.crashes.black_boxes import BlackBoxes
-from pipeline.supervisor.processes.process import Child, signal_name
+from pipeline.supervisor.processes.child import Child, signal_name
 from pipeline.version import VERSION
 
 MAX_REPORTS, MAX_OF_SERVER, MAX_REPORTS_WITH_THOSE = 20, 3, 60

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -20,8 +19,9 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.messages.models import MAX_PACKET_BYTES, DropStage, FromHost, HostStage, Models, StopHost, ToHost
 from pipeline.runtime.process.descriptors import descriptors_of
 from pipeline.runtime.transport.inbox import MessageDecoder
+from pipeline.supervisor.processes.child import Child, signal_name
 from pipeline.supervisor.processes.fork_server import ForkServer
-from pipeline.supervisor.processes.process import Child, signal_name
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.shared.shared_keys import SharedKeys
 
 ENTRY = "pipeline.stages.gateway.models.stage"
@@ -51,7 +51,7 @@ class GatewayHost:
         self._lock = threading.RLock()
         self._death_read, self._death_write = os.pipe()
         self._decoder: MessageDecoder[FromHost] = MessageDecoder(FromHost)
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._socket: socket.socket | None = None
         """Sends, for `SEND_S` at most."""
         self._receiver: socket.socket | None = None
@@ -105,7 +105,7 @@ class GatewayHost:
                 models_fd=theirs.fileno(),
             )
             try:
-                self._child = Child(launch, 1, fork_server=self._fork_server)
+                self._child = ChildProcess(launch, 1, fork_server=self._fork_server)
             finally:
                 theirs.close()
             self._send(self._models)
@@ -191,28 +191,20 @@ class GatewayHost:
 
 
 class HostedGateway(Child):
-    """The gateway stage of one model, in the process of `GatewayHost`. Has the interface of `Child`."""
+    """The gateway stage of one model, in the process of `GatewayHost`."""
 
     def __init__(self, launch: m.Launch, host: GatewayHost, *, waits: bool = False) -> None:
         """Start it. If it `waits`, it runs after `begin`."""
-        self.name = launch.name
-        self.stage = launch.stage
-        self.incarnation = launch.incarnation
-        self.state = "starting"
-        self.num_restarts = 0
-        self.started_s = time.monotonic()
+        super().__init__(launch)
         self._host = host
         self._code: int | None = None
-        self._was_killed = False
         self._number = 0
         self._control, self._their_control = socket.socketpair()
         self._control.setblocking(False)
         control_fd = self._their_control.fileno()
         self._launch = msgspec.structs.replace(launch, listen_fd=-1, admin_fd=-1, death_fd=-1, control_fd=control_fd)
         self.pidfd, self._end_fd = os.pipe()
-        """Readable once the stage has ended."""
         os.set_blocking(self.pidfd, False)
-        self.pid = 0
         if not waits:
             self._begin()
 
@@ -243,10 +235,6 @@ class HostedGateway(Child):
                 self._code = 0 if os.read(self.pidfd, 1) else 1
         return self._code
 
-    @property
-    def is_alive(self) -> bool:
-        return self.exit_code is None
-
     def describe_end(self) -> str:
         if self.is_alive:
             return "is running"
@@ -260,12 +248,6 @@ class HostedGateway(Child):
         if self.is_alive and self.has_begun and self.pidfd >= 0:
             select.select([self.pidfd], [], [], timeout_s)
         return not self.is_alive
-
-    def terminate(self) -> None:
-        self.kill()
-
-    def interrupt(self) -> None:
-        self.kill()
 
     def kill(self) -> None:
         """End the stage at once. If it does not, its process hangs, and ends with all stages."""

@@ -32,7 +32,7 @@ from pipeline.supervisor.stopping import EXIT_NOT_STARTED
 from pipeline.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from pipeline.supervisor.processes.process import Child
+    from pipeline.supervisor.processes.child import Child
     from pipeline.supervisor.restart.sleep import Sleeper
 
 PROCESSES_BYTES = 320 * 1024**2

@@ -12,8 +12,9 @@ from pipeline.runtime import topology
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.runtime.transport.curve import ClientKeys
 from pipeline.runtime.transport.outbox import Outbox
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.resources import INCARNATION
 
@@ -190,7 +191,7 @@ class ChildTable:
 
     def end_starting(self) -> None:
         """End the children that prepare or compile, which have a moment to remove what is incomplete."""
-        local = [child for child in self.children.values() if type(child) is Child]  # neither threads nor other hosts'
+        local = [child for child in self.children.values() if isinstance(child, ChildProcess)]
         starting = [child for child in local if child.stage in LEAVES_FILES and child.state == "starting"]
         for child in starting:
             child.interrupt()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from pipeline.runtime.messages import ExecuteLoad, GatewayLoad, Health, Pong, ScheduleLoad, StageHealth
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.child import Child
 
 WORST_FIRST = ("dead", "recovering", "late", "stopping", "starting", "waking", "sleeping")
 ANSWERING = ("ready", "leaving")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from pipeline.runtime.messages import LateStages
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.child import Child
 
 HEARTBEAT_S = 1.0
 """From a stage's answer to the next ping."""

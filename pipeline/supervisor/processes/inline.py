@@ -8,32 +8,26 @@ import importlib
 import logging
 import os
 import threading
-import time
 
 import msgspec
 
 from pipeline.errors import UserError
 from pipeline.runtime.child import SINGLE_THREADED, report_failure
 from pipeline.runtime.messages import Launch
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.child import Child
 
 THREAD = "stage "
 """Prefix of the thread's name, before the stage's name; see logs.py."""
 
 
 class InlineChild(Child):
-    """Has the interface of `Child`. `error` is the exception that the stage raised."""
+    """A stage in a thread. `error` is the exception that it raised."""
 
     def __init__(self, launch: Launch, *, waits: bool = False) -> None:
         """Start it. If it `waits`, it runs after `begin`."""
         for key, value in SINGLE_THREADED.items():
             os.environ.setdefault(key, value)
-        self.name = launch.name
-        self.stage = launch.stage
-        self.incarnation = launch.incarnation
-        self.state = "starting"
-        self.num_restarts = 0
-        self.started_s = time.monotonic()
+        super().__init__(launch)
         self.pid = os.getpid()
         self.error: BaseException | None = None
         if launch.listen_fd >= 0:  # the stage closes its own copy
@@ -41,7 +35,6 @@ class InlineChild(Child):
         if launch.admin_fd >= 0:
             launch = msgspec.structs.replace(launch, admin_fd=os.dup(launch.admin_fd))
         self.pidfd, self._end = os.pipe()
-        """Readable once the stage has ended."""
         self._launch = launch
         self._begun = threading.Event()
         if not waits:
@@ -73,12 +66,8 @@ class InlineChild(Child):
             os.close(self._end)
 
     @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
     def exit_code(self) -> int | None:
-        return None if self.is_alive else int(self.error is not None)
+        return None if self._thread.is_alive() else int(self.error is not None)
 
     def describe_end(self) -> str:
         if self.is_alive:
@@ -97,6 +86,5 @@ class InlineChild(Child):
         """A thread can't be killed; it ends with the process."""
 
     def close(self) -> None:
-        if self.pidfd >= 0 and not self.is_alive:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        if not self.is_alive:
+            super().close()

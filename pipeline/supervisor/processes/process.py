@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -16,7 +15,7 @@ from pipeline.runtime.child import INTERRUPT, SINGLE_THREADED
 from pipeline.runtime.messages import Launch
 from pipeline.runtime.messages.lifecycle import EPOCH, LENGTH
 from pipeline.runtime.process.descriptors import descriptors_of
-from pipeline.runtime.process.process_usage import ProcessUsage, usage_of
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.fork_server import ForkServer, Process
 
 ABORT_S = 0.5
@@ -35,26 +34,8 @@ def _environ(stage: str, num_threads: int) -> dict[str, str]:
     return {"SSL_CERT_FILE": os.devnull} if stage == "gateway" else {}
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # of most real-time signals
-        return f"signal {number}"
-
-
-class Child:
-    """A stage's process. `state` is starting, recovering, joining, ready, leaving, sleeping, waking, stopping or dead;
-    only the supervisor changes it. A process that replaces a dead one is recovering until it is ready. One that is
-    added while the server serves is joining until it gets work, and one that is going to be removed is leaving. While
-    the server sleeps, its executor has ended and is sleeping; its successor is waking until it is ready."""
-
-    node = ""
-    """The host that it runs on; empty for this one."""
-    is_lost = False
-    """Its host was lost, so its end says nothing about it."""
-    is_compiling = False
-    suspended_s = 0.0
-    """How long the supervisor was suspended, or the process compiled, while it started."""
+class ChildProcess(Child):
+    """A stage's process on this host."""
 
     def __init__(
         self, launch: Launch, num_threads: int, *, waits: bool = False, fork_server: ForkServer | None = None
@@ -62,15 +43,7 @@ class Child:
         """Start the process. It has the descriptors that it needs, and no others. If it `waits`, it imports its code
         and then waits for `begin`. Without a `fork_server`, it is started with exec, as one with a terminal always
         is."""
-        self.name = launch.name
-        self.stage = launch.stage
-        self.incarnation = launch.incarnation
-        self.state = "starting"
-        self.num_restarts = 0
-        """How often this stage's process was replaced."""
-        self.started_s = time.monotonic()
-        self._was_killed = False
-        """By `kill`."""
+        super().__init__(launch)
         self._begin_fd = -1
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)  # a launch always fits the pipe; an error is better than a hang
@@ -96,7 +69,6 @@ class Child:
             self._end_launch()
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
-        """Readable once the process has ended."""
 
     @staticmethod
     def _start(launch: Launch, fds: list[int], environ: dict[str, str], fork_server: ForkServer | None) -> Process:
@@ -118,18 +90,14 @@ class Child:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it runs, or still waits for `begin`."""
         return self._begin_fd < 0
 
     def begin(self, model_dir: str) -> None:
-        """Let a process that waits run, with the folder of the prepared model."""
         with contextlib.suppress(BrokenPipeError):  # it has ended; its pidfd tells
             os.write(self._begin_fd, os.fsencode(model_dir))
         self._end_launch()
 
     def send_descriptors(self, epoch: int, fds: list[int]) -> bool:
-        """Send descriptors of a restart, before its `PeerRestarted`. Returns False if the socket is full. Raises
-        ConnectionError if the process has closed it: it is ending, also if its pidfd does not tell yet."""
         try:
             return socket.send_fds(self._control, [EPOCH.pack(epoch)], fds) == EPOCH.size
         except ConnectionError:
@@ -143,32 +111,10 @@ class Child:
             self._begin_fd = -1
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
         return self._process.poll()
 
-    def describe_end(self) -> str:
-        """How the process ended."""
-        code = self.exit_code
-        if code is None:
-            return "is running"
-        if code < 0:
-            name = signal_name(-code)
-            if self._was_killed:
-                return f"was killed by the supervisor ({name})"
-            hint = ", perhaps because the system ran out of memory" if -code == signal.SIGKILL else ""
-            return f"was killed by {name}{hint}"
-        return f"exited with code {code}"
-
-    def usage(self) -> ProcessUsage:
-        """The resources that the process uses; zeros if it has ended."""
-        return usage_of(self.pid)
-
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the process. Returns whether it ended in time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -184,14 +130,13 @@ class Child:
         self._process.send_signal(INTERRUPT)
 
     def kill(self) -> None:
-        """Kill and reap the process if it is alive."""
+        """Kill the process if it is alive, and reap it."""
         if self.is_alive:
             self._was_killed = True
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def abort(self) -> None:
-        """End a process that hangs. It writes the stacks of its threads to the log first, if it still can."""
         self._was_killed = True
         self._process.send_signal(signal.SIGCONT)
         self._process.send_signal(signal.SIGABRT)
@@ -199,10 +144,6 @@ class Child:
             self.kill()
 
     def close(self) -> None:
-        """Kill the process if it is alive, and close its descriptors."""
-        self.kill()
+        super().close()
         self._end_launch()
         self._control.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1

@@ -22,8 +22,8 @@ from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.messages.wire_version import wire_version
 from pipeline.runtime.transport.inbox import Inbox
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.shared.resources import Channels, SharedResources
 

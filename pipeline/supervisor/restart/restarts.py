@@ -16,8 +16,8 @@ from pipeline.errors import UserError
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
 from pipeline.runtime.transport.inbox import Inbox
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.restart.planned_restarts import PlannedRestarts, launch_of
 from pipeline.supervisor.restart.recovery import Recovery, RestartBudget
 from pipeline.supervisor.restart.restart_log import RestartLog

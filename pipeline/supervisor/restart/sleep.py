@@ -19,8 +19,8 @@ from pipeline.config.values.sizes import size_words
 from pipeline.metrics.stats import SleepCounts
 from pipeline.runtime import messages as m
 from pipeline.runtime import topology
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.restart.restarts import Restarts
 from pipeline.supervisor.run_mode import RunMode
 from pipeline.supervisor.server_state import ServerState

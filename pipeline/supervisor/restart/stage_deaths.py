@@ -9,9 +9,9 @@ from pipeline.runtime import topology
 from pipeline.runtime.transport.inbox import Inbox
 from pipeline.supervisor.admin.admin_server import Questions
 from pipeline.supervisor.crashes.crash_reports import CrashReports
+from pipeline.supervisor.processes.child import Child
 from pipeline.supervisor.processes.children import ChildTable
 from pipeline.supervisor.processes.heartbeats import Heartbeats
-from pipeline.supervisor.processes.process import Child
 from pipeline.supervisor.reconfigure.scaling import Scaling
 from pipeline.supervisor.restart.restarts import LIVING, Restarts
 from pipeline.supervisor.restart.sleep import Sleeper

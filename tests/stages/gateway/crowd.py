@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from pipeline.runtime import messages as m
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from tests.rig import PATIENCE_S, Rig
 from tests.stages.gateway.gate import CHAT, END, Gate
 
@@ -34,7 +34,7 @@ class ProcessRig(Rig):
     """Runs the stage in a process, as the supervisor does; the thread waits for it to exit."""
 
     def _run(self) -> None:
-        self.child = Child(self.launch, 1)
+        self.child = ChildProcess(self.launch, 1)
         os.close(self.launch.listen_fd)
         self.is_spawned.set()
         try:

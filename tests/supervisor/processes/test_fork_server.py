@@ -21,7 +21,7 @@ from pipeline.runtime.process import descriptors
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.processes import fork_server as fork_server_module
 from pipeline.supervisor.processes.fork_server import MAX_STARTS, ForkedProcess, ForkServer
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 
 PATIENCE_S = 60.0
 STAGE = """
@@ -66,7 +66,7 @@ class Bench:
         self.out, self._write = os.pipe()
         self._end_read, self.end_write = os.pipe()
         self._death_read, self._death_write = os.pipe()
-        self.children: list[Child] = []
+        self.children: list[ChildProcess] = []
 
     def install(self, version: str) -> None:
         """Write code that a sitecustomize, too, has imported: as the package's own."""
@@ -74,7 +74,7 @@ class Bench:
 
     def start(
         self, fork_server: ForkServer | None, stage: str = "schedule", num_fds: int = 0, wire_version: str = ""
-    ) -> Child:
+    ) -> ChildProcess:
         more = [m.Segment(f"more-{i}", self._end_read, 0, True) for i in range(num_fds)]
         launch = m.Launch(
             stage=stage,
@@ -90,7 +90,7 @@ class Bench:
             death_fd=self._death_read,
             wire_version=wire_version,
         )
-        child = Child(launch, 3, fork_server=fork_server)
+        child = ChildProcess(launch, 3, fork_server=fork_server)
         self.children.append(child)
         return child
 
@@ -124,7 +124,7 @@ def fork_server(bench: Bench) -> Iterator[ForkServer]:
     one.close()
 
 
-def is_forked(child: Child) -> bool:
+def is_forked(child: ChildProcess) -> bool:
     return isinstance(child._process, ForkedProcess)
 
 

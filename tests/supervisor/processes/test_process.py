@@ -16,7 +16,7 @@ from pipeline.runtime import messages as m
 from pipeline.runtime.topology import SUPERVISOR
 from pipeline.supervisor.processes.fork_server import ForkServer
 from pipeline.supervisor.processes.inline import InlineChild
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 from pipeline.supervisor.serve import raise_descriptor_limit
 
 PATIENCE_S = 60.0
@@ -77,14 +77,14 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     one.close()
 
 
-Start = Callable[..., Child]
+Start = Callable[..., ChildProcess]
 """Starts a process: takes a launch, and perhaps `waits`."""
 
 
 @pytest.fixture(params=["forked", "exec"])
 def start(stage: Stage, request: pytest.FixtureRequest) -> Iterator[Start]:
     fork_server = ForkServer(logging.getLogger("test")) if request.param == "forked" else None
-    yield partial(Child, num_threads=1, fork_server=fork_server)
+    yield partial(ChildProcess, num_threads=1, fork_server=fork_server)
     if fork_server is not None:
         fork_server.close()
 

@@ -21,7 +21,7 @@ from pipeline.runtime.transport.outbox import Outbox
 from pipeline.shm import segment
 from pipeline.shm.arena import Arena
 from pipeline.shm.arrays import Array, ShmRef
-from pipeline.supervisor.processes.process import Child
+from pipeline.supervisor.processes.process import ChildProcess
 
 START_S = 60.0
 STOP_S = 5.0
@@ -98,7 +98,7 @@ class Harness:
                 death_fd=death_read,
                 listen_fd=listen_fd,
             )
-            self.child = Child(self._launch, 1)
+            self.child = ChildProcess(self._launch, 1)
         except BaseException:
             self._give_back()
             raise
